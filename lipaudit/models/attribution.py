@@ -135,13 +135,13 @@ class _Recorder(AttentionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = CallStack(on_leave=self._name_node)
+        self.call_stack = CallStack(on_leave=self._name_node)
         self.calls: dict[Address, _AttentionEdges] = {}
         self.modules: dict[Node, _NamedNode] = {}
 
     def complete(self, call: AttentionCall) -> tuple[None, Address, Tensor]:
         """Put P V in place of the model's output: a fused op has no P in the graph."""
-        address = self.place.address("attention")
+        address = self.call_stack.address("attention")
         # P and V follow if the model's output is P V.
         output, *parts = _recompute(call) or (call.output,)
         # A node of its own: it stays the edge of O if the model writes into its output.
@@ -230,7 +230,7 @@ def compute_shares(
     recorder = _Recorder()
 
     def run_recorded(z: Tensor, rows: Tensor) -> Tensor:
-        with recorder.place.following(net.module), recorder:
+        with recorder.call_stack.following(net.module), recorder:
             return f(z, rows)
 
     with exact_arithmetic(x.device), explain_errors():

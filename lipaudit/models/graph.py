@@ -56,18 +56,20 @@ def vjp(out: Tensor, inp: Tensor | GradientEdge, cotangent: Tensor) -> Tensor | 
 def leaves(
     t: Tensor, stop: Collection[Node] = (), past: Past | None = None
 ) -> tuple[list[Tensor], list[Node]]:
-    """Return the leaf tensors that t depends on, and the nodes of `stop` that t depends on.
-
-    The walk ends at the nodes of `stop`.
+    """Walk the autograd graph back from t, to its leaves and to given nodes.
 
     Args:
         t: a tensor.
-        stop: nodes.
-        past: the nodes before each leaf at which a graph was cut: t depends on these, too.
+        stop: nodes at which the walk ends.
+        past: for each leaf at which the graph was cut, the nodes before the cut. Those in `stop`
+            count as met if the walk meets the leaf.
+
+    Returns:
+        The leaf tensors that the walk meets, and the nodes of `stop` that it meets.
     """
     ends = []
     stops: list[Node] = []
-    if t.grad_fn is None:
+    if t.grad_fn is None:  # t is a leaf itself, or a constant
         if t.requires_grad:
             ends.append(t)
         return ends, stops
@@ -90,13 +92,14 @@ def op(node: Node) -> str:
 def is_affine(t: Tensor) -> bool:
     """Say whether t is an affine function of its leaves, judged by its operations.
 
-    Values cannot show this: on equal tokens every function looks affine.
+    Values cannot show this: where all tokens are equal, every function looks affine.
     """
     for node in nodes(t):
         if hasattr(node, "variable"):  # a leaf
             continue
+        # The number of operands that depend on leaves. With one, a product is affine; with two it
+        # is quadratic, and only sums are affine.
         operands = sum(parent is not None for parent, _ in node.next_functions)
-        # With several operands that depend on leaves, a product is quadratic, a sum is not.
         affine = _AFFINE_OPS if operands == 1 else _SUMS
         if op(node) not in affine:
             return False
@@ -104,12 +107,13 @@ def is_affine(t: Tensor) -> bool:
 
 
 def root(t: Tensor) -> object:
-    """Return an object that identifies the tensor behind t's views: parts of one have the same.
+    """Return an object that identifies the tensor of which t is a view or a part.
 
-    Two results of the same computation are two tensors. The object is not the graph node itself,
-    because a stored node keeps its whole graph in memory.
+    Two tensors with the same object are views of one tensor, not only equal by value. The object
+    is not the graph node itself, because a stored node keeps its whole graph in memory.
     """
     node = t.grad_fn
+    # Back through ops that only move numbers. A concatenation makes a new tensor.
     while node is not None and op(node) in SHAPE_OPS - {"Cat"}:
         node = _find_operand(node)
     if node is None or hasattr(node, "variable"):  # views of a leaf, or of a tensor without graph
@@ -127,19 +131,20 @@ def _find_operand(node: Node) -> Node | None:
 
 
 def divides_channels(t: Tensor) -> bool:
-    """Say whether each row of t is a part of a longer row of the tensor behind t's views.
+    """Say whether each row of t is a part of a longer row of the tensor of which t is a view.
 
-    This is so for heads, which are parts of the channels of a token; windows of tokens contain
-    whole rows.
+    This is so for heads, (batch, tokens, heads, d) of (batch, tokens, heads * d), which are parts
+    of the channels of a token. Windows of tokens contain whole rows.
     """
     width = t.shape[-1]
     node = t.grad_fn
-    joined = False  # whether a later operation puts parts together again
-    # From t back through its views, to the first one whose operand has longer rows.
+    joined = False  # whether a later op puts parts together again
+    # Walk back through the views, to the first op whose operand has longer rows.
     while node is not None and op(node) in SHAPE_OPS | _PARTS:
         name = op(node)
         if name in {"Stack", "Cat"}:
             joined = True
+        # A split alone, as of q, k and v, does not count: only if its parts are joined again.
         if name in _RESIZING and (joined or name not in _PARTS):
             operand_shape = getattr(node, "_saved_self_sym_sizes", None)
             if operand_shape and operand_shape[-1] > width:
@@ -149,7 +154,7 @@ def divides_channels(t: Tensor) -> bool:
 
 
 def nodes(t: Tensor, stop: Collection[Node] = ()) -> Iterator[Node]:
-    """Yield every node behind t once, without going beyond the nodes of `stop`."""
+    """Yield every node of the graph of t once, from t back, but not beyond the nodes of `stop`."""
     seen = set()
     todo = [t.grad_fn]
     while todo:
@@ -168,12 +173,12 @@ LINEAR_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Probed:
-    """A tensor t of an attention call, (windows, heads, tokens, width), and its origin.
+    """A tensor t of an attention call as a function of y, which its gradients examine.
 
     Attributes:
-        t: q, k or v, with its graph down to `leaf`.
-        leaves: the leaves that it depends on, usually the output y of a linear map.
-        as_rows: converts tensors of their shapes to one token per row.
+        t: q, k or v, (windows, heads, tokens, width), with its graph back to `leaves`.
+        leaves: the tensors y that it depends on: usually one, the output of a linear map.
+        as_rows: converts tensors of their shapes to (rows, columns), one token per row.
     """
 
     t: Tensor
@@ -181,7 +186,7 @@ class Probed:
     as_rows: Callable[..., Tensor]
 
     def pull(self, cotangent: Tensor) -> Tensor:
-        """Return J^T u for a cotangent u of t, where J = dt/dy, in the shape of y.
+        """Return J^T u for a cotangent u of t, where J = dt/dy: (rows, columns) of y.
 
         It is 0 at entries of y that t does not depend on. Rows are tokens.
         """
@@ -199,21 +204,23 @@ class Probed:
         return moved
 
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the entries of y that each head and token of t is computed from.
+        """Return the entries of y behind each head and token of t, (windows, heads, tokens, e).
 
-        The shape is (windows, heads, tokens, e). Arguments are those of `take_entries`.
+        Args:
+            rows: the row of y of each token, (windows, tokens).
+            columns: the columns of y of each head, (heads, e).
         """
         y = self.as_rows(*(leaf.detach() for leaf in self.leaves))
         return take_entries(y, rows, columns)
 
     def join_heads(self) -> Probed:
-        """Return all heads as one."""
+        """Return the same with all heads as one, (windows, 1, tokens, heads * width)."""
         tokens = self.t.transpose(1, 2)
         return replace(self, t=tokens.flatten(2).unsqueeze(1))
 
     @cached_property
     def read(self) -> Tensor:
-        """Return the pullback of `random`: zero where t does not depend on y."""
+        """Return J^T u for the random u, (rows, columns): 0 at entries of y not behind t."""
         return self.pull(self.random)
 
     @cached_property
@@ -229,7 +236,7 @@ class Probed:
 
 
 def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Index axis `dim` by a tensor of any shape, whose axes take its place."""
+    """Index axis `dim` of t by a tensor of any shape, whose axes replace the axis `dim`."""
     taken = t.index_select(dim, index.flatten())
     return torch.unflatten(taken, dim, index.shape)
 
@@ -248,22 +255,23 @@ def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
-    """Return which label of t each row (or column) of y affects, such as its token or head.
+    """Return which labelled part of t, such as a token or a head, each row of y affects.
 
-    A probe is a backward pass from some labels only. Each label takes part in half of the probes,
-    in another half than every other label. So a row that affects one label is hit by the probes of
-    that label; a row that affects two is hit by more than half of all probes.
+    One backward pass per label would tell, but a few passes, here called probes, are enough. Each
+    label takes part in half of the probes, in another half than every other label. A row of y that
+    affects one label is hit by the probes of that label. A row that affects two is hit by more
+    than half of all probes.
 
     Args:
-        source: the tensor t.
+        source: t, (windows, heads, tokens, width), as a function of y, (rows, columns).
         code: the label of each entry of t, from 0, in a shape that broadcasts to t.
-        rows: whether to label rows of y, or else columns.
+        rows: whether to examine the rows of y (tokens), or else its columns (channels).
 
     Returns:
-        One label per row or column of y, -1 without an effect; None if one affects parts of t with
-        different labels.
+        The label for each row or column of y, -1 if it has no effect. None if one of them affects
+        parts of t with different labels.
     """
-    axis = 1 if rows else 0
+    axis = 1 if rows else 0  # the axis of y that is reduced
     labels = int(code.max()) + 1
     # The fewest probes with a different half for each label: 12 heads take 6, as C(6, 3) = 20.
     probes = 2
@@ -271,7 +279,7 @@ def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None
         probes += 1
     half = probes // 2
     halves = islice(combinations(range(probes), half), labels)
-    takes_part = torch.zeros(labels, probes, dtype=torch.bool)
+    takes_part = torch.zeros(labels, probes, dtype=torch.bool)  # of a label in a probe
     takes_part.scatter_(1, torch.tensor(list(halves)), True)
     takes_part = takes_part.to(code.device)
     masks = takes_part[code].to(source.random.dtype)  # (*code, probes)
@@ -283,41 +291,51 @@ def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None
     count = is_hit.sum(-1)
     if ((count > 0) & (count != half)).any():
         return None
-    # The label whose probes are those that hit: it has the most of them in common.
+    # The label of a row is that whose probes are the hits of the row: it has most in common.
     common = is_hit.float() @ takes_part.mT.float()  # (rows or columns of y, labels)
     return common.argmax(-1).masked_fill(count == 0, -1)
 
 
 def reads_only(source: Probed, rows: Tensor) -> bool:
-    """Check, by one product, that every token of t depends on its own row of y only.
+    """Check, by one backward pass, that every token of t depends on its own row of y only.
+
+    The pass starts from a random half of the tokens: no row but theirs may get a gradient.
 
     Args:
-        source: the tensor t.
+        source: t, (windows, heads, tokens, width), as a function of y.
         rows: the row of y of each token, (windows, tokens).
     """
-    # One random number a token, the same in all heads and channels.
+    # One random number for each token, the same in all heads and channels.
     number = source.random[:, :1, :, :1]
     half = number > number.median()  # a random half of the tokens, (windows, 1, tokens, 1)
     pulled = source.pull(source.random * half)
-    touched = find_touched(pulled, 1)
+    touched = find_touched(pulled, 1)  # rows of y with a gradient
     in_half = half[:, 0, :, 0].flatten()
-    # The rows of these tokens may be touched, and no other one.
-    touched[rows.flatten()] &= ~in_half
+    touched[rows.flatten()] &= ~in_half  # leave out the rows of these tokens
     return not bool(touched.any())
 
 
 def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return M (heads, d, e) and c (heads, d) with t = M y + c at every token, or None."""
+    """Return M (heads, d, e) and c (heads, d) with t = M y + c in each head, or None.
+
+    None if no M and c are the same at every token.
+
+    Args:
+        source: t, (windows, heads, tokens, d), as a function of y.
+        rows: the row of y of each token, (windows, tokens).
+        columns: the columns of y of each head, (heads, e).
+    """
     t = source.t.detach()
+    # The Jacobian M, as if it were the same in all windows and at all tokens. The values of t at
+    # all tokens then show whether it is.
     matrix = compute_map(source, rows, columns, shared=(0, 2))[0, :, 0]
-    # M from one product per channel is exact if t is affine; whether it is, every token shows.
     image = torch.einsum("hce,bhne->bhnc", matrix, source.values(rows, columns))  # M y
     remainder = t - image
     # t - M y must be one constant per channel: its mean over windows and tokens is then c.
     offset = remainder.mean((0, 2))
     if not is_rounding(remainder - offset[:, None], AFFINE_TOLERANCE, t, image):
         return None
-    # An offset of rounding errors only is none.
+    # An offset that is only rounding error counts as 0.
     limit = AFFINE_TOLERANCE * find_largest(t)
     is_zero = find_largest(offset[None, :, None]) <= limit
     return matrix, offset.masked_fill(is_zero[:, None], 0.0)
@@ -326,7 +344,13 @@ def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tens
 def find_position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None:
     """Return G (1, 1, tokens, d, e) with t_i = G_i y_i at each token i, or None.
 
-    G_i, such as a rotation by the position of the token, is the same in all windows and heads.
+    G_i depends on the position i only, and is the same in all windows and heads, such as a rotary
+    position embedding. None if there is no such G.
+
+    Args:
+        source: t, (windows, heads, tokens, d), as a function of y.
+        rows: the row of y of each token, (windows, tokens).
+        columns: the columns of y of each head, (heads, e).
     """
     local = compute_map(source, rows, columns, shared=(0, 1))
     if not is_linear(source, local, rows, columns):
@@ -337,34 +361,38 @@ def find_position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor |
 def compute_map(
     source: Probed, rows: Tensor, columns: Tensor, *, shared: Sequence[int] = ()
 ) -> Tensor:
-    """Return the local Jacobian of t by y, (windows, heads, tokens, d, e).
+    """Return the Jacobian of each vector of t by the entries of y behind it.
 
-    One product differentiates one channel of every vector of t, (windows, heads, tokens). Vectors
-    that share a map, along the `shared` axes, differentiate different channels of it, so that few
-    products are enough; if their maps differ after all, any of them may be returned.
+    One backward pass differentiates one channel of every vector. If vectors have the same
+    Jacobian (along the `shared` axes), each differentiates another channel of it in one pass, so
+    that few passes are enough. If their Jacobians differ after all, rows of several are mixed.
 
     Args:
-        source: the tensor t.
-        rows: as of `take_entries`.
-        columns: as of `take_entries`.
-        shared: axes along which the maps are the same; their size in the result is 1.
+        source: t, (windows, heads, tokens, d), as a function of y.
+        rows: the row of y of each token, (windows, tokens).
+        columns: the columns of y of each head, (heads, e).
+        shared: axes of t along which all Jacobians are the same.
+
+    Returns:
+        (windows, heads, tokens, d, e), with size 1 along the `shared` axes.
     """
     *vectors, width = source.t.shape
-    sharing = [1, 1, 1]  # vectors with one map, by axis
-    different = list(vectors)  # vectors with maps of their own, by axis
+    sharing = [1, 1, 1]  # number of vectors with the same Jacobian, by axis
+    different = list(vectors)  # number of different Jacobians, by axis
     for axis in shared:
         sharing[axis] = vectors[axis]
         different[axis] = 1
     count = prod(sharing)
+    # Numbers the vectors with the same Jacobian; in a pass, the n-th takes channel n + shift.
     number = torch.arange(count, device=rows.device).view(sharing)
     jacobian = source.t.new_zeros(*different, width, columns.shape[1])
     ranges = [torch.arange(size, device=rows.device) for size in different]
-    maps = torch.meshgrid(*ranges, indexing="ij")
-    # One product for every `count` channels, rounded up.
+    maps = torch.meshgrid(*ranges, indexing="ij")  # indices of the Jacobian of each vector
+    # One backward pass for every `count` channels.
     for shift in range(0, width, count):
-        channel = (number + shift) % width
+        channel = (number + shift) % width  # of each vector in this pass
         channel = channel.expand(vectors)
-        unit = torch.zeros_like(source.t)
+        unit = torch.zeros_like(source.t)  # a cotangent with 1 at that channel
         unit.scatter_(-1, channel[..., None], 1.0)
         pulled = source.pull(unit)
         gradient = take_entries(pulled, rows, columns)
@@ -376,17 +404,17 @@ def compute_map(
 
 
 def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
-    """Say whether t = G y at every token, apart from rounding.
+    """Say whether t = G y at every token, apart from rounding: without a constant.
 
     Args:
-        source: the tensor t.
-        local: the local Jacobian G of `compute_map`.
-        rows: as of `take_entries`.
-        columns: as of `take_entries`.
+        source: t, (windows, heads, tokens, d), as a function of y.
+        local: the Jacobian G of each vector of t, from `compute_map`.
+        rows: the row of y of each token, (windows, tokens).
+        columns: the columns of y of each head, (heads, e).
     """
     t = source.t.detach()
     y = source.values(rows, columns)  # (windows, heads, tokens, e)
-    if local.shape[:2] == (1, 1):  # otherwise torch copies it for every head
+    if local.shape[:2] == (1, 1):  # one G for all windows and heads, which `@` would copy
         image = torch.einsum("nce,bhne->bhnc", local[0, 0], y)
     else:
         image = (local @ y[..., None])[..., 0]
@@ -394,12 +422,14 @@ def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> b
 
 
 def is_rounding(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
-    """Say whether a difference is rounding in every head, so that large heads hide no small one.
+    """Say whether a difference of tensors is only rounding error, in each head.
+
+    Each head has its own limit: an error in a head of small entries would be rounding in others.
 
     Args:
         rest: the difference, (windows, heads, tokens, width).
-        tolerance: relative to the largest entry of the head in any of `sizes`.
-        sizes: the tensors of the difference.
+        tolerance: the limit, relative to the largest entry of the head in any of `sizes`.
+        sizes: the tensors that were subtracted.
     """
     size = torch.stack([find_largest(t) for t in sizes]).amax(0)
     limit = tolerance * size + torch.finfo(rest.dtype).tiny
@@ -407,7 +437,7 @@ def is_rounding(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
 
 
 def is_orthogonal(local: Tensor) -> bool:
-    """Check G G^T = c I with one c for all tokens."""
+    """Say whether maps G, (..., d, e), are orthogonal up to one factor: G G^T = c I for all."""
     gram = local @ local.mT
     c = gram.diagonal(dim1=-2, dim2=-1).mean()
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
@@ -416,8 +446,8 @@ def is_orthogonal(local: Tensor) -> bool:
 
 
 def find_touched(pulled: Tensor, axis: int) -> Tensor:
-    """Return a mask of the columns (axis 0) or rows (axis 1) of a pullback that are not zero."""
-    # (pulled != 0).any(axis), several times faster; a NaN may count as nonzero.
+    """Return a mask of the columns (axis 0) or rows (axis 1) of a gradient that are not zero."""
+    # The same as (pulled != 0).any(axis), several times faster; NaN counts as not zero.
     return (pulled.amax(axis) != 0) | (pulled.amin(axis) != 0)
 
 

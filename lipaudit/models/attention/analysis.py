@@ -31,16 +31,24 @@ class Analysis(NamedTuple):
 
 
 def analyse(call: AttentionCall, batch: Batch) -> Analysis:
-    """Analyse a call in the first layout with a closed form, else in the likeliest."""
+    """Find the closed form of an attention call, or why there is none.
+
+    The model may keep samples, windows, heads and tokens in any order of axes. The usual layouts
+    of these axes are tried first, then those that the linear maps behind q, k and v show.
+
+    Args:
+        call: the call, with the axes of the model and its graph.
+        batch: the samples.
+    """
     usual = guess_layouts(call.q, len(batch))
-    if call.output.dtype in HALF:
+    if call.output.dtype in HALF:  # a closed form could not be compared with such an output
         kind = str(call.output.dtype).removeprefix("torch.")
         reason = f"it is computed in {kind}; switch autocast off, or use --dtype float64"
         return Analysis(usual[0], ("rounded",) * 3, None, reason)
     analysis = _try_layouts(usual, call, batch)
     if analysis.structure is not None:
         return analysis
-    # In a wrong layout there is no closed form: tokens of windows would be mixed.
+    # None of the usual layouts has a closed form. They may all be wrong.
     others = find_layouts(call, len(batch))
     if others:
         return _try_layouts(others, call, batch)
@@ -48,10 +56,16 @@ def analyse(call: AttentionCall, batch: Batch) -> Analysis:
 
 
 def _try_layouts(layouts: Sequence[AxisLayout], call: AttentionCall, batch: Batch) -> Analysis:
-    """Return the analysis of the first layout with a closed form, else that of the first one."""
+    """Return the analysis in the first layout with a closed form, or in the first layout.
+
+    Args:
+        layouts: orders of samples, windows, heads and tokens in the axes of the call.
+        call: the attention call.
+        batch: the samples.
+    """
     failures: list[Analysis] = []
     for layout in layouts:
-        kinds: list[str] = []
+        kinds: list[str] = []  # of q, k and v, such as affine; filled by `_read_layout`
         try:
             structure = _read_layout(call.arrange(layout, len(batch)), batch, kinds)
         except NotClosedForm as obstacle:
@@ -59,8 +73,8 @@ def _try_layouts(layouts: Sequence[AxisLayout], call: AttentionCall, batch: Batc
         except RuntimeError as error:
             if of_machine(error):
                 raise
-            # The graph comes from the model: a write in place, an op without a derivative. In any
-            # such case we cannot vouch for a closed form of this layer; other layers may have one.
+            # The model writes in place, or has an op without a derivative. So this layer has no
+            # closed form that could be checked; other layers may have one.
             reason = f"its graph cannot be differentiated: {first_line(error)}"
             failures.append(Analysis(layout, ("unread",) * 3, None, reason))
         else:
@@ -69,12 +83,14 @@ def _try_layouts(layouts: Sequence[AxisLayout], call: AttentionCall, batch: Batc
 
 
 def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture.Structure:
-    """Return the structure of a call with canonical axes.
+    """Return how q, k and v of a call are computed, if that gives a closed form of its Jacobian.
+
+    The closed form is compared with autograd.
 
     Args:
-        call: the call.
+        call: the call, with axes (windows, heads, tokens, width).
         batch: the samples.
-        kinds: takes the kinds of q, k and v, also if there is no closed form.
+        kinds: a list to which the kinds of q, k and v are added, also without a closed form.
 
     Raises:
         NotClosedForm: there is no closed form.
@@ -92,9 +108,10 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
         except NotClosedForm as obstacle:
             problems.append(f"{name} {obstacle.reason}")
             kinds.append(obstacle.kind)
-    # `Linear(d, d)` on (B, N, H, d), common in tutorials, looks like N windows of H tokens.
-    is_divided = any(leaf.origin.divided for part in leaves for leaf in part)
-    if is_divided and (problems or len(call.q) != len(batch)):
+    # `Linear(d, d)` applied to (batch, tokens, heads, d), common in tutorials, reads parts of
+    # tokens. These look like tokens of windows, so the forms above may be wrong.
+    reads_parts = any(leaf.origin.reads_token_parts for part in leaves for leaf in part)
+    if reads_parts and (problems or len(call.q) != len(batch)):
         kinds[:] = ["shared"] * 3
         raise NotClosedForm("one linear map is applied to each head separately")
     try:
@@ -106,12 +123,12 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
     q, k, v = forms
     if k is None or v is None:
         raise NotClosedForm("its keys or values are constants, or have no gradient")
-    # All linear maps behind q, k or v read the same input: the first one stands for them.
+    # q, k and v may each be made from several linear maps of one input: take the first.
     k_origin = leaves[1][0].origin
     v_origin = leaves[2][0].origin
     if not (k_origin.reads_same(v_origin) and k.index.is_same(v.index)):
         raise NotClosedForm("its keys and values read different inputs")
-    joint = False
+    joint = False  # whether q reads the same tokens as k and v: self-attention
     if q is not None:
         q_origin = leaves[0][0].origin
         joint = q_origin.reads_same(k_origin) and q.index.is_same(k.index)
@@ -130,23 +147,25 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
 
 
 def _is_reordered(one: Tensor, other: Tensor) -> bool:
-    """Say whether queries and keys read the same tokens in another order, at a generic point.
+    """Say whether two sets of tokens, (tokens, channels), are the same in another order.
 
-    Rolled or flipped keys are not a second input: norms would be those of cross-attention.
+    If keys are the tokens of the queries rolled or flipped, both have one input, and norms of
+    cross-attention, with two inputs, would be wrong.
     """
     if one.shape != other.shape or torch.equal(one, other):
         return False
-    tokens = torch.unique(one, dim=0)
-    other_tokens = torch.unique(other, dim=0)
-    return torch.equal(tokens, other_tokens)
+    return torch.equal(torch.unique(one, dim=0), torch.unique(other, dim=0))
 
 
 def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.OutputMap | None:
-    """Return W_O if a linear map reads the concatenated heads, only permuted and scaled.
+    """Return a linear map as W_O of an attention layer, if its input is the layer's heads.
+
+    Each channel of the input must be one channel of the concatenated heads, times a factor.
+    Otherwise, such as with a gate or a norm in between, it is None.
 
     Args:
         linear: a linear map behind the attention.
-        source: its input as a function of the attention's output.
+        source: its input as a function of the attention's output, which has a row per token.
     """
     rows, width = source.as_rows(*source.leaves).shape
     columns = torch.arange(width, device=source.t.device)[None]
@@ -159,9 +178,8 @@ def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.Outpu
         affine = graph.find_affine_map(source, index, columns)
     if affine is None:
         return None
-    # Each channel of the input must be one channel of the heads: a permutation times factors.
     mix = affine[0][0]  # (channels of the input, channels of the heads)
-    order = mix.abs().argmax(0)
+    order = mix.abs().argmax(0)  # the channel of the input for each channel of the heads
     gain = mix.gather(0, order[None])[0]
     has_one_each = bool(((mix != 0).sum(0) == 1).all())
     if not has_one_each or int(order.bincount().amax()) > 1:

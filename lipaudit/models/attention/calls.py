@@ -54,7 +54,7 @@ class Linear:
 
     @property
     def inputs(self) -> Tensor:
-        """Return X, one token per row."""
+        """Return x with one token per row, (tokens of all samples, channels in)."""
         return self.x.reshape(-1, self.parameter.shape[0])
 
     def reads_same(self, other: Linear) -> bool:
@@ -62,12 +62,15 @@ class Linear:
         return torch.equal(self.inputs, other.inputs)
 
     def outputs(self, *y: Tensor) -> Tensor:
-        """Return y, or anything of its shape, with one token per row."""
+        """Return y, or a tensor of its shape such as a gradient, with one token per row."""
         return self.arrange(*y).reshape(-1, self.parameter.shape[1])
 
 
 def join_linears(linears: Sequence[Linear]) -> Linear:
-    """Return linear maps of one input as one: (y_1, y_2, ...) = x [W_1 W_2 ...]."""
+    """Return linear maps y_i = x W_i of one input x as one map: x [W_1 W_2 ...].
+
+    Its `outputs` take the tensors (y_1, y_2, ...) of the model and put them side by side.
+    """
     if len(linears) == 1:
         return linears[0]
     weights = []
@@ -102,9 +105,9 @@ class Address(NamedTuple):
     number: int
 
 
-Way = tuple[tuple[object, tuple[Address, ...]], ...]
-"""Marks of the tensors behind a linear map, the nearest first. Each has the maps at which the
-graph must not be cut, so that the next cut map on the way reads this tensor."""
+Ancestors = tuple[tuple[object, tuple[Address, ...]], ...]
+"""Marks of the tensors behind a linear map, the nearest first. Each comes with the maps at which
+the graph must not be cut, so that the nearest map at which it is cut reads this tensor."""
 
 
 @dataclass(frozen=True)
@@ -114,29 +117,32 @@ class Origin:
     Attributes:
         address: address of the op.
         linear: the linear map.
-        way: in surveys, marks (see `root`) of the tensor that the linear map reads, of the one
-            that the map before it reads, and so on.
-        divided: whether the linear map reads parts of the channels of a token, row by row.
+        ancestors: in surveys, marks (see `root`) of the tensor that the linear map reads, of the
+            tensor that the map before it reads, and so on.
+        reads_token_parts: whether a row of its input is only a part of a token's channels, as in
+            `Linear(d, d)` on (batch, tokens, heads, d).
     """
 
     address: Address
     linear: Linear | None = None
-    way: Way = ()
-    divided: bool = False
+    ancestors: Ancestors = ()
+    reads_token_parts: bool = False
 
     @property
     def root(self) -> object:
-        """Return the mark of the tensor whose tokens the linear map reads; None if unknown."""
-        if self.way:
-            return self.way[0][0]
+        """Return an object that stands for the tensor that the linear map reads; None if unknown.
+
+        Maps that read views of one tensor have the same object (see `graph.root`).
+        """
+        if self.ancestors:
+            return self.ancestors[0][0]
         return None
 
     def reads_same(self, other: Origin) -> bool:
         """Say whether two linear maps of one pass read the same tokens of the same tensor.
 
-        The graph shows that it is the same tensor; values do not, because two layer norms may be
-        equal by chance. Values at a generic point then show that the order of the tokens is the
-        same.
+        The graph shows that it is the same tensor; values alone would not, because two layer norms
+        may be equal by chance. Values then show that the order of the tokens is the same.
         """
         if self.linear is None or other.linear is None or self.root is not other.root:
             return False
@@ -161,13 +167,11 @@ class Origins:
     by_leaf: MutableMapping[Tensor, Origin] = field(default_factory=WeakTensorKeyDictionary)
 
     def leaves(self, *tensors: Tensor) -> list[Leaf]:
-        """Return the leaves that each tensor depends on, one tensor after the other.
-
-        A constant with gradients enabled by the model does not count: it depends on nothing.
-        """
+        """Return the leaves that each tensor depends on, with their origins, tensor by tensor."""
         result = []
         for t in tensors:
             for leaf in leaves(t)[0]:
+                # A leaf without an origin is a constant for which the model switched gradients on.
                 if leaf in self.by_leaf:
                     result.append(Leaf(leaf, self.by_leaf[leaf]))
         return result
@@ -187,41 +191,46 @@ class Explicit:
     """Logits of a written-out softmax.
 
     Attributes:
-        products: the edge at which q k^T enters the autograd graph of the logits; for a loop, of
-            each call.
+        products: the edge of q k^T in the autograd graph of the logits; for a loop, of each call.
         logits: the input of the softmax.
         p: its result.
         weights: the factor of v: p itself, or a function of it.
-        others: whether the logits depend on more than this product and constants.
+        has_other_inputs: whether the logits depend on more than this product and constants.
         axis: axis along which the calls of a loop are joined.
-        place: converts the axes of q k^T, as `AttentionCall.arrange` has converted the logits.
-        turned: whether the model computes k q^T.
+        arrange_product: converts the model's axes of q k^T to those of `logits`.
+        is_transposed: whether the model computes k q^T.
     """
 
     products: tuple[GradientEdge, ...]
     logits: Tensor
     p: Tensor
     weights: Tensor
-    others: bool
+    has_other_inputs: bool
     axis: int = 1
-    place: Callable[[Tensor], Tensor] = lambda t: t
-    turned: bool = False
+    arrange_product: Callable[[Tensor], Tensor] = lambda t: t
+    is_transposed: bool = False
 
     def pull(self, cotangent: Tensor) -> Tensor | None:
-        """Return J^T u of the logits with respect to q k^T; None if they do not depend on it."""
+        """Return J^T u, with J the Jacobian of the logits with respect to q k^T.
+
+        None if the logits do not depend on q k^T in this graph.
+
+        Args:
+            cotangent: u, in the shape of the logits.
+        """
         pulled: Sequence[Tensor | None] = pull_back(
             self.logits, self.products, cotangent, retain_graph=True, allow_unused=True
         )
-        parts = []
+        parts = []  # for each call of a loop, else one
         for part in pulled:
             if part is None:  # the graph is cut between q k^T and the logits of this call
                 return None
-            parts.append(part.mT if self.turned else part)
+            parts.append(part.mT if self.is_transposed else part)
         if len(parts) == 1:
             whole = parts[0]
         else:
             whole = torch.cat([*map(_show_heads, parts)], self.axis)
-        return self.place(whole)
+        return self.arrange_product(whole)
 
 
 Role = Literal["sample", "window", "head", "token"]
@@ -230,7 +239,10 @@ ROLES: tuple[Role, ...] = ("sample", "window", "head", "token")
 
 
 class Factor(NamedTuple):
-    """A part of an axis: what it holds, and how many; 0 if that follows the data."""
+    """A factor of an axis, as of (windows * heads): what it holds, and how many.
+
+    A size of 0 is open: it follows from the size of the axis in each batch.
+    """
 
     role: Role
     size: int = 0
@@ -261,27 +273,36 @@ class AxisLayout:
 
     @property
     def keeps_queries(self) -> bool:
-        """Say whether the axis of queries holds all queries of a window and head, and no more."""
+        """Say whether the axis of queries holds all queries of a window and head, and no heads."""
         has_leading_tokens = any(
             factor.role == "token" for axis in self.leading for factor in axis
         )
         return self.queries == TOKENS and not has_leading_tokens
 
     def arrange(self, t: Tensor, samples: int) -> Tensor:
-        """Return q, O or P, (..., queries, width), as (windows, heads, queries, width)."""
+        """Return q, O or P, (..., queries, width), as (windows, heads, queries, width).
+
+        Args:
+            t: the tensor, with the axes of the model.
+            samples: number of samples in the batch. Each has the same number of windows.
+        """
         factors, sizes = self._divide(t, self.queries, samples)
         t = t.reshape(*sizes, t.shape[-1])
         return _sort_axes(t, factors)
 
     def arrange_keys(self, t: Tensor, samples: int) -> Tensor:
-        """Return k or v, (..., keys, width), as (windows, heads, keys, width)."""
+        """Return k or v, (..., keys, width), as (windows, heads, keys, width).
+
+        Arguments are those of `arrange`.
+        """
         factors, sizes = self._divide(t, TOKENS, samples)
         t = t.reshape(*sizes, t.shape[-1])
         for axis, factor in enumerate(factors[:-1]):
-            if factor.role == "token":  # further queries, which share their keys: one copy
+            # A leading axis may hold queries. The keys were repeated along it: keep one copy.
+            if factor.role == "token":
                 t = t.narrow(axis, 0, 1)
         t = _sort_axes(t, factors)
-        # Heads in the axis of queries share their keys: one copy for each.
+        # The axis of queries may hold heads. They share their keys: give each head a copy.
         sharing_heads = prod(factor.size for factor in self.queries if factor.role == "head")
         if sharing_heads == 1:
             return t
@@ -290,18 +311,23 @@ class AxisLayout:
     def _divide(
         self, t: Tensor, rows: tuple[Factor, ...], samples: int
     ) -> tuple[list[Factor], list[int]]:
-        """Return the factors of all axes but the last, and their sizes.
+        """Return the factors (samples, windows, heads, tokens) of all axes but the last; sizes.
+
+        Sizes that the layout leaves open follow from the shape of t.
 
         Args:
             t: the tensor, with the axes of the model.
             rows: the factors of its last axis but one.
             samples: number of samples in the batch.
+
+        Raises:
+            InputError: an axis does not have the size of its factors.
         """
         factors: list[Factor] = []
         sizes: list[int] = []
         axes = (*self.leading, rows)
         for axis, size in zip(axes, t.shape[:-1], strict=True):
-            # The size of each factor, 0 for the one that follows the data.
+            # The size of each factor, 0 if it is open. At most one is.
             axis_sizes = []
             for part in axis:
                 axis_sizes.append(samples if part.role == "sample" else part.size)
@@ -320,8 +346,16 @@ class AxisLayout:
 
 
 def _sort_axes(t: Tensor, factors: Sequence[Factor]) -> Tensor:
-    """Return t, with an axis per factor, as (windows, heads, tokens, width)."""
+    """Return t, with an axis for each factor, as (windows, heads, tokens, width).
+
+    All windows of all samples are along the first axis, ordered by sample.
+
+    Args:
+        t: the tensor, (*factors, width).
+        factors: what each axis but the last holds.
+    """
     ranks = [ROLES.index(factor.role) for factor in factors]
+    # Samples first, then windows, heads and tokens; the sort is stable.
     order = sorted(range(len(factors)), key=lambda axis: ranks[axis])
     counts = dict.fromkeys(ROLES, 1)  # number of samples, windows, heads and tokens
     for factor, size in zip(factors, t.shape, strict=False):
@@ -352,7 +386,15 @@ class AttentionCall:
     finish: Callable[[Tensor], Tensor] = lambda t: t
 
     def arrange(self, layout: AxisLayout, samples: int) -> AttentionCall:
-        """Return the call with axes (windows, heads, tokens, width) or (..., queries, keys)."""
+        """Return the call with canonical axes, by views of its tensors.
+
+        q, k, v and O are then (windows, heads, tokens, width), and logits and P are (windows,
+        heads, queries, keys). Windows are those of all samples.
+
+        Args:
+            layout: what the axes of the model hold.
+            samples: number of samples in the batch.
+        """
         q = layout.arrange(self.q, samples)
         o = layout.arrange(self.output, samples)
         k = layout.arrange_keys(self.k, samples)
@@ -361,47 +403,59 @@ class AttentionCall:
         rows = self.q.shape[:-1]
         keys = self.k.shape[-2]
 
-        def place(pairs: Tensor) -> Tensor:
-            """Arrange logits or P, by a view: gradients in it are those in the model's own."""
+        def arrange_pairs(pairs: Tensor) -> Tensor:
+            """Arrange logits or P, as a function of the model's own: it has the same gradients."""
             return layout.arrange(pairs.reshape(*rows, -1), samples)
 
         if isinstance(form, Explicit):
-            # Weights of another size are not P: they stay as they are.
+            # If what multiplies v has no row for each query, it is not P, and stays as it is.
             weights = form.weights
             if weights.numel() % rows.numel() == 0:
-                weights = place(weights)
-            logits = place(form.logits)
-            p = place(form.p)
-            form = replace(form, logits=logits, p=p, weights=weights, place=place)
+                weights = arrange_pairs(weights)
+            form = replace(
+                form,
+                logits=arrange_pairs(form.logits),
+                p=arrange_pairs(form.p),
+                weights=weights,
+                arrange_product=arrange_pairs,
+            )
         else:
             mask = form.mask
             if form.causal and not layout.keeps_queries:
-                # `causal` counts along the model's axis of queries, which will be divided.
+                # `causal` counts along the model's axis of queries, which is divided here. So it
+                # becomes an explicit mask first.
                 mask = hide_later_keys(self.q.shape[-2], keys, mask, self.q)
                 form = replace(form, causal=False)
             if mask is not None and layout.is_plain:
-                # Four axes; a broadcast mask stays small.
+                # No axis moves: the mask need not be expanded to all heads, which takes memory.
                 mask = mask[(None,) * (4 - mask.ndim)]
             elif mask is not None:
-                mask = place(mask.expand(*rows, keys))
+                mask = arrange_pairs(mask.expand(*rows, keys))
             form = replace(form, mask=mask)
         return replace(self, q=q, k=k, v=v, output=o, form=form)
 
 
 def hide_later_keys(queries: int, keys: int, mask: Tensor | None, like: Tensor) -> Tensor:
-    """Return a mask (if any) that also hides the keys j > i of each query i.
+    """Return a causal mask, which also hides what another mask hides.
 
-    Additive, in the dtype of `like`; without a mask boolean: True for visible keys.
+    Args:
+        queries: number of queries.
+        keys: number of keys.
+        mask: the other mask, boolean or additive; None: there is none.
+        like: a tensor with the device and dtype of the result.
+
+    Returns:
+        (queries, keys), True for visible keys, without another mask. Else an additive mask.
     """
-    later = torch.ones(queries, keys, dtype=torch.bool, device=like.device).triu(1)
+    later = torch.ones(queries, keys, dtype=torch.bool, device=like.device).triu(1)  # j > i
     if mask is None:
         return ~later
     return make_additive(mask, like.dtype).masked_fill(later, -torch.inf)
 
 
 def _show_heads(t: Tensor) -> Tensor:
-    """Return a tensor with an axis of heads, (batch, heads, tokens, width)."""
-    if t.ndim == 3:
+    """Return a tensor as (batch, heads, tokens, width), where heads may be 1."""
+    if t.ndim == 3:  # one head, without an axis
         return t[:, None]
     return t
 
@@ -419,13 +473,13 @@ class Loop:
     axis: int
 
     def join(self, calls: Sequence[AttentionCall]) -> AttentionCall:
-        """Return the calls as one, (batch, heads, tokens, width)."""
+        """Return the calls as one attention call, (batch, heads, tokens, width)."""
         first = calls[0]
         cat = self.cat
-        if self.axis == 1:  # heads have keys and values of their own
+        if self.axis == 1:  # each call computes some heads, with keys and values of their own
             k = cat(call.k for call in calls)
             v = cat(call.v for call in calls)
-        else:  # chunks of queries share them
+        else:  # each call computes some of the queries, with the same keys and values
             k = _show_heads(first.k)
             v = _show_heads(first.v)
         q = cat(call.q for call in calls)
@@ -433,21 +487,26 @@ class Loop:
         return AttentionCall(q, k, v, self._join_forms(calls), output, first.origins)
 
     def _join_forms(self, calls: Sequence[AttentionCall]) -> Fused | Explicit:
-        """Return the logits of all calls as one; all are fused, or all are written out."""
+        """Return the logits of all calls as those of one call.
+
+        Either all calls use the fused op, with the same scale and causality, or all write their
+        softmax out. Masks, or logits and P, are joined along the axis of the loop.
+        """
         fused: list[Fused] = []
         written_out: list[Explicit] = []
         masks = []
         logits = []
-        maps = []
+        attention_maps = []
         for call in calls:
             form = call.form
-            rows = call.q.shape[:-1]
+            rows = call.q.shape[:-1]  # (batch, heads, queries), or without heads
             if isinstance(form, Explicit):
                 written_out.append(form)
                 logits.append(form.logits.reshape(*rows, -1))
-                maps.append(form.p.reshape(*rows, -1))
+                attention_maps.append(form.p.reshape(*rows, -1))
             else:
                 fused.append(form)
+                # A mask may be broadcast along the axis of the loop: expand it before joining.
                 if form.mask is not None:
                     masks.append(form.mask.expand(*rows, call.k.shape[-2]))
         if fused:
@@ -455,11 +514,11 @@ class Loop:
         return Explicit(
             products=tuple(edge for form in written_out for edge in form.products),
             logits=self.cat(logits),
-            p=self.cat(maps),
+            p=self.cat(attention_maps),
             weights=self.cat(form.weights for form in written_out),
-            others=any(form.others for form in written_out),
+            has_other_inputs=any(form.has_other_inputs for form in written_out),
             axis=self.axis,
-            turned=written_out[0].turned,
+            is_transposed=written_out[0].is_transposed,
         )
 
     def cat(self, parts: Iterable[Tensor]) -> Tensor:

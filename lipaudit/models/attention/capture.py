@@ -45,14 +45,15 @@ def add_inputs(
     batch: Batch,
     relative: Tensor | None,
 ) -> tuple[Heads, dict[str, Projected]]:
-    """Add X, the projections, position vectors and W_O to the heads of a canonical call.
+    """Add X, the maps from X to q, k and v, position vectors and W_O to the heads of a layer.
 
     Args:
-        structure: the structure of the layer.
+        structure: how q, k and v of the layer are computed, from its survey.
         attention: its q, k, v and logits, from `read_product`.
-        call: the call.
+        call: its attention call, with canonical axes.
         batch: the samples.
-        relative: its logits with their graph, from `read_product`.
+        relative: its logits with their graph if they depend on q or k beyond q k^T, from
+            `read_product`; else None.
 
     Returns:
         The heads, and the projections of q, k and v by name, without constants.
@@ -69,11 +70,11 @@ def add_inputs(
             part = projections.project(form, t, call.origins.leaves(t), len(batch))
             parts[name] = part
             tokens[name] = part.x
-            # Padded tokens are no part of X: bounds by norms of X would count them.
+            # Set padded tokens to 0: bounds contain norms of X, which would count them.
             if batch.mask is not None and batch.mask.shape[1] == part.index.length:
                 is_real = part.index.pick(batch.mask)
                 tokens[name] = part.x * is_real[..., None]
-    memory = tokens["k"]  # the input of keys and values
+    memory = tokens["k"]  # the input of keys and values, which is one tensor
     out = None
     if structure.out is not None:
         out = structure.out.divide(call.q.shape[1])
@@ -142,7 +143,7 @@ class Layer:
         """
         site = self.site
         structure = self.site.structure
-        if structure is None:  # a measure of a plug-in may ask for it
+        if structure is None:  # only a measure of a plug-in asks for such a layer
             text = f"layer {site.index} ({site.module}) has no closed form: {site.reason}"
             raise InputError(text, "Leave it out with --layers.")
         try:
@@ -191,7 +192,7 @@ def capture(
         # A written-out softmax is recognised by a graph from q or k, also where no layer is read.
         if site.explicit or (projections and site.address in chosen):
             cut.append(site)
-    # A layer that the data switch off stays in `pending`, and is reported below.
+    # Layers that have not run yet. One that the model skips for this batch stays here.
     pending = dict(chosen)
     results = list[Result]()
 
@@ -201,13 +202,13 @@ def capture(
         if site is None:
             return
         with torch.no_grad():
-            results.append(reduce(make_layer(site, call, batch, tracer.place.frames)))
+            results.append(reduce(make_layer(site, call, batch, tracer.call_stack.frames)))
         if not pending:
             raise _AllRead
 
-    # Only at these linear maps the graph is cut.
-    wanted = frozenset().union(*(site.sources for site in cut))
-    tracer = Tracer(visit, wanted=wanted, loops=(site.loop for site in sites))
+    # The linear maps behind q, k and v of these layers: only there the graph is cut.
+    cut_at = frozenset().union(*(site.sources for site in cut))
+    tracer = Tracer(visit, cut_at=cut_at, loops=(site.loop for site in sites))
     with suppress(_AllRead), fork_random(net.module), exact_arithmetic(net.device):
         run(net, batch, tracer)
     for site in pending.values():
@@ -223,13 +224,24 @@ class _AllRead(Exception):
 
 
 def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Frame]) -> Layer:
-    """Return the layer of a call, while the model is inside the given module calls."""
+    """Return a layer at its attention call, while the model runs.
+
+    Args:
+        site: the layer, from the survey.
+        call: its call, with the axes of the model.
+        batch: the samples.
+        frames: the module calls in progress.
+
+    Raises:
+        InputError: the call has another number of heads than in the survey.
+    """
     with torch.enable_grad():  # `Layer.heads` walks the graph of these tensors
         call = call.arrange(site.layout, len(batch))
+    # The call from which `Layer.attention` is read: it needs P only.
     for_map = call
     if isinstance(call.form, Explicit):
-        # `Layer.attention` needs P only, which the logits give: they become the bias of a q and k
-        # of width 0, whose product is 0.
+        # Logits of a written-out softmax give P: make them the mask of a fused call, whose q and k
+        # of width 0 have the product 0.
         logits = call.form.logits.detach()
         windows, heads, rows, keys = logits.shape
         q = logits.new_zeros(windows, heads, rows, 0)
@@ -237,7 +249,7 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
         for_map = replace(call, q=q, k=k, v=k, form=Fused(0.0, logits, causal=False))
     form_of_q = site.structure.q if site.structure else None
     attention, _ = read_product(for_map, batch, form_of_q)
-    if attention.q.shape[1] != site.heads:  # an axis of tokens was taken for one of heads
+    if attention.q.shape[1] != site.heads:  # the survey took an axis of tokens for one of heads
         raise InputError(
             f"attention layer {site.index} ({site.module}) has {attention.q.shape[1]} heads on "
             f"this batch and had {site.heads} when the model was loaded, so heads and tokens "
@@ -245,6 +257,8 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
             "Leave it out with --layers, or use lipaudit jacobian or lipaudit attack, which need "
             "no heads.",
         )
+    # The call of the module that holds the layer, and the numbers of the layer's attention calls
+    # in it. They serve to run the module again alone, for norms without a closed form.
     scopes = [frame for frame in frames if frame.name == site.scope]
     if not scopes:
         return Layer(site, call, batch, attention, None, [])
@@ -280,7 +294,8 @@ class OutputMap:
     gain: Tensor
 
     def divide(self, heads: int) -> Tensor:
-        """Return W_O of each head, (heads, d_v, D_out)."""
+        """Return W_O of each head, (heads, d_v, channels out)."""
+        # A row for each channel of the concatenated heads, in their order.
         weight = read_weight(self.reference)[self.order] * self.gain[:, None]
         return torch.unflatten(weight, 0, (heads, -1))
 
@@ -366,35 +381,41 @@ class Site:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the modules whose input is X; without a closed form, the module of the layer."""
+        """Return the modules whose input is X: those of the linear maps behind q, k and v.
+
+        Without a closed form: the module that holds the layer.
+        """
         if not self.closed_form:
             return (self.scope,)
         return tuple(sorted({source.module for source in self.sources}))
 
     @property
     def input(self) -> str:
-        """Return the input with respect to which the norm is computed."""
+        """Return the name of the input with respect to which the layer's norm is computed."""
         if self.structure is None:
             return self.module_input
-        if self.structure.q is None:
+        if self.structure.q is None:  # queries are constants
             return KEYS
         return ONE_INPUT if self.structure.joint else APART
 
     @property
     def module_input(self) -> str:
-        """Return the inputs of its module, by which numerical norms differentiate."""
-        if not self.inputs:
+        """Return the name of its module's inputs, with respect to which numerical norms are."""
+        if not self.inputs:  # the module cannot run alone: there is no norm
             return MODULE_INPUT
         return f"{MODULE_INPUT} ({', '.join(self.arguments)})"
 
 
 def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> tuple[str, ...]:
-    """Return the paths of blocks without attention, in stacks of which other blocks have some.
+    """Return the paths of blocks without attention in a stack where other blocks have attention.
 
-    A stack is a list of modules that is not inside another stack. A module shared by several
-    blocks counts in each.
+    A stack is an `nn.ModuleList` of blocks that is not inside another one.
+
+    Args:
+        module: the model.
+        sites: its attention layers.
     """
-    # By identity: blocks may share one attention module under several paths.
+    # By identity: blocks may share one attention module, which then has several paths.
     attention_modules = {id(module.get_submodule(site.module)) for site in sites}
 
     def has_attention(block: nn.Module) -> bool:
@@ -418,38 +439,40 @@ SKETCH = 16  # number of directions in an input's channels in which gradients ar
 
 
 def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: AttentionCall) -> bool:
-    """Compare the closed form of J^T u with autograd on every measured sample.
+    """Say whether the closed form of J^T u equals autograd's on a batch, for one random u.
 
-    u is random, scaled in each head and row of the batch such that ||J^T u|| = 1. Gradients of
-    different rows and heads cancel only by chance, so the norm of the whole difference is at least
-    about the relative error of any head on any sample. Rounding errors of all heads add up, so the
-    u of a head is reduced by what `forward_error` allows it. Gradients are compared in some random
-    directions of the channels. The cost is one backward pass through the attention and about as
-    much for the closed form: together 1.3 forward passes of a ViT.
+    J is the Jacobian of all heads' outputs with respect to the input of the projections. u is
+    scaled in each head and window such that ||J^T u|| = 1. Gradients of several heads and windows
+    cancel only by chance, so the norm of the whole difference is at least about the relative error
+    of any head. Where rounding errors of a head are large (`forward_error`), its u is smaller.
+
+    Gradients are compared in some random directions of the input's channels. This costs one
+    backward pass through the attention, and about as much again for the closed form.
 
     Args:
-        heads: the heads of the layer.
-        parts: its q, k and v.
-        call: the attention call with canonical axes.
+        heads: the layer in closed form.
+        parts: how its q, k and v are computed from its input, by name; constants are missing.
+        call: its attention call, with canonical axes and its graph.
     """
-    generator = torch.Generator(call.output.device).manual_seed(0)
     # The same u in every run: whether a layer has a closed form must not be a matter of chance.
+    generator = torch.Generator(call.output.device).manual_seed(0)
     u = torch.randn(
         call.output.shape, generator=generator, dtype=heads.q.dtype, device=call.output.device
     )
-    if heads.valid is not None:
+    if heads.valid is not None:  # outputs of padded queries do not count
         u = u * heads.valid[:, None, :, None]
     queries = [parts["q"]] if "q" in parts else []
     memory = [parts["k"], parts["v"]]
-    # The closed form: u, scaled, and R^T J^T u for each input.
+    # The closed form: u, scaled, and R^T J^T u for each input, where R are the random directions.
+    # There are two inputs, x of queries and x_kv of keys and values, in cross-attention.
     sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(memory[0].x)}
     size = 1 / (1 + forward_error(heads).to(u) / AGREES)
     u, pulled = sketched_vjp_x(heads, u, size, sketches)
     u = u.to(call.output)
     readers = {"x": queries, "x_kv": memory}
     closed_form = [(readers[name][0], z) for name, z in pulled.items()]
-    # By autograd, input by input: one group of projections for each. Gradients are compared at the
-    # inputs of the linear maps, where both are exact.
+    # By autograd, for each input: a group of projections that read it. If a linear map serves
+    # queries and keys, there is one group.
     q_leaves = {id(leaf.tensor) for part in queries for leaf in part.leaves}
     kv_leaves = {id(leaf.tensor) for part in memory for leaf in part.leaves}
     groups = [queries, memory]
@@ -460,7 +483,7 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
         difference = _pull_to_inputs(group, call, u)
         for part, z in closed_form:
             if any(part is other for other in group):
-                # Rows of z are the tokens of the attention: subtract them at theirs in the input.
+                # Subtract each row of z, a token of the attention, at its row of the input.
                 samples = len(difference) // part.index.length
                 rows = part.index.rows(samples).flatten()
                 z = z.flatten(0, 1).to(difference)
@@ -470,11 +493,17 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
 
 
 def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) -> Tensor:
-    """Return R^T J^T u by autograd for the input of some projections, one row per token.
+    """Return the gradient of <O, u> in random directions of a layer's input, by autograd.
 
-    R is the sketch of the input's channels.
+    Args:
+        group: the projections (of q, k, v) that read this input.
+        call: the attention call, with its output O.
+        u: a cotangent of O.
+
+    Returns:
+        (tokens of the input, directions).
     """
-    # A leaf that several projections read counts once.
+    # The outputs of the linear maps. Two projections may read one of them, which counts once.
     leaves = {id(leaf.tensor): leaf for part in group for leaf in part.leaves}.values()
     linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
     outputs = [leaf.tensor for leaf in leaves]
@@ -489,12 +518,13 @@ def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) 
 
 
 def _draw_sketch(x: Tensor) -> Tensor:
-    """Return random directions R of the channels of an input, with E ||R^T g||^2 = ||g||^2.
+    """Return random directions R of the channels of x, (channels, directions).
 
-    Summed over tokens that is the norm of the whole gradient to some per cent.
+    For the gradient g of a token, E ||R^T g||^2 = ||g||^2. The sum of these squares over all
+    tokens gives the norm of the whole gradient to some per cent.
     """
     width = x.shape[-1]
-    if width <= SKETCH:
+    if width <= SKETCH:  # so few channels are compared one by one
         return torch.eye(width, dtype=x.dtype, device=x.device)
     generator = torch.Generator(x.device).manual_seed(width)
     noise = torch.randn(width, SKETCH, generator=generator, dtype=x.dtype, device=x.device)

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from lipaudit.models.attention import calls
 from lipaudit.models.attention.calls import Linear
+from lipaudit.models.graph import Past, leaves, vjp
 
 LARGEST = 2**24
 """Largest number of entries of a block matrix."""
@@ -32,7 +34,8 @@ class Contraction(NamedTuple):
         weight, letters: the other factor, which may be a weight, and its letters.
         out: letters of the result.
         bias: added along the axes of the weight, or None.
-        entire: whether the op is used for linear maps only.
+        is_linear_layer: whether the op is used for linear maps only (F.linear, addmm, a
+            convolution), and never for a product of two activations.
     """
 
     x: Tensor
@@ -41,11 +44,11 @@ class Contraction(NamedTuple):
     letters: str
     out: str
     bias: Tensor | None = None
-    entire: bool = False
+    is_linear_layer: bool = False
 
     @property
     def width(self) -> int:
-        """Return the number of entries of x that one sum runs over."""
+        """Return the number of entries of x in one sum: the channels that the map reads."""
         width = 1
         for letter, size in zip(self.x_letters, self.x.shape, strict=True):
             if letter in self.letters and letter not in self.out:
@@ -53,23 +56,26 @@ class Contraction(NamedTuple):
         return width
 
     def orders(self) -> Iterator[tuple[str, Contraction]]:
-        """Yield both orders of the factors, each with the op in the address of the linear map."""
+        """Yield the product as x W and, if the left factor may be the weight, as W x.
+
+        Each comes with the name of the op in the address of the linear map.
+        """
         yield calls.RIGHT, self
-        # The left factor may be the weight, W x. But not in a batched product (common axes in the
-        # result): there a left factor without samples is a learned query.
+        # In a batched product (axes common to both factors and the result) a constant left factor
+        # is a learned query, not a weight.
         common = set(self.x_letters) & set(self.letters) & set(self.out)
-        if not self.entire and not common:
+        if not self.is_linear_layer and not common:
             swapped = Contraction(self.weight, self.letters, self.x, self.x_letters, self.out)
             yield calls.LEFT, swapped
 
     def read(self) -> Linear | None:
-        """Return the linear map y = x W; None if nothing is summed over.
+        """Return the linear map y = x W with a matrix W; None if nothing is summed over.
 
         In "ab,bc->ac" the rows of X are along a, its channels along b, the columns of W along c.
-        Along common axes that are not summed over, each entry has its own block of W.
+        In "abc,bcd->abd", a product for each b, W is block-diagonal: a block for each index of b.
         """
         x, x_letters, weight, letters, out = self[:5]
-        # A common axis along which one factor is constant is an axis of the other one alone.
+        # If one factor is constant along a common axis, it needs no such axis: keep one index.
         for letter in set(x_letters) & set(letters) & set(out):
             axis = letters.index(letter)
             x_axis = x_letters.index(letter)
@@ -80,16 +86,16 @@ class Contraction(NamedTuple):
                 x = x.select(x_axis, 0)
                 x_letters = x_letters.replace(letter, "")
         rows = [a for a in out if a not in letters]  # axes of x alone
-        blocks = [a for a in out if a in x_letters and a in letters]
+        blocks = [a for a in out if a in x_letters and a in letters]  # a matrix for each index
         summed = [a for a in x_letters if a in letters and a not in out]
         columns = [a for a in out if a not in x_letters]  # axes of W alone
-        if not summed:
+        if not summed:  # an entry-wise or outer product
             return None
         x = x.permute([x_letters.index(a) for a in rows + blocks + summed])
         x = x.flatten(len(rows))  # (*rows, channels in)
         weight = weight.permute([letters.index(a) for a in blocks + summed + columns])
-        count = math.prod(weight.shape[: len(blocks)])
-        if blocks and count * weight.numel() > LARGEST:
+        count = math.prod(weight.shape[: len(blocks)])  # number of blocks
+        if blocks and count * weight.numel() > LARGEST:  # over 64 MiB
             return None
         first_column = len(blocks) + len(summed)
         width = math.prod(weight.shape[first_column:])
@@ -101,27 +107,30 @@ class Contraction(NamedTuple):
         order = [out.index(a) for a in rows + blocks + columns]
 
         def arrange(y: Tensor) -> Tensor:
-            """Return the result with axes (*rows, channels out)."""
+            """Return the result y of the op with axes (*rows, channels out)."""
             return y.permute(order).flatten(len(rows))
 
         return Linear(x, matrix, self.bias, arrange)
 
 
 def _is_constant_along(t: Tensor, axis: int) -> bool:
-    """Say whether a tensor is constant along an axis, judged by its strides."""
+    """Say whether a tensor is constant along an axis: of size 1, or expanded (stride 0)."""
     return t.shape[axis] == 1 or t.stride(axis) == 0
 
 
 def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contraction | None:
-    """Read the arguments of F.linear: "ab..y,zy->ab..z", y channels in, z channels out."""
+    """Read the arguments of F.linear as "ab..y,zy->ab..z", y channels in, z channels out."""
     rows = ascii_lowercase[: input.ndim - 1]
-    if weight.ndim < 2:
+    if weight.ndim < 2:  # a vector: the result has no channels
         return None
-    return Contraction(input, f"{rows}y", weight, "zy", f"{rows}z", bias, entire=True)
+    return Contraction(input, f"{rows}y", weight, "zy", f"{rows}z", bias, is_linear_layer=True)
 
 
 def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Contraction | None:
-    """Read the arguments of torch.addmm, input + mat1 mat2; None with alpha or beta."""
+    """Read the arguments of torch.addmm, input + mat1 mat2: a linear layer with its bias first.
+
+    None with factors alpha or beta, which no linear layer has.
+    """
     if scaling:
         return None
     return _read_linear(mat1, mat2.t(), input)
@@ -136,10 +145,14 @@ def _read_conv(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Contraction | None:
-    """Read the arguments of a 1x1 convolution: "xyab..,zy->xzab..", x samples, y channels in."""
+    """Read the arguments of a 1x1 convolution, a linear map of the channels of each pixel.
+
+    As an einsum it is "xyab..,zy->xzab..", with x samples, y channels in, z channels out and a, b
+    the pixels. None for any other convolution, which mixes pixels.
+    """
     is_pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
     steps = {stride} if isinstance(stride, int) else set(stride)
-    pads: set[Any] = {0}  # a string asks for the padding that keeps the size: none here
+    pads: set[Any] = {0}  # "same" and "valid" mean no padding for a 1x1 kernel
     if not isinstance(padding, str):
         pads = {padding} if isinstance(padding, int) else set(padding)
     if not is_pointwise or steps != {1} or pads != {0}:
@@ -148,27 +161,32 @@ def _read_conv(
     pixels = ascii_lowercase[: input.ndim - 2]
     if groups > 1:  # each group of channels has a block of W
         weight = torch.block_diag(*weight.chunk(groups))  # type: ignore[no-untyped-call]
-    return Contraction(input, f"xy{pixels}", weight, "zy", f"xz{pixels}", bias, entire=True)
+    return Contraction(
+        input, f"xy{pixels}", weight, "zy", f"xz{pixels}", bias, is_linear_layer=True
+    )
 
 
 def _read_matmul(*operands: Any, **kwargs: Any) -> Contraction | None:
-    """Read the arguments of a matrix product: "ab..xy,ab..yz->ab..xz"."""
-    if len(operands) != 2 or kwargs:
+    """Read the arguments of a (batched) matrix product as "ab..xy,ab..yz->ab..xz"."""
+    if len(operands) != 2 or kwargs:  # with `out=`, say
         return None
     a, b = operands
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or min(a.ndim, b.ndim) < 2:
         return None
     axes = max(a.ndim, b.ndim) - 2
     leading = ascii_lowercase[:axes]
-    # Leading axes are aligned at their end.
+    # The factor with fewer leading axes lacks the first ones, as in broadcasting.
     leading_of_a = leading[axes + 2 - a.ndim :]
     leading_of_b = leading[axes + 2 - b.ndim :]
     return Contraction(a, f"{leading_of_a}xy", b, f"{leading_of_b}yz", f"{leading}xz")
 
 
 def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Contraction:
-    """Read the arguments of torch.tensordot; `dims` are the axes that are summed over."""
-    if isinstance(dims, int):  # the last ones of a, the first ones of b
+    """Read the arguments of torch.tensordot.
+
+    `dims` are the axes of a and of b that are summed over, in pairs, or the number of such axes.
+    """
+    if isinstance(dims, int):  # the last axes of a, and the first ones of b
         dims = range(a.ndim - dims, a.ndim), range(dims)
     a_letters = ascii_lowercase[: a.ndim]
     b_letters = list(ascii_lowercase[a.ndim :][: b.ndim])
@@ -180,12 +198,12 @@ def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Contr
 
 
 def read_einsum(equation: Any, *operands: Any) -> Contraction | None:
-    """Read an einsum "ab,bc->ac".
+    """Read an einsum of two tensors, such as "ab,bc->ac".
 
-    None for other numbers of operands, and for implicit equations, an ellipsis, a diagonal or a
-    lone sum.
+    None for other numbers of operands, an equation without "->" or with an ellipsis, a diagonal
+    ("aa,ab->b"), or a sum over an axis of one operand only.
     """
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):  # all operands in a list
         operands = tuple(operands[0])
     if len(operands) != 2 or not isinstance(equation, str):
         return None
@@ -200,6 +218,48 @@ def read_einsum(equation: Any, *operands: Any) -> Contraction | None:
     if has_diagonal or summed_alone:
         return None
     return Contraction(operands[0], first, operands[1], second, out)
+
+
+def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
+    """Say whether a linear map acts on logits, as in talking heads: on the heads or keys of a row.
+
+    Then the softmax after the map is that of this attention. Any other map behind a product
+    belongs to a later layer: linear attention and state spaces end in a product, too, and the
+    next layer reads it. The test is which entries of q k^T one row of the map's input depends on.
+
+    Args:
+        linear: the linear map.
+        product: the product q k^T, (..., heads, queries, keys), by its edge in the graph.
+        past: for each leaf at which the graph is cut, the products before the cut.
+    """
+    # How many heads, queries and keys of q k^T one row of the map's input depends on.
+    counts = _count_dependencies(linear, product)
+    if not counts:
+        # No path: the graph is cut in between, at a first map of the logits. This second map acts
+        # on logits if a row of its input reads entries of the first along one axis at most.
+        for leaf in leaves(linear.x)[0]:
+            if product.node in past.get(leaf, ()):
+                counts_of_leaf = _count_dependencies(linear, leaf)
+                if sum(count > 1 for count in counts_of_leaf) <= 1:
+                    return True
+        return False
+    *heads, queries, keys = counts
+    # One query; and one key (a mix of heads), or one head (a mix of keys).
+    return queries == 1 and (keys == 1 or max(heads) == 1)
+
+
+def _count_dependencies(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
+    """Count the indices, along each axis of `source`, that one row of a map's input depends on.
+
+    Empty if the row depends on no entry of `source`, which is a tensor or the edge of one.
+    """
+    row = torch.zeros_like(linear.inputs)
+    # A row in the middle: the first token may attend to itself alone (causal masks).
+    row[len(row) // 2] = 1.0
+    pulled = vjp(linear.inputs, source, row)
+    if pulled is None:
+        return []
+    return [indices.unique().numel() for indices in pulled.nonzero().T]
 
 
 READERS: dict[Callable[..., Any], Callable[..., Contraction | None]] = {

@@ -33,53 +33,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Linear
-from lipaudit.models.attention.contractions import read_einsum
+from lipaudit.models.attention.contractions import maps_logits, read_einsum
 from lipaudit.models.graph import Past, leaves, nodes, op, vjp
-
-
-def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
-    """Say whether a linear map mixes the heads of logits entry by entry, or the keys of a row.
-
-    Any other map belongs to a later layer: linear attention and state-space mixers end in a
-    product, too, which is not the logits of the next layer's softmax. The test is which entries
-    one row of the input depends on; a second map of the logits is tested against the first.
-
-    Args:
-        linear: the linear map.
-        product: q k^T, by its edge in the graph.
-        past: edges that lie behind the leaves of cut graphs.
-    """
-    # How many heads, queries and keys of q k^T one row of the map's input depends on.
-    counts = _count_dependencies(linear, product)
-    if not counts:
-        # The graph is cut in between, at a first map: as a second one it mixes one axis at most.
-        for leaf in leaves(linear.x)[0]:
-            if product.node in past.get(leaf, ()):
-                counts_of_leaf = _count_dependencies(linear, leaf)
-                if sum(count > 1 for count in counts_of_leaf) <= 1:
-                    return True
-        return False
-    *heads, queries, keys = counts
-    return queries == 1 and (keys == 1 or max(heads) == 1)
-
-
-def _count_dependencies(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
-    """Count, along each axis of `source`, the entries that one row of a map's input depends on.
-
-    Empty if it depends on none.
-    """
-    row = torch.zeros_like(linear.inputs)
-    # A row in the middle: the first token may attend to itself alone (causal masks).
-    row[len(row) // 2] = 1.0
-    pulled = vjp(linear.inputs, source, row)
-    if pulled is None:
-        return []
-    return [axis.unique().numel() for axis in pulled.nonzero().T]
-
 
 _PRODUCTS = 8  # largest number noted at a time: those of one layer, and some that were no logits
 _AWAITED = 4  # largest number of softmaxes at a time without values
-
 
 _MOVES = {"Permute", "Transpose"}
 """Ops that change the order of axes."""
@@ -95,16 +53,17 @@ class _Product:
     edge: GradientEdge
     a: Tensor
     b: Tensor
-    turned: bool = False
+    is_transposed: bool = False
     """Whether the logits are its transpose."""
 
     def rank(self) -> tuple[bool, int]:
-        """Return a sort key of how likely this is q k^T, among products in the same logits.
+        """Return a sort key, the larger the more likely this is q k^T among products in logits.
 
-        Two factors that depend on the input come first, then two with an axis of samples.
+        It counts most that both factors depend on the model's input, then that both have an axis
+        of samples (three axes).
         """
-        are_moving = self.a.requires_grad and self.b.requires_grad
-        return are_moving, min(self.a.ndim, self.b.ndim, 3)
+        both_depend = self.a.requires_grad and self.b.requires_grad
+        return both_depend, min(self.a.ndim, self.b.ndim, 3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,24 +74,26 @@ class _Softmax:
         product: q k^T.
         logits: the input of the softmax.
         p: its result.
-        others: whether the logits depend on more than this product and constants.
+        has_other_inputs: whether the logits depend on more than this product and constants.
     """
 
     product: _Product
     logits: Tensor
     p: Tensor
-    others: bool
+    has_other_inputs: bool
 
     def multiply(
         self, weights: Tensor, values: Tensor, output: Tensor, *, transposed: bool
     ) -> AttentionCall | Tensor:
-        """Return the attention call; the output if chunks of q, k or P were rearranged.
+        """Return the attention call that the product of P and the values completes.
+
+        If the shapes of q, k, v and P do not fit together, only the output is returned.
 
         Args:
-            weights: g(p), with the model's axes.
+            weights: what the model multiplies the values by: P, or a function of it (dropout).
             values: v, with the model's axes.
             output: the model's product of both.
-            transposed: whether the model multiplies v^T g(p)^T, and keeps tokens last.
+            transposed: whether the model multiplies v^T P^T, so that tokens are the last axis.
         """
 
         def restore(t: Tensor) -> Tensor:
@@ -147,13 +108,15 @@ class _Softmax:
         leading = v.shape[:-2]
         leading_of_a = a.shape[:-2]
         is_folded = leading_of_a == b.shape[:-2] and math.prod(leading) == math.prod(leading_of_a)
-        if parts is None and is_folded:  # v has its heads joined to the samples, or apart
+        # Samples and heads may be one axis in q and k, but two axes in v, or the other way.
+        if parts is None and is_folded:
             a = a.reshape(*leading, *a.shape[-2:])
             b = b.reshape(*leading, *b.shape[-2:])
             parts = _broadcast(a, b.mT, v)
-        # Keys may have been joined to the logits: zeros of a padding, say.
+        # P does not have a row for each query and a column for each value, if the model rearranges
+        # it in chunks (Longformer). Such attention is not read; `uses` reports it.
         if parts is None or p.shape[-2] != a.shape[-2] or v.shape[-2] != p.shape[-1]:
-            return output  # Longformer rearranges P in chunks: `uses` names it
+            return output
         q, k, v = parts
         logits, softmax = _order_axes(self.logits, self.p, p)
         form = Explicit(
@@ -161,8 +124,8 @@ class _Softmax:
             logits=logits,
             p=softmax,
             weights=p,
-            others=self.others,
-            turned=self.product.turned,
+            has_other_inputs=self.has_other_inputs,
+            is_transposed=self.product.is_transposed,
         )
         return AttentionCall(q, k, v, form, restore(output), finish=restore)
 
@@ -172,6 +135,7 @@ class AttentionMode(TorchFunctionMode):
 
     The tensors need an autograd graph from q or k to the logits; otherwise a written-out softmax
     cannot be distinguished from others.
+
 
     Args:
         on_attention: takes each call and its address; None: the method of a subclass does.
@@ -185,15 +149,19 @@ class AttentionMode(TorchFunctionMode):
         super().__init__()
         if on_attention is not None:
             self.on_attention = on_attention
-        self._products: list[_Product] = []
-        self._awaited: list[_Softmax] = []
+        self._products: list[_Product] = []  # the latest products that may be q k^T
+        self._awaited: list[_Softmax] = []  # softmaxes of such products, before their values
+        # The node and the argument of each exponential: a part of a softmax, maybe.
         self._exponentials: MutableMapping[Tensor, tuple[Node | None, Any]] = (
             WeakTensorKeyDictionary()
         )
-        self._past: Past = WeakTensorKeyDictionary()  # marks behind cuts of logits and of P
+        # For each leaf at which the graph is cut: the products and softmaxes before the cut.
+        self._past: Past = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch that the model calls, and report attention that it completes."""
         kwargs = kwargs or {}
+        # A subclass cuts the graph at linear maps. Other ops may be a part of attention.
         result = self.run_linear(func, args, kwargs)
         if result is None:
             handler = _HANDLERS.get(func)
@@ -201,10 +169,9 @@ class AttentionMode(TorchFunctionMode):
                 result = handler(self, func, *args, **kwargs)
             else:
                 result = func(*args, **kwargs)
-        # Only a fused op, or a product of weights and values, gives a call.
+        # Only the fused op, and the product of P and values, return a call in place of a tensor.
         if not isinstance(result, AttentionCall):
             return result
-        # One frame of the stack for each attention: what is measured of it runs below this line.
         call, address, output = self.complete(result)
         if call is not None:
             self.on_attention(call, address)
@@ -217,23 +184,31 @@ class AttentionMode(TorchFunctionMode):
         return None
 
     def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address, Tensor]:
-        """Return the call to report, if any, the address of this one, and the model's output."""
+        """Return the call to report (or None), the address of this call, and its output.
+
+        Subclasses number the calls, and may change the output or report several calls as one.
+        """
         return call, Address("", "attention", 0), call.output
 
     def notice_scores(self, logits: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Take the logits of a softmax that contain no product, and their leaves."""
+        """Note logits that are made from no q k^T, and their leaves; subclasses may use them."""
 
     def remember(self, linear: Linear, result: Tensor) -> None:
-        """If a linear map mixes logits or P (talking heads), note that they lie behind its result.
+        """Note the q k^T or P behind a linear map of logits or P, as in talking heads.
 
-        The graph is cut at the result: a walk from there does not find q k^T.
+        The graph is cut at the map's result, so that a walk back from the softmax or the values
+        ends there. `_past` then tells what was before the cut.
+
+        Args:
+            linear: the map.
+            result: its output, a leaf.
         """
         edges = [product.edge for product in self._products]
         for softmax in self._awaited:
             if softmax.p.grad_fn is not None:
                 edges.append(get_gradient_edge(softmax.p))
         edge_of = {edge.node: edge for edge in edges}
-        # Those that the input of the map depends on.
+        # The q k^T and P that the input of the map depends on.
         _, hits = leaves(linear.x, edge_of, self._past)
         if not hits:
             return
@@ -242,18 +217,22 @@ class AttentionMode(TorchFunctionMode):
             self._past[leaf] = past
 
     def _handle_composite(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the body of F.multi_head_attention_forward with this mode switched on."""
-        with self:
+        """Run F.multi_head_attention_forward such that this mode sees the ops in its body."""
+        with self:  # torch switches a mode off while it handles a function
             return _multi_head_attention(*args, **kwargs)
 
     def _handle_matmul(
         self, func: Callable[..., Tensor], *operands: Any, **kwargs: Any
     ) -> AttentionCall | Tensor:
-        """Complete an attention call, or note a product that may become one."""
+        """Run a matrix product: of P and values, which completes a call, or maybe q k^T.
+
+        A product that may be q k^T is noted until a softmax of it follows.
+        """
         out = func(*operands, **kwargs)
         if kwargs or not _are_two_tensors(operands):
             return out
         a, b = operands
+        # The softmax behind one of the factors, and whether that is the right one: v^T P^T.
         softmax, is_right = self._find_weights(a, b)
         if softmax is not None:
             self._awaited.remove(softmax)
@@ -266,29 +245,33 @@ class AttentionMode(TorchFunctionMode):
         return out
 
     def _may_be_logits(self, a: Tensor, b: Tensor) -> bool:
-        """Say whether a product may be of queries and keys: not what mixes heads of logits."""
+        """Say whether a product may be q k^T, judged by the axes of its factors."""
         if min(a.ndim, b.ndim) > 2:
             return True
-        # A factor with two axes is a weight, or learned queries, the same for all samples. A state
-        # of a recurrent layer is neither: it depends on the input.
+        # A factor with two axes may be learned queries, the same for all samples. It is not if it
+        # depends on the input, as the state of a recurrent layer does.
         flat, other = (a, b) if a.ndim < b.ndim else (b, a)
         if flat.ndim < 2 or flat.requires_grad:
             return False
-        # The other factor must not be logits.
+        # It is not if the other factor is made from logits: it is then a weight that mixes heads.
         products = [product.edge.node for product in self._products]
         _, hits = leaves(other, products, self._past)
         return not hits
 
     def _find_weights(self, left: Tensor, right: Tensor) -> tuple[_Softmax | None, bool]:
-        """Return the awaited softmax behind one of two factors, and whether behind the right."""
+        """Return the noted softmax P that one of two factors is made from, if any.
+
+        The second item says whether it is the right factor.
+        """
         for softmax in self._awaited:
             node = softmax.p.grad_fn
             if node is None:
                 continue
+            # Whether a walk back from each factor meets P.
             _, left_hits = leaves(left, (node,), self._past)
             _, right_hits = leaves(right, (node,), self._past)
             if left_hits and right_hits:
-                break  # P P is still a map: (P P) v is one attention, measured numerically
+                break  # P P has no values yet: (P P) v, which follows, is one attention
             if left_hits or right_hits:
                 return softmax, bool(right_hits)
         return None, False
@@ -301,8 +284,11 @@ class AttentionMode(TorchFunctionMode):
         batch2: Tensor,
         **scale: float,
     ) -> AttentionCall | Tensor:
-        """Handle beta bias + alpha batch1 batch2 as a matrix product with a function behind it."""
-        if scale.keys() - {"alpha", "beta"}:
+        """Run beta bias + alpha batch1 batch2 as a matrix product, then the scale and the sum.
+
+        The product may be q k^T, or that of P and values.
+        """
+        if scale.keys() - {"alpha", "beta"}:  # `out=`: torch writes into another tensor
             return func(bias, batch1, batch2, **scale)
         product = self._handle_matmul(torch.bmm, batch1, batch2)
         alpha = scale.get("alpha", 1)
@@ -314,31 +300,35 @@ class AttentionMode(TorchFunctionMode):
     def _handle_einsum(
         self, func: Callable[..., Tensor], equation: Any, *operands: Any
     ) -> AttentionCall | Tensor:
-        """Handle an einsum as a batched matrix product, (batch, rows, sum) (batch, sum, columns).
+        """Run an einsum as a batched matrix product, (batch, rows, sum) (batch, sum, columns).
 
-        As logits, rows are queries and columns are keys; as O = P v, rows are queries and columns
+        As q k^T, rows are queries and columns are keys; as O = P v, rows are queries and columns
         are channels. Any other einsum runs as it is.
         """
         contraction = read_einsum(equation, *operands)
-        if contraction is None:
+        if contraction is None:  # not of two tensors with a letter for each axis
             return func(equation, *operands)
+        # Both factors with the letters of their axes, and the letters of the result.
         a, first, b, second, out = contraction[:5]
+        # The softmax behind one of the factors, if any, and whether it is behind b.
         softmax, is_right = self._find_weights(a, b)
         other = a if is_right else b
+        # P times a constant matrix: talking heads, not P v.
         mixes_heads = softmax is not None and other.ndim == 2 and not other.requires_grad
         if mixes_heads or not self._may_be_logits(a, b):
             return func(equation, *operands)
-        # Letters of the result that one factor has alone. The last one belongs to b: to the keys
-        # of logits.
+        # Letters of the result that only one factor has. Let b be the factor with the last one:
+        # the keys of logits, or the channels of P v.
         single = [c for c in out if (c in first) != (c in second)]
         if single and single[-1] in first:
             a, first, b, second = b, second, a, first
-        # The queries come last in the map: the result, if it is logits, or else an operand.
+        # The rows, which are queries: the last one of these letters of a. Their order is that of
+        # the logits or of P: of the result for q k^T, of the factor a for P v.
         letters = single if softmax is None else first
         rows = [c for c in letters if c in first and c in single]
         columns = [c for c in single if c in second]
         summed = [c for c in first if c in second and c not in out]
-        # Without rows, or with several sums, there is no map from queries to keys.
+        # No matrix product: neither q k^T nor P v.
         if not rows or not columns or len(summed) != 1:
             return func(equation, *operands)
         rows = rows[-1:]
@@ -347,7 +337,7 @@ class AttentionMode(TorchFunctionMode):
         batch = [c for c in out if c not in rows + columns]
         a = _align(a, first, batch + rows + summed)
         b = _align(b, second, batch + summed + columns)
-        width = b.shape[-len(columns) :]
+        width = b.shape[-len(columns) :]  # sizes of the columns, which become one axis
         product = self._handle_matmul(torch.matmul, a, b.flatten(-len(columns)))
         axes = batch + rows + columns
         if axes == [*out] and len(width) == 1:
@@ -355,9 +345,9 @@ class AttentionMode(TorchFunctionMode):
         order = [axes.index(c) for c in out]
 
         def restore(t: Tensor) -> Tensor:
-            """Return the product with the axes of the result."""
+            """Return the product, (batch, rows, columns), with the axes of the einsum's result."""
             t = t.reshape(*t.shape[:-1], *width)
-            # A copy: in a view, autograd would miss what the model writes in place.
+            # A copy, because the model may write into its result in place.
             return t.permute(order).clone()
 
         return _finish(product, restore)
@@ -370,15 +360,16 @@ class AttentionMode(TorchFunctionMode):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Note a softmax whose logits contain a noted product, until its values come.
+        """Run a softmax, and note it if its logits are made from a noted product q k^T.
 
-        A row with all keys masked is NaN and constant; torch also returns NaN for its gradient.
+        The product of its result P with values completes the attention call.
         """
         p = func(input, dim, *args, **kwargs)
-        if dim is None:  # of logits, torch then takes an axis that is not that of the keys
+        if dim is None:  # torch then chooses an axis, and for logits not that of the keys
             return p
         if self._products and input.requires_grad and p.isnan().any():
-            # The same values, with gradients of 0 in rows without a key.
+            # A row with all keys masked is NaN, and so is its gradient in torch. Keep the NaN,
+            # with a gradient of 0, because the row is constant.
             is_empty = input.isneginf().all(dim, keepdim=True)
             other_rows = torch.softmax(input.where(~is_empty, 0.0), dim)
             p = torch.where(is_empty, p.detach(), other_rows.to(p))
@@ -386,45 +377,55 @@ class AttentionMode(TorchFunctionMode):
         return p
 
     def _handle_exp(self, func: Callable[..., Tensor], input: Tensor, **kwargs: Any) -> Tensor:
-        """Note an exponential while noted products may be its logits."""
+        """Run exp, and note it: it may be a part of a written-out softmax, e / sum(e)."""
         e = func(input, **kwargs)
         if self._products and e.requires_grad:
             self._exponentials[e] = e.grad_fn, input
         return e
 
     def _handle_divide(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Note a written-out softmax, e / sum(e) with e = exp(logits), until its values come."""
+        """Run a division, and note it if it is a written-out softmax, exp(s) / sum(exp(s)).
+
+        `_handle_exp` has noted the node and the argument of each exponential.
+        """
         quotient = func(*args, **kwargs)
         if not kwargs and _are_two_tensors(args):
             e, divisor = args
             node, logits = self._exponentials.get(e, (None, None))
-            # If e was written to, it has another node. The divisor is the sum of each row
-            # to the last bit: with anything added, this is another function.
-            written_out = logits is not None and node is e.grad_fn
-            if written_out and torch.equal(divisor, e.sum(-1, keepdim=True)):
+            # Another node means that the model has written into e, so it is no exponential now.
+            is_exponential = logits is not None and node is e.grad_fn
+            # Exactly equal: with anything added to the sum, this is no softmax.
+            if is_exponential and torch.equal(divisor, e.sum(-1, keepdim=True)):
                 self._await_values(logits, quotient, -1)
         return quotient
 
     def _await_values(self, logits: Tensor, p: Tensor, dim: int) -> None:
-        """Note a softmax, if its logits contain a noted product: its values may come next."""
-        if not logits.requires_grad or logits.ndim < 3:
+        """Note a softmax P if its logits are made from a noted product, until P multiplies values.
+
+        Args:
+            logits: the argument of the softmax.
+            p: its result.
+            dim: its axis.
+        """
+        if not logits.requires_grad or logits.ndim < 3:  # no attention of this sample
             return
         # A softmax along another axis weights something else than keys: `uses` counts it.
         if dim not in (-1, logits.ndim - 1):
             return
         product_of = {product.edge.node: product for product in self._products}
+        # What the logits are made from: noted products, and leaves beside these.
         inputs, hits = leaves(logits, product_of, self._past)
         if not hits:
             self.notice_scores(logits, inputs)
             return
         candidates = [product for node, product in product_of.items() if node in hits]
-        # Beside q k^T there may be linear maps of the tokens, and products with positions.
+        # Other products in the logits are linear maps of tokens, or products with positions.
         product = max(candidates, key=_Product.rank)
-        if _is_turned(logits, product.edge):
-            product = _Product(product.edge, product.b.mT, product.a.mT, turned=True)
+        if _is_transposed(logits, product.edge):
+            product = _Product(product.edge, product.b.mT, product.a.mT, is_transposed=True)
         self._products.clear()  # products before this softmax do not belong to the next one
-        others = bool(inputs) or len(hits) > 1
-        self._awaited.append(_Softmax(product, logits, p, others))
+        has_other_inputs = bool(inputs) or len(hits) > 1
+        self._awaited.append(_Softmax(product, logits, p, has_other_inputs))
         del self._awaited[:-_AWAITED]
 
 
@@ -434,7 +435,13 @@ def _are_two_tensors(operands: Sequence[Any]) -> bool:
 
 
 def _align(t: Tensor, letters: str, wanted: Sequence[str]) -> Tensor:
-    """Return t, whose axes have these letters, with the wanted axes: size 1 where it lacks one."""
+    """Return t with its axes in another order, and axes of size 1 for letters that it lacks.
+
+    Args:
+        t: the tensor.
+        letters: the letter of each of its axes, as in einsum.
+        wanted: the letters of the axes of the result.
+    """
     order = [letters.index(letter) for letter in wanted if letter in letters]
     t = t.permute(order)
     for axis, letter in enumerate(wanted):
@@ -446,18 +453,22 @@ def _align(t: Tensor, letters: str, wanted: Sequence[str]) -> Tensor:
 def _finish(
     product: AttentionCall | Tensor, finish: Callable[[Tensor], Tensor]
 ) -> AttentionCall | Tensor:
-    """Apply a function to a product, or to the output of the attention that it completed."""
+    """Return finish(product), also if the product is one of P and values: an attention call.
+
+    Then the call applies `finish` to its output, after its own `finish`.
+    """
     if isinstance(product, AttentionCall):
         return replace(product, finish=lambda output: finish(product.finish(output)))
     return finish(product)
 
 
-def _is_turned(logits: Tensor, product: GradientEdge) -> bool:
-    """Say whether a row of the logits is a column of the product: they are its transpose."""
+def _is_transposed(logits: Tensor, product: GradientEdge) -> bool:
+    """Say whether the model computes k q^T: a row of the logits is a column of the product."""
     path = nodes(logits, [product.node])
-    if _MOVES.isdisjoint(op(node) for node in path):
+    if _MOVES.isdisjoint(op(node) for node in path):  # no op on the way changes the order of axes
         return False
-    # J^T u with u = 1 in one row of the logits.
+    # J^T u of the logits by the product, with u = 1 in one row of the logits: it is not 0 where
+    # that row depends on the product.
     row = torch.zeros_like(logits)
     row[..., logits.shape[-2] // 2, :] = 1.0
     pulled = vjp(logits, product, row)
@@ -471,14 +482,22 @@ def _is_turned(logits: Tensor, product: GradientEdge) -> bool:
 
 
 def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits and P with the axes in the order of P's product with the values.
+    """Return logits and P with their axes in the order in which P multiplies the values.
 
-    Heads may lie between queries and keys: P of (b, n, h, m) meets values of (b, h, m, d). The
-    graph shows the order, not the values: cotangents that number the rows of the weights are
-    pulled back to the same rows of P, times a factor. If rows are mixed on the way, both keep
-    their axes.
+    The softmax may have other axes: P of (b, n, h, m) is permuted to (b, h, n, m) before it
+    multiplies values of (b, h, m, d). The order is read from the graph: a cotangent that numbers
+    the rows of the permuted P is pulled back to the rows of P, times a factor.
+
+    Args:
+        logits: the argument of the softmax, with its axes.
+        p: its result.
+        weights: what multiplies the values: P permuted, maybe after dropout or the like.
+
+    Returns:
+        Both in the shape of `weights`; with their own axes if no permutation relates the two.
     """
     path = nodes(weights, [] if p.grad_fn is None else [p.grad_fn])
+    # No op on the way changes the order of axes.
     if p.shape[-1] != weights.shape[-1] or _MOVES.isdisjoint(op(node) for node in path):
         return logits, p
     count = weights[..., 0].numel()
@@ -488,14 +507,16 @@ def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Ten
     factor = vjp(weights, p, torch.ones_like(weights))
     if pulled is None or factor is None:
         return logits, p
-    number = (pulled / factor).round()[..., 0]  # of the row of the weights, for each row of P
-    # Numbers along an axis rise by its stride in the weights: the axis of the largest comes first.
+    # For each row of P, the number of its row in the weights.
+    number = (pulled / factor).round()[..., 0]
+    # Along an axis of P, numbers rise by the stride of that axis in the weights. The axis with the
+    # largest stride comes first there.
     strides = []
     for axis, size in enumerate(number.shape):
         last = number.select(axis, -1).amin()
         strides.append(float(last - number.amin()) / max(1, size - 1))
     order = sorted(range(number.ndim), key=lambda axis: -strides[axis])
-    if not torch.equal(number.permute(order).flatten(), row_numbers):
+    if not torch.equal(number.permute(order).flatten(), row_numbers):  # rows are mixed on the way
         return logits, p
     shape = (*weights.shape[:-1], -1)
     logits = logits.permute(*order, -1)
@@ -515,7 +536,8 @@ def _make_fused_call(
     enable_gqa: bool = False,
 ) -> AttentionCall:
     """Return the call of F.scaled_dot_product_attention, from its output and its arguments."""
-    # Grouped keys are repeated in the graph, so that each head has gradients of its own.
+    # Grouped-query attention: several heads share their keys and values. Repeat these, so that
+    # there is one of each for every head, as in a model that repeats them itself.
     if enable_gqa:
         heads = query.shape[-3]
         key = key.repeat_interleave(heads // key.shape[-3], -3)
@@ -531,7 +553,10 @@ def _make_fused_call(
 
 
 def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...] | None:
-    """Return the tensors with the same leading axes; None if these do not fit."""
+    """Return tensors (..., rows, columns) expanded to the same leading axes.
+
+    None if their leading axes cannot be broadcast to one shape.
+    """
     leading = [t.shape[:-2] for t in tensors]
     try:
         batch = np.broadcast_shapes(*leading)  # torch's own imports sympy: 0.5 s of CPU time

@@ -39,28 +39,37 @@ _BY_AXES = {
 
 
 def guess_layouts(q: Tensor, samples: int) -> tuple[AxisLayout, ...]:
-    """Return the layouts that q has in most models, most likely first."""
+    """Return the layouts that q, (..., tokens, width), has in most models, most likely first.
+
+    A layout says whether samples, windows or heads lie along each leading axis of q.
+    """
+    # With more axes than in the table: windows along all axes between samples and heads.
     windows = [WINDOWS] * (q.ndim - 4)
     guesses = _BY_AXES.get(q.ndim, ((SAMPLES, *windows, HEADS),))
-    # An axis of samples and heads would be a multiple of the samples.
+    # The size of an axis of samples and heads would be a multiple of the number of samples. If it
+    # is not, the axis holds no heads.
     if q.ndim == 3 and q.shape[0] % samples:
         guesses = ((SAMPLES,),)
     return tuple(AxisLayout(axes) for axes in guesses)
 
 
 def find_layouts(call: AttentionCall, samples: int) -> tuple[AxisLayout, ...]:
-    """Return the layouts that a call can have; several if samples and windows look alike.
+    """Return the layouts (axes of samples, windows, heads, tokens) that a call can have.
 
-    Empty if its linear maps do not show them.
+    The linear maps behind q, k and v show them: a head reads some channels of a map, a window some
+    of its tokens. There are several layouts if windows may be samples, and none if the maps do not
+    show heads and windows.
 
     Args:
         call: the call, with the axes of the model.
         samples: number of samples in the batch.
     """
     tensors = {"q": call.q, "k": call.k, "v": call.v}
+    # The outputs of the linear maps that each of q, k and v is computed from.
     leaves = {name: call.origins.leaves(t) for name, t in tensors.items()}
-    # A map that all heads share reads a part of a token, which looks like a token of a window.
-    if any(leaf.origin.divided for behind in leaves.values() for leaf in behind):
+    # A map that is applied to each head's part of a token: its rows look like tokens of windows,
+    # so that heads would be taken for windows.
+    if any(leaf.origin.reads_token_parts for behind in leaves.values() for leaf in behind):
         return ()
     try:
         moved = {name: _move_inputs(t, leaves[name]) for name, t in tensors.items()}
@@ -77,14 +86,15 @@ def find_layouts(call: AttentionCall, samples: int) -> tuple[AxisLayout, ...]:
 
 @dataclass
 class _Moved:
-    """Which vectors of q, k or v, (..., tokens), move with the outputs of linear maps behind it.
+    """Which vectors of q, k or v change if outputs of the linear maps behind it change.
 
-    Boolean patterns. Linear maps with the same weight count as one, except in `rows`.
+    All are boolean patterns, (..., tokens), True for the vectors that change. Linear maps with the
+    same weight count as one, except in `rows`.
 
     Attributes:
-        maps: for each map, the vectors that any of its channels moves.
-        columns: for each map, those that one channel moves.
-        rows: for each map, those that one of its tokens moves.
+        maps: for each map, the vectors that change with its whole output.
+        columns: for each map, the vectors that change with one channel of its output.
+        rows: for each map, the vectors that change with one token of its output.
     """
 
     maps: list[Tensor] = field(default_factory=list)
@@ -93,17 +103,24 @@ class _Moved:
 
 
 def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
-    """Move one channel, and one token, of every linear map behind q, k or v."""
+    """Find which vectors of t change if one channel, or one token, of a linear map changes.
+
+    This is done for every linear map that t is computed from.
+
+    Args:
+        t: q, k or v, (..., tokens, width).
+        leaves: the outputs of these maps.
+    """
     moved = _Moved()
     weights: list[Tensor | None] = []  # of each map in `moved.maps`
-    moved_columns: list[int] = []  # which channel of it is moved
+    moved_columns: list[int] = []  # the channel of each map in `moved.columns`
     for leaf, origin in leaves:
         linear = origin.linear
-        if linear is None and leaf.ndim < 3:  # no tokens
+        if linear is None and leaf.ndim < 3:  # an input of the model without an axis of tokens
             continue
         as_rows = _join_tokens if linear is None else linear.outputs
         source = Probed(t, (leaf,), as_rows)
-        is_read = source.read != 0  # of the map's output, (rows, columns)
+        is_read = source.read != 0  # entries of the map's output behind t, (rows, columns)
         tokens = is_read.any(1).nonzero()
         if not len(tokens):
             continue
@@ -119,7 +136,8 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
             moved.maps.append(whole)
             moved.columns.append(_find_moved(source, column=column))
         else:
-            # The same weights for other tokens: windows that the model has projected one by one.
+            # The same weight again, for other tokens: the model projects windows one by one. The
+            # patterns of all its calls together are those of one map.
             column = moved_columns[index]
             moved.maps[index] = moved.maps[index] | whole
             moved.columns[index] = moved.columns[index] | _find_moved(source, column=column)
@@ -140,11 +158,18 @@ def _join_tokens(y: Tensor) -> Tensor:
 
 
 def _find_moved(source: Probed, *, row: int | None = None, column: int | None = None) -> Tensor:
-    """Return which vectors of t move with a row or column of y; with all of it by default."""
+    """Return which vectors of t change with one token or channel of y, (..., tokens), boolean.
+
+    Args:
+        source: t, (..., tokens, width), as a function of y.
+        row: the token: a row of y. None: all.
+        column: the channel: a column of y. None: all.
+    """
     rows = slice(None) if row is None else row
     columns = slice(None) if column is None else column
-    move = torch.zeros_like(source.read)
-    # From a half to one and a half: sums of such numbers are never 0.
+    move = torch.zeros_like(source.read)  # a change of y
+    # Random, because a norm of t cancels an equal change of all channels; from 0.5 to 1.5, because
+    # sums of positive numbers are not 0.
     generator = torch.Generator(move.device).manual_seed(0)
     noise = torch.rand(move.shape, generator=generator, dtype=move.dtype, device=move.device)
     move[rows, columns] = noise[rows, columns] + 0.5
@@ -153,14 +178,14 @@ def _find_moved(source: Probed, *, row: int | None = None, column: int | None = 
 
 
 def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Factor, ...]:
-    """Return the factors of a leading axis; samples count as windows so far.
+    """Return the factors of a leading axis, as of an axis of (windows, heads), outermost first.
 
-    See the table at the top of this file: a factor holds heads if a channel moves one place of it,
-    windows if a token of the keys does, and further queries if only a token of the queries does.
+    If one channel of a linear map changes, only one head does. If one token of the keys changes,
+    only one window does. Samples count as windows here; `_choose_samples` divides them.
 
     Args:
-        moved: which vectors of q, k and v move with their inputs.
-        axis: number of the axis.
+        moved: for q, k and v, which of their vectors change with a channel or token of a map.
+        axis: number of the axis in these patterns.
         size: its size.
     """
     columns = [pattern for part in moved.values() for pattern in part.columns]
@@ -168,16 +193,17 @@ def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Fa
     values = moved["v"].rows
     patterns = {"columns": columns, "queries": moved["q"].rows, "keys": [*keys, *values]}
     has_keys = bool(keys and values)
-    # Queries of several maps (experts) may be of one token.
+    # With several maps of queries (experts), different queries may come from the same token.
     has_one_map = len(moved["q"].maps) == 1
     factors: list[Factor] = []
     for count, single in _split_axis(size, axis, patterns):
-        # `single`: what moves one place of this factor.
+        # `single`: "columns" if one channel changes a single head of this factor, and so on.
         role: Role = "window"
         if "columns" in single:
             role = "head"
         elif has_keys and "keys" not in single and size > 1:
-            # The same keys for all: other queries, or heads that read the same channels.
+            # All along this factor have the same keys. They are further queries if they read
+            # different tokens, and otherwise heads that read the same channels.
             role = "head"
             if "queries" in single and has_one_map:
                 role = "token"
@@ -186,14 +212,21 @@ def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Fa
 
 
 def _find_query_factors(moved: Mapping[str, _Moved], size: int) -> tuple[Factor, ...]:
-    """Return the factors of the axis of queries: it may hold heads that share their keys."""
-    # Where one channel moves only some of the keys or values, this axis holds no tokens, but
-    # channels or heads: it is not divided.
+    """Return the factors of the axis of queries, outermost first: tokens, or tokens and heads.
+
+    Some models of multi-query attention put heads there, (b, n * h, d): they share their keys.
+
+    Args:
+        moved: for q, k and v, which of their vectors change with a channel or token of a map.
+        size: number of queries.
+    """
+    # If one channel of a map changes only some of the keys or values, keys have heads of their
+    # own. Then no heads can lie along the axis of queries.
     for name in "kv":
         for one, whole in zip(moved[name].columns, moved[name].maps, strict=True):
             if not torch.equal(one, whole):
                 return TOKENS
-    # Maps of which one channel moves only some of the places: those of one head.
+    # Patterns of one channel that changes only some of the queries: those of one head.
     heads = []
     for one, whole in zip(moved["q"].columns, moved["q"].maps, strict=True):
         if not torch.equal(_project_to_axis(one, -1), _project_to_axis(whole, -1)):
@@ -207,7 +240,7 @@ def _find_query_factors(moved: Mapping[str, _Moved], size: int) -> tuple[Factor,
 
 
 def _project_to_axis(pattern: Tensor, axis: int) -> Tensor:
-    """Return at which places of an axis a pattern has any entry, (size,)."""
+    """Return at which indices of an axis a boolean pattern has any True, (size of the axis,)."""
     return pattern.movedim(axis, 0).flatten(1).any(1)
 
 
@@ -221,18 +254,22 @@ class _Span(NamedTuple):
 def _split_axis(
     size: int, axis: int, patterns_by_kind: Mapping[str, Sequence[Tensor]]
 ) -> list[tuple[int, set[str]]]:
-    """Factor an axis, so that each pattern has one place, or all, of every factor.
+    """Factor an axis such that each pattern has one index, or all, of every factor.
+
+    An axis of (4 heads, 3 windows) has size 12. The entries of one head have one index of the
+    factor of 4 and all indices of the factor of 3; for those of one window it is the other way.
 
     Args:
-        size: its size.
+        size: the size of the axis.
         axis: its number in the patterns.
-        patterns_by_kind: patterns of entries that move together, by what moves them.
+        patterns_by_kind: boolean patterns of the entries that change together, by what changes
+            them: "columns" (channels of a map), "queries" or "keys".
 
     Returns:
-        The size of each factor, outermost first, and the kinds of patterns with one place of it.
+        The size of each factor, outermost first, and the kinds of patterns with one index of it.
     """
-    spans: dict[str, set[_Span]] = {}
-    edges = {1, size}
+    spans: dict[str, set[_Span]] = {}  # the factors of which a pattern has one index
+    edges = {1, size}  # strides at which a factor starts or ends
     for kind, patterns in patterns_by_kind.items():
         spans[kind] = set()
         for pattern in patterns:
@@ -241,8 +278,8 @@ def _split_axis(
             edges.update(span)
     # Neighbouring edges bound a factor: 1, 3, 12 in an axis of (4 heads, 3 windows).
     steps = [_Span(*edge_pair) for edge_pair in pairwise(sorted(edges))]
-    if any(step.end % step.start for step in steps):  # spans overlap: one factor of all kinds
-        return [(size, {kind for kind in spans if spans[kind]})]
+    if any(step.end % step.start for step in steps):  # edges that are no strides of one division
+        return [(size, {kind for kind in spans if spans[kind]})]  # the axis is one factor
     factors: list[tuple[int, set[str]]] = []
     for step in reversed(steps):
         single = set()
@@ -253,36 +290,40 @@ def _split_axis(
     return factors or [(size, set())]
 
 
-def _find_spans(is_moved: Tensor) -> list[_Span]:
-    """Return the factors of an axis at which the moved entries have one place, innermost first.
+def _find_spans(is_marked: Tensor) -> list[_Span]:
+    """Return the factors of an axis of which the marked entries have only one index.
 
-    In an axis of (samples, 4 heads, 3 windows), the entries of a head have one place of 4 at a
-    stride of 3: [(3, 12)]. Entries that have no such places, as tokens of windows that overlap,
-    are in the axis as a whole.
+    Let an axis of size 24 hold (2 samples, 4 heads, 3 windows), and mark the entries of one head.
+    They have one index of the factor of 4, which has a stride of 3, and all indices of the
+    others. So the result is [_Span(3, 12)]: from the stride to the stride times the size.
 
     Args:
-        is_moved: which places of the axis move.
+        is_marked: which entries of the axis are marked, (size,).
+
+    Returns:
+        The factors, innermost first; the whole axis if the marks have no such structure, as those
+        of windows that overlap.
     """
     spans: list[_Span] = []
     stride = 1
-    remaining = is_moved
+    remaining = is_marked
     while not remaining.all():
-        # The largest block size such that blocks move as a whole or not at all: inner factors of
-        # which all places move.
+        # Skip inner factors of which all indices are marked: they make equal blocks. In the
+        # example these are blocks of 3.
         block = 1
         for n in _list_divisors(len(remaining)):
             blocks = remaining.view(-1, n)
             if (blocks == blocks[:, :1]).all():
                 block = n
         remaining = remaining[::block]
-        # The largest factor of which one place moves.
+        # The largest next factor of which one index is marked.
         count = 1
         for n in _list_divisors(len(remaining)):
-            moved_places = remaining.view(-1, n).any(0)
-            if int(moved_places.sum()) == 1:
+            marked_indices = remaining.view(-1, n).any(0)
+            if int(marked_indices.sum()) == 1:
                 count = n
         if count == 1:
-            return [_Span(1, len(is_moved))]
+            return [_Span(1, len(is_marked))]
         stride *= block
         spans.append(_Span(stride, stride * count))
         stride *= count
@@ -298,15 +339,21 @@ def _list_divisors(number: int) -> list[int]:
 def _choose_samples(
     leading: Sequence[tuple[Factor, ...]], samples: int
 ) -> Iterator[tuple[tuple[Factor, ...], ...]]:
-    """Yield the leading axes with one factor of windows divided into samples and windows.
+    """Yield each way to find the samples in the leading axes, where they count as windows so far.
 
-    Every factor that can hold the samples is tried, outermost first, in both orders.
+    Every factor of windows whose size is a multiple of the number of samples is tried, outermost
+    first: as (samples, windows) and as (windows, samples).
+
+    Args:
+        leading: the factors of each leading axis.
+        samples: number of samples in the batch.
     """
     for number, axis in enumerate(leading):
         for place, factor in enumerate(axis):
             if factor.role != "window" or factor.size % samples:
                 continue
             windows = Factor("window", factor.size // samples)
+            # A factor of samples needs no size: that of the batch at hand counts.
             orders = [[Factor("sample"), windows], [windows, Factor("sample")]]
             if windows.size == 1:
                 orders = [[Factor("sample")]]
@@ -317,10 +364,14 @@ def _choose_samples(
 
 
 def _free_sizes(factors: Sequence[Factor], role: Role) -> tuple[Factor, ...]:
-    """Let the size of the first factor with this role, or with tokens, follow the data."""
+    """Return the factors of one axis, with the size of one of them left open (0).
+
+    It is the first factor of tokens, or of the given role. The numbers of tokens and windows vary
+    with the length of a text or the size of an image, and then follow from the size of the axis.
+    """
     result = list(factors)
     for i, factor in enumerate(factors):
         if factor.role in (role, "token"):
-            result[i] = Factor(factor.role)
+            result[i] = Factor(factor.role)  # size 0
             break
     return tuple(result)

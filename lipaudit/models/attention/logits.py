@@ -39,15 +39,16 @@ BESIDE = "its logits depend on the input not only through q k^T"
 def read_product(
     call: AttentionCall, batch: Batch, queries: ProjectionForm | None
 ) -> tuple[Heads, Tensor | None]:
-    """Return q, k, v and the logits of a call, without X and projections.
+    """Return q, k, v and the logits of a call as `Heads`, without X and projections.
 
     Args:
-        call: the call, with its axes in order (`AttentionCall.arrange`).
+        call: the call, with canonical axes (`AttentionCall.arrange`).
         batch: the samples.
-        queries: the form of q, which has their tokens, if known.
+        queries: how q is computed from X, which tells which token each query is; None: unknown.
 
     Returns:
-        The heads, and S with its graph if it depends on q or k beyond their product.
+        The heads. And the logits S with their graph, if they depend on q or k beyond the product
+        q k^T (relative positions); else None.
 
     Raises:
         NotClosedForm: a logit depends on another pair's product, or P is changed before its
@@ -59,11 +60,12 @@ def read_product(
     v = call.v.detach()
     windows = q.shape[0]
     tokens = q.shape[2]
-    # Which queries are real tokens, (windows, tokens).
+    # Which queries are real tokens, (windows, tokens); None: all.
     mask = batch.mask
     valid = None
     if mask is not None and not bool(mask.all()):
-        # Windows and tokens of the queries may be arranged in any way: by their index, if known.
+        # The form of q knows the token of each query. Without it, queries are the tokens in order,
+        # if their number is the same.
         index = None
         if queries is not None:
             index = queries.index.resize(mask.shape[1], tokens)
@@ -72,7 +74,7 @@ def read_product(
         elif (windows, tokens) == mask.shape:
             valid = mask
     heads = Heads(
-        x=q.new_zeros(windows, tokens, 0),
+        x=q.new_zeros(windows, tokens, 0),  # `capture.add_inputs` replaces it
         q=q,
         k=k,
         v=v,
@@ -88,77 +90,100 @@ def read_product(
 
 
 def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
-    """Return the fields of `Heads` for the logits, and S with its graph as in `read_product`.
+    """Return the fields of `Heads` that describe the logits S, and S with its graph.
 
-    They are scale s, bias B with S = s q k^T + B, sink, and pairs with the slope f,
-    dS_ij = f_ij s d<q_i, k_j>. With pairs, which change the Jacobian, not only P, the bias is S.
-    Masked entries of it are -inf; so is every entry of a query whose keys are all masked.
+    In most models S = s q k^T + B. The fields are then the scale s of each head, and B as "bias",
+    -inf for masked pairs, or None. In other models a logit S_ij is another function of
+    <q_i, k_j>, or depends on q_i and k_j beyond it. Then "pairs" holds the slopes f of
+    dS_ij = f_ij s d<q_i, k_j>, and "bias" holds S itself. "sink" is a logit without a key.
+
+    The second item is S with its graph if it depends on q or k beyond their product, else None.
     """
     form = call.form
     if isinstance(form, Explicit):
         return _read_explicit_logits(form, (call.q @ call.k.mT).detach())
+    # The fused op: S = s q k^T + mask.
     scale = call.q.new_full((1, 1), form.scale)
     if form.mask is None or not form.mask.requires_grad:
         return {"scale": scale, "bias": form.mask}, None
-    # The mask depends on the input, as relative positions times the queries do.
+    # The mask depends on the model's input, as relative positions times queries do.
     logits = form.scale * (call.q @ call.k.mT) + form.mask
     return {"scale": scale, "bias": logits.detach(), "pairs": Pairs(None)}, logits
 
 
 def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, Any], Tensor | None]:
-    """Return the same as `_read_logits` for a written-out softmax, given q k^T."""
-    keys = _find_keys(form, product)
+    """Return the same as `_read_logits` for a softmax that the model writes out.
+
+    The model's code between q k^T and the logits S is unknown. Slopes dS_ij / d<q_i, k_j> and
+    values of S show what it computes: s q k^T + B with one slope s in each head, or a curve.
+
+    Args:
+        form: the logits.
+        product: q k^T, (windows, heads, queries, keys).
+    """
+    keys = _find_keys(form, product)  # the columns of S that belong to keys, without a sink
     # The ops between q k^T and the logits.
     ends = {edge.node for edge in form.products}
     path = [node for node in nodes(form.logits, ends) if node not in ends]
+    # Those that take the largest logit of a row, which models subtract from it.
     largest = [node for node in path if op(node) in _LARGEST]
     slope = _read_slopes(form, product, keys, largest)
     if not _is_unchanged(form, keys):
         raise NotClosedForm("P is changed between the softmax and the values")
     sink = None
     if keys.start is not None:
+        # The last column (-1) if the keys start at 0, else column 0.
         sink = form.logits.detach()[..., keys.start - 1]
     # No known model has both; position terms would have to exclude the sink.
-    if form.others and sink is not None:
+    if form.has_other_inputs and sink is not None:
         raise NotClosedForm(f"it has sinks, and {BESIDE}")
     logits = form.logits.detach()[..., keys]
     p = form.p.detach()[..., keys]
-    # Pairs without weight do not move the output, whatever their slope is.
+    # Pairs with P_ij > 0. Others do not change the output, whatever their slope is. Neither do
+    # rows with all slopes 0: all their keys are masked.
     is_live = (p > 0) & (slope != 0).any(-1, keepdim=True)
     sizes = torch.where(is_live, slope, 0.0).abs()
-    scale = sizes.amax((-2, -1), keepdim=True)  # s of each head
-    is_scaled = _is_close(torch.where(is_live, slope, scale), scale, 1e-4)
+    scale = sizes.amax((-2, -1), keepdim=True)  # s of each head: its largest slope
+    has_one_slope = _is_close(torch.where(is_live, slope, scale), scale, 1e-4)
     masked = (slope == 0) & ~is_live
     fields: dict[str, Any] = {"scale": scale[..., 0, 0], "sink": sink}
-    if is_scaled and not form.others and _is_affine_path(path, has_sink=sink is not None):
-        # S = s q k^T + B
+    is_affine = _is_affine_path(path, has_sink=sink is not None)
+    if has_one_slope and is_affine and not form.has_other_inputs:
+        # S = s q k^T + B; B up to a constant per row if the largest logit was subtracted
         ops = {op(node) for node in path}
         shifted = sink is None and not _LARGEST.isdisjoint(ops)
         bias = None
         if masked.any() or not _ADDED.isdisjoint(ops):
             bias = _read_bias(logits, scale * product, masked, shifted=shifted)
         return fields | {"bias": bias}, None
-    # f: the slope of each pair relative to the scale of its head, 1 everywhere for plain logits.
+    # f: the slope of each pair relative to s. A scale of 0 gives NaN, and no slope.
     f = torch.where(is_live, slope / scale, 0.0).nan_to_num(0.0)
     rounding = _ROUNDING * torch.finfo(slope.dtype).eps
     is_one = _is_close(torch.where(is_live, f, 1.0), torch.ones_like(f), rounding)
     bias = logits.masked_fill(masked, -torch.inf)
-    # f = 1 is stored where an op may bend the logits at other samples: they are not s q k^T + B.
-    pairs = Pairs(None if is_one and form.others else f)
-    relative = form.logits if form.others else None
+    # None stands for f = 1. Not where the only reason for `pairs` is an op that is not affine: f
+    # is 1 at this sample (a cap that no logit reaches), and another number at others.
+    pairs = Pairs(None if is_one and form.has_other_inputs else f)
+    relative = form.logits if form.has_other_inputs else None
     return fields | {"bias": bias, "pairs": pairs}, relative
 
 
 def _is_affine_path(path: Sequence[Node], *, has_sink: bool) -> bool:
-    """Say whether ops from q k^T to the logits are affine: slopes are the same at all samples."""
+    """Say whether ops from q k^T to the logits are affine, so that slopes never change.
+
+    Judged by their names: values at one sample cannot show it.
+    """
     allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST
-    if has_sink:
+    if has_sink:  # padding may add the column of the sink
         allowed = allowed | {"ConstantPadNd"}
     return all(op(node) in allowed and not _is_cut_off(node) for node in path)
 
 
 def _find_keys(form: Explicit, product: Tensor) -> slice:
-    """Return which logits of a row belong to keys: those whose weights multiply values."""
+    """Return which columns of the logits belong to keys: all of them, or all but one for a sink.
+
+    A sink is a logit without a key: it takes a share of the softmax, and multiplies no value.
+    """
     m = product.shape[-1]  # number of keys
     extra = form.logits.shape[-1] - m
     if extra == 0:
@@ -173,22 +198,30 @@ def _find_keys(form: Explicit, product: Tensor) -> slice:
 
 
 def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence[Node]) -> Tensor:
-    """Return dS_ij / d<q_i, k_j>, after checking that S_ij depends on no other product.
+    """Return the slopes dS_ij / d<q_i, k_j>, (windows, heads, queries, keys), of the logits S.
 
-    The largest logit of a row does not count if it is subtracted from all of them: the softmax
-    stays the same. With a sink the cotangents of a row sum to 0, and the check covers the sink.
+    One backward pass gives all slopes, if each S_ij depends on the product of its own pair only;
+    a second one checks that. A model may subtract the largest logit from all logits of a row,
+    which does not change the softmax: gradients through that logit are left out.
 
     Args:
         form: the logits.
         product: q k^T.
-        keys: columns of the keys.
-        largest: the nodes of the largest logit of each row.
+        keys: the columns of S that belong to keys.
+        largest: the graph nodes that take the largest logit of a row.
+
+    Raises:
+        NotClosedForm: S_ij depends on the product of another pair.
     """
     if largest:
         _require_subtracted(form, largest)
 
     def pull(cotangent: Tensor) -> Tensor:
-        """Return the slopes times a cotangent of the keys' logits, minus its sum at the sink."""
+        """Return J^T u of the logits by q k^T, for a cotangent u of the keys' logits.
+
+        At the sink, u is minus the sum of the row. If the sink depended on q k^T, the result would
+        then not be the slopes times u.
+        """
         whole = cotangent
         if keys.start is not None:
             whole = cotangent.new_zeros(form.logits.shape)
@@ -199,12 +232,13 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
             raise NotClosedForm(BESIDE)
         return result.to(cotangent.dtype)
 
-    # If S_ij depends on the product of its own pair only, J^T u = slopes * u for every u.
+    # If S_ij depends on the product of its own pair only, J^T u = slopes * u for every u. Test a u
+    # that is 1 in a random half of the pairs and 0 in the others.
     generator = torch.Generator(product.device).manual_seed(0)
     u = torch.rand(product.shape, generator=generator, device=product.device) < 0.5
     u = u.to(product)
     slopes = pull(torch.ones_like(u))
-    # Where u is 0 exactly 0: a small share of a large head's logits is large in another head.
+    # Where u is 0, `_is_close` demands exactly 0, however small the slopes of a head are.
     if not _is_close(pull(u), slopes * u, 1e-3):
         raise NotClosedForm("its logits mix heads or keys")
     return slopes
@@ -213,13 +247,19 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
 def _pull_logits(
     form: Explicit, largest: Sequence[Node], u: Tensor
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return J^T u of the logits in q k^T, and the gradients that reach the largest logits.
+    """Return J^T u of the logits by q k^T, without the paths through the largest logit of a row.
 
-    These gradients go no further: J^T u lacks the part through the largest logit of each row.
+    Second: the gradients that would have taken these paths.
+
+    Args:
+        form: the logits.
+        largest: the graph nodes that take the largest logit of a row.
+        u: the cotangent, in the shape of the logits.
     """
     gradients: list[Tensor] = []
 
     def block(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Record the gradients that reach such a node, and pass zeros on."""
         gradients.extend(g for g in grads if g is not None)
         return tuple(None if g is None else 0 * g for g in grads)
 
@@ -230,9 +270,13 @@ def _pull_logits(
 
 
 def _require_subtracted(form: Explicit, largest: Sequence[Node]) -> None:
-    """Raise NotClosedForm unless a row's largest logit is subtracted equally from all of them.
+    """Raise NotClosedForm unless the largest logit m of a row is subtracted from the whole row.
 
-    Cotangents that sum exactly to 0 over a row then give no gradient to it.
+    For S - m, a cotangent u of the row gives m the gradient -sum(u): none if u sums to 0.
+
+    Args:
+        form: the logits.
+        largest: the graph nodes that take the largest logit of a row.
     """
     logits = form.logits
     generator = torch.Generator(logits.device).manual_seed(1)
@@ -246,10 +290,10 @@ def _require_subtracted(form: Explicit, largest: Sequence[Node]) -> None:
 
 
 def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool) -> Tensor | None:
-    """Return B = S - s q k^T; 0 in heads where it is rounding error only, None if in all heads.
+    """Return the bias B = S - s q k^T of the logits, or None if it is only rounding error.
 
-    Rows are judged separately, because heads differ in the size of their rounding errors. Rounding
-    that would change P is kept, so that P equals the model's.
+    A head whose B is only rounding error gets 0. Rounding errors grow with the logits, so each row
+    has its own limit. B is kept if it is large enough to change P, so that P equals the model's.
 
     Args:
         logits: S, (windows, heads, queries, keys).
@@ -258,7 +302,7 @@ def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool)
         shifted: whether the model subtracts the largest logit of each row.
     """
     bias = (logits - linear).masked_fill(masked, -torch.inf)
-    if shifted:  # a constant of a row drops out of P: let the largest bias be 0
+    if shifted:  # B is known up to a constant per row, which P does not show: let its maximum be 0
         bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     largest = linear.abs().amax(-1, keepdim=True)
     rounding = _ROUNDING * torch.finfo(logits.dtype).eps * largest
@@ -271,17 +315,21 @@ def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool)
 
 
 def _is_close(a: Tensor, b: Tensor, relative: float) -> bool:
-    """Say whether |a - b| <= relative |b| everywhere; `torch.allclose` is several times slower."""
+    """Say whether |a - b| <= relative |b| everywhere, several times faster than torch.allclose."""
     return bool(((a - b).abs_() <= relative * b.abs()).all())
 
 
 def _is_cut_off(node: Node) -> bool:
-    """Say whether an op cuts logits off at a level that they may reach, at X or elsewhere."""
-    # Where autograd stores the levels of these ops.
+    """Say whether an op clamps logits at a level that they may reach at some sample.
+
+    A clamp at the lowest number of float32 stands for a mask, and does not count.
+    """
+    # The attributes in which autograd stores the operands of these ops.
     names = {"Clamp": ("_saved_min", "_saved_max"), "Maximum": ("_saved_self", "_saved_other")}
     for name in names.get(op(node), ()):
         level = getattr(node, name, None)
-        if level is None or getattr(level, "requires_grad", False):  # logits, not a level
+        # A clamp may have no level on one side; of torch.maximum, one operand is the logits.
+        if level is None or getattr(level, "requires_grad", False):
             continue
         least = torch.as_tensor(level).abs().min()
         if float(least) < _OUT_OF_REACH:
@@ -290,7 +338,10 @@ def _is_cut_off(node: Node) -> bool:
 
 
 def _is_unchanged(form: Explicit, keys: slice) -> bool:
-    """Say whether these columns of P multiply the values unchanged; a NaN row counts as zeros."""
+    """Say whether the values are multiplied by these columns of P, unchanged.
+
+    If all keys of a row are masked, P is NaN there, and the model may set it to 0.
+    """
     p = form.p.detach()[..., keys].nan_to_num(0.0)
     weights = form.weights.detach()
     return torch.equal(p.to(weights), weights)
@@ -301,12 +352,15 @@ _GRADIENT_ROUNDING = 64  # times the machine epsilon of the largest gradient
 
 
 def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projected]) -> Pairs:
-    """Return r and t of a layer, the same in all windows, with its slope.
+    """Return the position vectors r and t of a layer, and its slopes f.
+
+    In models with relative positions a logit is S_ij = s <q_i, k_j> + <q_i, r_ij> + <k_j, t_ij>,
+    where r and t do not depend on the input. Vectors that are 0 are None.
 
     Args:
-        heads: the heads of the layer; their `pairs` hold the slope.
+        heads: the heads of the layer; their `pairs` hold f, where dS_ij = f_ij s d<q_i, k_j>.
         logits: S with its graph, (windows, heads, queries, keys).
-        parts: the origins of its q, k and v.
+        parts: how q, k and v are computed from the input; constants are missing.
 
     Raises:
         NotClosedForm: S_ij depends on more than q_i and k_j, r or t depends on the input, or they
@@ -314,12 +368,12 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     """
     assert heads.pairs is not None
     sides = {name: parts[name] for name in "qk" if name in parts}
-    own_leaves = {id(leaf.tensor) for part in sides.values() for leaf in part.leaves}
+    leaves_of_qk = {id(leaf.tensor) for part in sides.values() for leaf in part.leaves}
     inputs, _ = leaves(logits)
-    if any(id(leaf) not in own_leaves for leaf in inputs):
+    if any(id(leaf) not in leaves_of_qk for leaf in inputs):  # S reads a further linear map
         raise NotClosedForm(BESIDE)
     slope = heads.pairs.slope
-    is_live = heads.attention() > 0
+    is_live = heads.attention() > 0  # other pairs do not change the output
     s = heads.scale[..., None, None]
     samples = int(heads.sample[-1]) + 1
     r = None
@@ -338,22 +392,30 @@ def _read_term(
     logits: Tensor,
     part: Projected,
     samples: int,
-    plain: Tensor,
+    product_gradients: Tensor,
     slope: Tensor | None,
     is_live: Tensor,
 ) -> Tensor | None:
-    """Return r_ij = dS_ij / dq_i - f_ij s k_j, (1, heads, tokens, others, d), or None for 0.
+    """Return the position vectors r_ij of q in the logits S, or None if they are 0.
+
+    In S_ij = s <q_i, k_j> + <q_i, r_ij>, the vector r_ij is a constant. It is what the gradient of
+    S_ij with respect to q_i has beyond s k_j: r_ij = dS_ij / dq_i - s k_j. If S_ij is a function
+    of <q_i, k_j> with the slope f_ij s, the last term is f_ij s k_j. For the position vectors of
+    k, the caller swaps q and k in all arguments.
 
     Args:
-        logits: S as a function of q, (windows, heads, tokens, others).
-        part: the origin of q.
+        logits: S with its graph, (windows, heads, queries, keys).
+        part: how q is computed from the input.
         samples: number of samples in the batch.
-        plain: s k_j for all others, (windows, heads, others, d).
-        slope: f, or None for 1.
-        is_live: P_ij > 0; the other pairs do not matter.
+        product_gradients: s k_j, (windows, heads, keys, d), the gradients of s <q_i, k_j>.
+        slope: f, (windows, heads, queries, keys); None for 1.
+        is_live: which pairs have P_ij > 0. The others do not change the output: r_ij is 0 there.
+
+    Returns:
+        r, (1, heads, queries, keys, d), the same in all windows.
 
     Raises:
-        NotClosedForm: r is too large, or differs between windows.
+        NotClosedForm: r is too large, or differs between windows, so that it is no constant.
     """
     columns = part.form.columns
     if part.form.repeat > 1:
@@ -367,20 +429,21 @@ def _read_term(
     outputs = tuple(leaf.tensor for leaf in part.leaves)
 
     def read_columns(*y: Tensor) -> Tensor:
-        """Return the columns of q of the map's output, in the order of the heads."""
+        """Return the columns that q reads of the linear map's output, in the order of heads."""
         return part.linear.outputs(*y)[:, all_columns]
 
     source = Probed(logits, outputs, read_columns)
     _require_own_pairs(source, part.index.rows(samples), columns.shape[1])
-    channels = list[Tensor]()  # r of each channel, (heads, tokens, others)
-    # The largest entries in each head: of how far windows differ, of the gradients, of r.
-    largest_spread = largest_gradient = largest = plain.new_zeros(is_live.shape[1])
+    channels = list[Tensor]()  # r of each channel, (heads, queries, keys)
+    # The largest entries in each head: of r's deviation between windows, of the gradients, of r.
+    largest_spread = largest_gradient = largest = product_gradients.new_zeros(is_live.shape[1])
     for c, gradient in enumerate(_differentiate_channels(source, part)):
-        product_gradient = plain[..., None, :, c]  # f_ij s k_j
+        product_gradient = product_gradients[..., None, :, c]  # f_ij s k_j, channel c
         if slope is not None:
             product_gradient = slope * product_gradient
         r = (gradient - product_gradient).where(is_live, 0.0)
-        mean = r.sum(0) / is_live.sum(0).clamp_min(1)  # over the windows
+        # The mean over the windows in which the pair is live; at least 1 avoids 0 / 0.
+        mean = r.sum(0) / is_live.sum(0).clamp_min(1)
         spread = (r - mean).where(is_live, 0.0)
         largest_spread = torch.maximum(largest_spread, graph.find_largest(spread))
         largest_gradient = torch.maximum(largest_gradient, graph.find_largest(gradient))
@@ -390,23 +453,24 @@ def _read_term(
         raise NotClosedForm(BESIDE)
     eps = torch.finfo(largest_gradient.dtype).eps
     rounding = _GRADIENT_ROUNDING * eps * largest_gradient
-    if not bool((largest > rounding).any()):
+    if not bool((largest > rounding).any()):  # r is only rounding error of the difference
         return None
     return torch.stack(channels, -1)[None]
 
 
 def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]:
-    """Yield the gradients dS_ij / dq_ic of all pairs for one channel c of q after the other.
+    """Yield dS_ij / dq_ic for one channel c of q after the other, (windows, heads, queries, keys).
 
     Args:
-        source: S as a function of the columns of q, in the order of the heads.
-        part: the origin of q.
+        source: the logits S as a function of the outputs y of the linear map behind q: of the
+            columns that q reads, in the order of heads.
+        part: how q is computed from the input: q = M y with a matrix M for each head.
 
     Raises:
-        NotClosedForm: q has another width than these columns.
+        NotClosedForm: M is not square.
     """
-    # Changes of the columns of the map, the same at every token, of which each changes one channel
-    # of q in all heads: (d, heads * d). q = M y for a mix M of channels, so y changes by M^-1.
+    # To change channel c of q in all heads, change y by column c of M^-1, at every token. All
+    # these changes are the rows of `moves`, (d, heads * d).
     columns = part.form.columns
     mix = part.form.mix
     if mix is None:
@@ -417,9 +481,9 @@ def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]
     else:
         raise NotClosedForm(f"{BESIDE}, behind a map to another width")
     moves = inverse.permute(2, 0, 1).flatten(1)
-    # J^T u is linear in u, so its vector-Jacobian product with a change of all tokens is J times
-    # that change. As S_ij depends on q_i alone, entry ij is the effect of changing q_i: d products
-    # suffice for all pairs, instead of one product per key.
+    # J times a change of y is the change of S. It is the gradient of <J^T u, change> by u, because
+    # J^T u is linear in u. As S_ij depends on no query but q_i, its entry ij is dS_ij / dq_ic, so
+    # d products give the gradients of all pairs.
     u = torch.zeros_like(source.t, requires_grad=True)
     pulled = pull_back(source.t, source.leaves, u, create_graph=True)
     rows = source.as_rows(*pulled)
@@ -429,15 +493,18 @@ def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]
 
 
 def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
-    """Check by exact zeros that row i of a head's logits depends on its q_i only.
+    """Raise NotClosedForm unless row i of a head's logits depends on the q_i of this head only.
+
+    That is read from entries of gradients that are exactly 0.
 
     Args:
-        source: S as a function of the columns of q, in the order of the heads.
-        rows: rows of its tokens in the linear map, (windows, tokens).
+        source: the logits as a function of the outputs y of the linear map behind q: of the
+            columns that q reads, in the order of heads.
+        rows: the row of y of each token, (windows, tokens).
         width: number of columns of each head.
     """
     windows, heads, tokens, _ = source.t.shape
-    # Each row of the map affects the logits of its own token alone, or none (-1).
+    # Each row of y affects the logits of its own token alone, or none (-1).
     token = torch.arange(windows * tokens, device=rows.device)
     token_of_row = graph.label_affected(source, token.view(windows, 1, tokens, 1), rows=True)
     if token_of_row is None:

@@ -34,12 +34,12 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
     that contains the layer and its projections. That module runs again.
 
     Args:
-        layer: a layer during its visit; the result is NaN if its module cannot run alone.
+        layer: a layer, while the model runs it; the result is NaN if its module cannot run alone.
         seeds: seeds of the start vectors, one per sample.
         accuracy: `tol`, `max_steps` and `within` of `spectral_norms`.
     """
     linear = linearize_module(layer)
-    if isinstance(linear, str):
+    if isinstance(linear, str):  # the obstacle
         shape = (layer.samples, layer.site.heads)
         nan = torch.full(shape, torch.nan, dtype=torch.float64)
         return Norms(nan, nan.clone(), nan.isfinite().long(), nan.isfinite())
@@ -60,13 +60,13 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
             return cotangent.flatten()[None]
 
         def multiply(u: Tensor) -> Tensor:
-            """Return J_h J_h^T u at every sample."""
+            """Return J_h J_h^T u at every sample, where J_h is the Jacobian of this head."""
             product = linear.outer(embed(u)).view_as(layer.output)
             rows = _zero_padding(product[:, head], layer)
             return rows.reshape(u.shape)
 
-        # The samples share one graph, because the module runs as a whole: converged samples
-        # stay in it, and it is never built again for the others.
+        # All samples share one graph, because the module runs as a whole. So converged samples
+        # cannot be left out: `rebuild` is so large that it is never done.
         norms = spectral_norms(lambda _: multiply, start, rebuild=2.0, **accuracy)
         require_range(linear, norms.norm, embed(torch.ones_like(start)))
         return norms
@@ -76,14 +76,15 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
 
 
 def linearize_module(layer: Layer) -> Linearization | str:
-    """Linearise the module of a layer, or return why it cannot run on its own."""
+    """Linearise the module of a layer, or return a text that says why it cannot run on its own."""
     reason = "its module cannot be run alone"
     site = layer.site
     samples = layer.samples
+    # Some attention calls of a loop may lie outside of the module.
     has_outside_calls = len(layer.numbers) < len(site.addresses)
     if not site.inputs or layer.frame is None or has_outside_calls:
         return reason
-    if len(layer.output) % samples:
+    if len(layer.output) % samples:  # samples do not have the same number of windows
         return reason
     try:
         linear = _linearize_layer(layer)
@@ -101,21 +102,27 @@ class _Output(Exception):
 
 
 def _linearize_layer(layer: Layer) -> Linearization:
-    """Linearise O with respect to all inputs of the module, flattened and joined: (1, numbers)."""
+    """Linearise a layer's output O with respect to all inputs of its module.
+
+    The module runs alone. All inputs of all samples are one vector, (1, numbers), and so is O.
+
+    Raises:
+        EvaluationError: the module gives another O than within the model.
+    """
     frame = layer.frame
     site = layer.site
     assert frame is not None
-    # By identity: an argument that is given twice (queries and keys) is one input.
+    # The inputs by identity: a tensor that is given twice (as queries and keys) is one input.
     by_id: dict[int, Tensor] = {}
     for key in site.inputs:
         argument = frame.args[key] if isinstance(key, int) else frame.kwargs[key]
         by_id[id(argument)] = argument
     inputs = list(by_id.values())
-    # All inputs of all samples are one vector: the module may arrange samples as it likes.
+    # One vector of all samples, because the module may keep samples in any axis.
     z = torch.cat([t.detach().flatten() for t in inputs])[None]
 
     def compute_output(z: Tensor, _index: Tensor) -> Tensor:
-        """Run the module with z in place of its inputs, up to the layer's attention."""
+        """Run the module with the entries of z as its inputs, and return the layer's O, flat."""
         replacements = {}
         parts = torch.split(z[0], [t.numel() for t in inputs])
         for t, part in zip(inputs, parts, strict=True):
@@ -123,7 +130,7 @@ def _linearize_layer(layer: Layer) -> Linearization:
         calls: list[AttentionCall] = []
 
         def on_attention(call: AttentionCall, _address: Address) -> None:
-            """End the run with O at the layer's last attention call in the module."""
+            """End the run by an exception that carries O, at the layer's last attention call."""
             calls.append(call)
             if len(calls) > layer.numbers[-1]:
                 joined = call
@@ -182,11 +189,11 @@ class Residual(NamedTuple):
 def find_residuals(
     net: Net, batch: Batch, sites: Sequence[Site], *, entire: bool = False
 ) -> tuple[Residual | None, ...]:
-    """Return the residual of each attention layer: the smallest module with a skip path.
+    """Find the residual block of each attention layer: the smallest module with a skip path.
 
-    In a pass that is cut at every linear map and every attention, the output of a module depends
-    on its input only if a path bypasses both. In a pre-norm model the residual holds attention and
-    MLP, in BERT the attention with its LayerNorm.
+    In a pass whose graph is cut at every linear map and every attention, the output of a module
+    depends on its input only if a path bypasses these. In a pre-norm model the block holds
+    attention and MLP, in BERT the attention with its LayerNorm.
 
     Args:
         net: the model.
@@ -203,7 +210,10 @@ def find_residuals(
     frames_around: dict[Address, list[trace.Frame]] = {}  # module calls around an attention call
 
     def find_skip_path(samples: int, frame: trace.Frame, output: Any) -> None:
-        """Note a module call as a residual if its output depends on its input by a skip path."""
+        """Note a module call as a residual block if its output has a skip path from its input.
+
+        Called at the end of each module call of a pass over one or two samples.
+        """
         first_input = _find_first_moving((frame.args, frame.kwargs))
         first_output = _find_first_moving(output)
         if first_input is None or first_output is None:
@@ -213,24 +223,24 @@ def find_residuals(
         if x.shape != y.shape or x.grad_fn is None:
             return
         _, hits = leaves(y, {x.grad_fn})
-        if hits:  # the output depends on the input although the graph is cut: a skip path
+        if hits:  # y depends on x although the graph is cut at linear maps: a skip path
             key = frame.name, frame.number
             by_sample = y.shape[:1] == (samples,)
             if key in by_call:
                 by_sample = by_sample and by_call[key].by_sample
             by_call[key] = Residual(*key, i, j, by_sample)
 
-    def note_frames(place: trace.CallStack, _call: AttentionCall, address: Address) -> None:
+    def note_frames(call_stack: trace.CallStack, _call: AttentionCall, address: Address) -> None:
         """Note the module calls in progress at an attention call, innermost first."""
-        frames_around[address] = place.frames[::-1]
+        frames_around[address] = call_stack.frames[::-1]
 
-    # Rows per token may be as many as the samples in one of the passes, not in both.
+    # A first axis as long as the number of samples may be chance in one pass, but not in both.
     for samples in (1, 2):
-        place = trace.CallStack(on_leave=partial(find_skip_path, samples))
+        call_stack = trace.CallStack(on_leave=partial(find_skip_path, samples))
         with trace.fork_random(net.module):
             first = batch[:1].trim()
             copies = first.rows(torch.zeros(samples, dtype=torch.long))
-            tracer = trace.Tracer(partial(note_frames, place), place=place)
+            tracer = trace.Tracer(partial(note_frames, call_stack), call_stack=call_stack)
             trace.run(net, copies, tracer)
 
     residuals = []
@@ -247,13 +257,15 @@ def _choose_residual(
     *,
     entire: bool,
 ) -> Residual | None:
-    """Return the residual of a layer, as `find_residuals` does.
+    """Return the residual block of a layer: the smallest one around it.
+
+    Blocks with a row per sample are preferred. None if no module around it is a residual block.
 
     Args:
         site: the layer.
         frames: the module calls around it, innermost first.
-        by_call: the residuals among all module calls.
-        entire: whether the largest residual without other attention comes first.
+        by_call: all module calls that are residual blocks.
+        entire: whether to prefer the largest block that holds no other attention.
     """
     residuals: list[Residual] = []  # from the smallest to the largest
     without_others: list[Residual] = []  # those that hold no other attention
@@ -266,22 +278,23 @@ def _choose_residual(
             without_others.append(residual)
     if entire:
         residuals = [*reversed(without_others), *residuals]
-    # The first with a row per sample, else the first.
+    # The first one with a row per sample, else the first one.
     return min(residuals, key=lambda residual: not residual.by_sample, default=None)
 
 
 def record_outputs(
     net: Net, residuals: Sequence[Residual], f: Function
 ) -> tuple[Function, dict[Residual, Tensor]]:
-    """Return f, and a dict of the residuals' outputs in its last forward pass.
+    """Return f as a function that records the outputs of residual blocks, and the record.
 
-    The outputs are tensors of the graph: gradients pass through them.
+    The record is a dict of the outputs in the last call of f. They are tensors of the graph:
+    gradients pass through them.
     """
     outputs: dict[Residual, Tensor] = {}
 
     def record(residual: Residual, output: Tensor) -> Tensor:
         outputs[residual] = output
-        return output.clone()  # the model may write into it
+        return output.clone()  # the model may write into the clone
 
     def run(z: Tensor, index: Tensor) -> Tensor:
         with _change_outputs(net, residuals, record):
@@ -291,7 +304,14 @@ def record_outputs(
 
 
 def start_after(net: Net, residual: Residual, f: Function, x: Tensor) -> Function:
-    """Return the map from the output of a residual to f(x, index)."""
+    """Return the map from the output of a residual block to the output f(x, index) of the model.
+
+    Args:
+        net: the model.
+        residual: the block.
+        f: the map from the model's input.
+        x: the samples, at which the model runs up to the block.
+    """
 
     def run(z: Tensor, index: Tensor) -> Tensor:
         with _change_outputs(net, [residual], lambda *_: z):
@@ -303,17 +323,17 @@ def start_after(net: Net, residual: Residual, f: Function, x: Tensor) -> Functio
 def _change_outputs(
     net: Net, residuals: Sequence[Residual], change: Callable[[Residual, Tensor], Tensor]
 ) -> AbstractContextManager[None]:
-    """Pass the output of each residual through `change`, in one forward pass."""
+    """Replace the output of each residual block by `change(block, output)`, for one pass."""
     by_call = {(residual.module, residual.call): residual for residual in residuals}
     counts = Counter[str]()  # of calls so far, by module
 
     def change_output(name: str, _args: object, output: Any) -> Any:
-        """Return the output of a module call, changed if the call is one of the residuals."""
+        """Return the output of a module call, changed if the call is one of the blocks."""
         residual = by_call.get((name, counts[name]))
         counts[name] += 1
         if residual is None:
             return output
-        values, spec = tree_flatten(output)
+        values, spec = tree_flatten(output)  # a module may return several tensors
         values[residual.output] = change(residual, values[residual.output])
         return tree_unflatten(values, spec)
 
@@ -324,7 +344,7 @@ def _change_outputs(
 def compute_residual_norms(
     net: Net, batch: Batch, residuals: Sequence[Residual], **how: Any
 ) -> Iterator[tuple[Residual, JacobianNorms]]:
-    """Yield ||d output / d input|| of each residual per sample, at its inputs in the model.
+    """Yield ||d output / d input|| of each residual block per sample, at its inputs in the model.
 
     Padded tokens count neither as input nor as output.
 
@@ -355,7 +375,7 @@ def compute_residual_norms(
         net.output(batch)
     for residual in dict.fromkeys(residuals):
         with trace.fork_random(net.module):
-            # Without a name here, the graph of a block is freed before that of the next is built.
+            # The linearisation has no name here, so that its graph is freed before the next one.
             norms = compute_jacobian_norms(
                 _linearize_residual(residual, *calls.pop(residual), batch.mask), **how
             )
@@ -369,10 +389,12 @@ def _linearize_residual(
     spec: TreeSpec,
     mask: Tensor | None,
 ) -> Linearization:
-    """Linearise a recorded call of a residual on a batch; padded tokens are zeros of its output.
+    """Linearise a recorded call of a residual block, from its input to its output, per sample.
+
+    Outputs at padded tokens are set to 0.
 
     Args:
-        residual: the residual.
+        residual: the block.
         module: its module.
         arguments: all arguments of the call, with containers flattened.
         spec: their structure.
@@ -384,7 +406,7 @@ def _linearize_residual(
         """Run the module at z, rows `index` of the batch."""
         values = []
         for value in arguments:
-            # Rows of per-sample arguments; masks and positions may be shared.
+            # Arguments with a row per sample; others, such as positions, are shared by all.
             if isinstance(value, Tensor) and value.ndim and len(value) == len(x):
                 values.append(value[index])
             else:
@@ -401,7 +423,11 @@ def _linearize_residual(
 
 
 def _find_first_moving(values: Any) -> tuple[int, Tensor] | None:
-    """Return the first tensor that depends on the model's input, and its position."""
+    """Return the first tensor in nested containers that depends on the model's input.
+
+    With its position among the flattened values. While the model runs, exactly such tensors
+    require gradients.
+    """
     for i, value in enumerate(tree_flatten(values)[0]):
         if isinstance(value, Tensor) and value.requires_grad:
             return i, value

@@ -66,24 +66,27 @@ class TokenIndex:
     samples_first: bool
 
     def rows(self, samples: int) -> Tensor:
-        """Return the row of X for each (window, token) of a batch."""
+        """Return the row of X behind each token of the attention, (windows, tokens), in a batch.
+
+        X is the input of the linear map, one token per row.
+        """
         sample = torch.arange(samples, device=self.tokens.device)
-        sample = sample.view(-1, 1, 1)  # against (windows per sample, tokens per window)
-        if self.samples_first:
+        sample = sample.view(-1, 1, 1)  # broadcasts with (windows per sample, tokens per window)
+        if self.samples_first:  # X was (samples, tokens, channels)
             rows = sample * self.length + self.tokens
-        else:
+        else:  # X was (tokens, samples, channels)
             rows = self.tokens * samples + sample
         return rows.flatten(0, 1)
 
     def read(self, origin: Origin) -> Tensor:
-        """Return the inputs of a linear map, token by token, that the attention reads."""
+        """Return the tokens of a linear map's input that the attention reads, one per row."""
         assert origin.linear is not None  # `decode` refuses every other origin
         inputs = origin.linear.inputs
         rows = self.rows(len(inputs) // self.length)
         return inputs[rows.flatten()].detach()
 
     def is_same(self, other: TokenIndex) -> bool:
-        """Say whether two maps of one input have their tokens in the same places."""
+        """Say whether the attention reads the same tokens of two maps, in the same order."""
         same_order = self.samples_first == other.samples_first
         return same_order and torch.equal(self.tokens, other.tokens)
 
@@ -92,15 +95,16 @@ class TokenIndex:
         return values[:, self.tokens].flatten(0, 1)
 
     def resize(self, length: int, tokens: int) -> TokenIndex | None:
-        """Return the same index for longer or shorter samples, or None if that is ambiguous.
+        """Return the index for texts of another length, or None if that is unknown.
 
         Args:
-            length: their tokens at the linear map.
-            tokens: their tokens in the attention.
+            length: number of tokens of each sample at the linear map.
+            tokens: number of tokens of each window in the attention.
         """
         if (length, tokens) == (self.length, self.tokens.shape[1]):
             return self
-        # Only an index of all tokens, in order, is the same at another length.
+        # If the attention reads all tokens in order, it does so at every length. The windows of
+        # other indices may be divided differently there.
         device = self.tokens.device
         in_order = torch.arange(self.length, device=device)[None]
         if length != tokens or not torch.equal(self.tokens, in_order):
@@ -111,13 +115,14 @@ class TokenIndex:
 
 @dataclass(frozen=True)
 class ProjectionForm:
-    """The path from a linear map to q, k or v: enough to build the Projection on any batch.
+    """How q, k or v is computed from the output of a linear map, on any batch.
 
     Attributes:
         kind: affine | rotation | linear-pos | local | cross-head.
-        source: the linear map, or several of one input: of each head of a loop, say.
-        index: its rows, one token each.
-        columns: its columns that each head reads, (heads, e).
+        source: address of the linear map, or of several with one input: of each head of a loop,
+            for example.
+        index: the row of the map's output that each token reads.
+        columns: the columns of the map's output that each head reads, (heads, e).
         repeat: number of repetitions of each head (grouped queries).
         mix: constant map from these columns to the channels of the head, (heads, d, e), if affine
             and not the identity.
@@ -139,18 +144,20 @@ LARGEST_LOCAL = 2**28  # largest number of entries of a local Jacobian: 1 GiB in
 
 
 def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | None:
-    """Decode how a tensor of an attention call, (windows, heads, tokens, width), is computed.
+    """Find how q, k or v is computed from the output of a linear map.
+
+    That is: which token and which channels each head reads, and by which function.
 
     Args:
-        t: q, k or v, with its graph.
-        leaves: the leaves that it depends on.
+        t: q, k or v, (windows, heads, tokens, width), with its graph.
+        leaves: the outputs of linear maps that it depends on.
         samples: number of samples in the batch.
 
     Returns:
-        The form, or None for a constant (a learned query).
+        The form; None if t is a constant (a learned query).
 
     Raises:
-        NotClosedForm: it is not a token-wise function of linear maps of one input.
+        NotClosedForm: t is not a function of linear maps of one input, token by token.
     """
     if not leaves:
         return None
@@ -167,8 +174,8 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     source, columns, repeat = _find_heads(source)
     index = attribute_rows(rows, samples, linears[0].inputs.shape[0])
     addresses = tuple(origin.address for origin in origins)
-    if columns is None:  # every head reads all columns that are read: (1, e)
-        all_columns = (source.read != 0).any(0).nonzero().T
+    if columns is None:  # heads share columns, as if a norm runs over all heads: kind cross-head
+        all_columns = (source.read != 0).any(0).nonzero().T  # (1, e)
         form = ProjectionForm("cross-head", addresses, index, all_columns, repeat)
         _refuse_large(source.join_heads(), form)
         return form
@@ -179,15 +186,19 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
 def _classify(
     form: ProjectionForm, source: Probed, rows: Tensor, columns: Tensor
 ) -> ProjectionForm:
-    """Return the form with its kind: affine, rotation, linear-pos or local.
+    """Return the form with its kind, which says how each vector t_i depends on its y_i.
+
+    affine: t_i = M y_i + c with constants M and c. rotation: t_i = G_i y_i with an orthogonal G_i
+    that depends on the position (RoPE). linear-pos: the same with another G_i. local: any other
+    function, such as a norm of queries.
 
     Args:
         form: the form of t, as if it were affine.
         source: t as a function of the output y of the linear map.
-        rows: rows of y that the tokens read.
-        columns: columns of y that each head reads.
+        rows: the row of y that each token reads, (windows, tokens).
+        columns: the columns of y that each head reads, (heads, e).
     """
-    if not is_affine(source.t):
+    if not is_affine(source.t):  # judged by the ops in the graph
         _refuse_large(source, form)
         return replace(form, kind="local")
     # The cheapest first: one map for all tokens, one for each position, one for each token.
@@ -199,23 +210,28 @@ def _classify(
         if offset.any():
             form = replace(form, offset=offset)
         return form
-    # t_i = G_i y_i with G_i orthogonal (rotation) or not (linear-pos); else, with a constant by
-    # position, local.
     local = graph.find_position_map(source, rows, columns)
     shared = local is not None
     if local is None:
         _refuse_large(source, form)
         local = graph.compute_map(source, rows, columns)
-        if not graph.is_linear(source, local, rows, columns):
+        if not graph.is_linear(source, local, rows, columns):  # a constant at each position
             return replace(form, kind="local")
     kind = "rotation" if graph.is_orthogonal(local) else "linear-pos"
     return replace(form, kind=kind, shared=shared)
 
 
 def find_token_rows(source: Probed) -> Tensor:
-    """Find the row of y that each token reads, (windows, tokens)."""
+    """Return the row of y that each token of t reads, (windows, tokens).
+
+    Args:
+        source: t, (windows, heads, tokens, width), as a function of y, (rows, columns).
+
+    Raises:
+        NotClosedForm: a token does not read one row of its own.
+    """
     windows, _, tokens, _ = source.t.shape
-    # In most models the rows of y are the tokens in order, which two products show.
+    # In most models the rows of y are the tokens in order, which two backward passes show.
     number = torch.arange(windows * tokens, device=source.t.device)
     ordered = number.view(windows, tokens)
     touched = graph.find_touched(source.read, 1)
@@ -224,10 +240,10 @@ def find_token_rows(source: Probed) -> Tensor:
         return ordered
     # Row r of y affects the token with the number token[r], or none: -1.
     token = graph.label_affected(source, number.view(windows, 1, tokens, 1), rows=True)
-    if token is None:
+    if token is None:  # a row affects several tokens
         raise NotClosedForm("depends on several tokens", "mixing")
     has_effect = token >= 0
-    if (torch.bincount(token[has_effect]) > 1).any():
+    if (torch.bincount(token[has_effect]) > 1).any():  # several rows affect one token
         raise NotClosedForm("depends on several tokens", "mixing")
     if has_effect.sum() < number.numel():
         raise NotClosedForm("has tokens that do not come from the input", "partial")
@@ -245,10 +261,10 @@ def _is_identity(mix: Tensor) -> bool:
 
 
 def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
-    """Assign the rows of y that are read to samples and their tokens.
+    """Return which token of its sample each token of the attention reads, for any batch size.
 
     Args:
-        rows: rows of y, (windows, tokens).
+        rows: the row of y that each token reads, (windows, tokens).
         samples: number of samples in the batch; windows are ordered by sample.
         total: number of rows of y.
 
@@ -257,8 +273,8 @@ def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
     """
     windows = rows.shape[0]
     if windows % samples == 0 and total % samples == 0:
-        length = total // samples
-        first = rows[: windows // samples]
+        length = total // samples  # tokens of a sample
+        first = rows[: windows // samples]  # the rows that the first sample reads
         by_sample = TokenIndex(first, length, samples_first=True)
         by_token = TokenIndex(first // samples, length, samples_first=False)
         for index in (by_sample, by_token):
@@ -268,17 +284,22 @@ def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
 
 
 def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
-    """Find which columns of y each distinct head reads, and how often heads are repeated.
+    """Find which columns of y each head reads, and how often heads are repeated.
+
+    With grouped-query attention, several heads in a row have the same keys and values.
+
+    Args:
+        source: q, k or v, (windows, heads, tokens, width), as a function of y.
 
     Returns:
-        The source without repeated heads; the columns, (heads, e), or None if heads share them;
-        the number of repetitions of each head.
+        The source with one of each group of repeated heads; the columns, (heads, e), or None if
+        heads share some; the number of repetitions of each head.
     """
     t = source.t
     heads = source.t.shape[1]
-    # Grouped keys or values: only heads that read the same columns count, because others may be
-    # equal by chance, or zero. The largest repetition comes first: 8 equal heads are one head 8
-    # times, not two heads 4 times.
+    # If no two heads share columns, none is repeated: equal values are then chance, or zero.
+    # Otherwise the largest repetition comes first: 8 equal heads are one head 8 times, not two
+    # heads 4 times.
     for repeat in (1, *range(heads, 1, -1)):
         if heads % repeat:
             continue
@@ -295,6 +316,9 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
 
 def _find_columns(source: Probed) -> Tensor | None:
     """Return the columns of y that each head reads, (heads, e); None if heads share some.
+
+    Args:
+        source: q, k or v, (windows, heads, tokens, width), as a function of y, (rows, columns).
 
     Raises:
         NotClosedForm: heads read different numbers of columns.
@@ -315,7 +339,10 @@ def _find_columns(source: Probed) -> Tensor | None:
 
 
 def _refuse_large(source: Probed, form: ProjectionForm) -> None:
-    """Raise NotClosedForm if the Jacobians of all tokens take too much memory."""
+    """Raise NotClosedForm if the Jacobians of all tokens take too much memory.
+
+    Each vector of t has one, (channels of the head, columns of y that the head reads).
+    """
     size = source.t.numel() * form.columns.shape[1]
     if size > LARGEST_LOCAL:
         raise NotClosedForm(f"has a local Jacobian of {size:.1e} numbers", "large")
@@ -343,16 +370,19 @@ class Projected:
 
 
 def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: int) -> Projected:
-    """Build the projection of a decoded q, k or v on the batch at hand.
+    """Return the map from X to q, k or v on this batch, in the form that `decode` found.
+
+    `decode` ran once, on a generic sample. Here, weights are read again, and every batch is
+    checked against the form.
 
     Args:
         form: from `decode`.
-        t: q, k or v, with its graph.
-        leaves: the leaves that it depends on.
+        t: q, k or v, (windows, heads, tokens, width), with its graph.
+        leaves: the outputs of linear maps that it depends on.
         samples: number of samples in the batch.
 
     Raises:
-        NotClosedForm: the tensor differs from the decoded form.
+        NotClosedForm: t is computed in another way than in `decode`.
     """
     leaves, linears = _require_same_maps(form, leaves)
     # Maps of one input act like one map with all their columns side by side.
@@ -361,11 +391,11 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     # q, k or v without repeated heads, as a function of the outputs of the maps.
     source = Probed(t[:, :: form.repeat], outputs, linear.outputs)
     total = linear.inputs.shape[0]
-    # A text of another length has the same index only if every token is read once, in order.
+    # Which token of X each token of t reads. At another length of texts this may be unknown.
     index = form.index.resize(total // samples, source.t.shape[2])
     if index is None:
         index = attribute_rows(find_token_rows(source), samples, total)
-    # An affine map is compared by value on every token, where other rows would show.
+    # Check it by gradients. (An affine map is compared with the values of t below, at all tokens.)
     elif form.kind != "affine" and not graph.reads_only(source, index.rows(samples)):
         raise NotClosedForm("reads other tokens than in the first pass", "changed")
     rows = index.rows(samples)
@@ -378,10 +408,14 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
 def _require_same_maps(
     form: ProjectionForm, leaves: Sequence[Leaf]
 ) -> tuple[tuple[Leaf, ...], list[Linear]]:
-    """Return the outputs of the decoded linear maps in their order, and the maps.
+    """Return the outputs of the linear maps of a form, in its order, and the maps.
+
+    Args:
+        form: how q, k or v was computed in the first pass.
+        leaves: the outputs of linear maps that it depends on in this pass.
 
     Raises:
-        NotClosedForm: q, k or v depends on other maps, or they read several inputs.
+        NotClosedForm: these are other maps, or they read several inputs.
     """
     by_address = {leaf.origin.address: leaf for leaf in leaves}
     decoded = tuple(by_address[address] for address in form.source if address in by_address)
@@ -395,12 +429,14 @@ def _require_same_maps(
 def _read_projection(
     form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor
 ) -> Projection:
-    """Return the projection of each head that is not repeated.
+    """Return the map from X to q, k or v: W and b of each head, and the Jacobian of what follows.
+
+    Repeated heads (grouped keys) come once.
 
     Args:
-        form: its form.
+        form: how q, k or v is computed.
         source: q, k or v as a function of the output of the linear map.
-        linear: the linear map.
+        linear: the linear map x W + b.
         rows: the row of the map that each token reads, (windows, tokens).
     """
     # W and b of the columns that each head reads, (heads, D, e) and (heads, e).
@@ -414,7 +450,8 @@ def _read_projection(
     if form.kind != "cross-head":
         local = _compute_local_map(form, source, rows)
         return Projection(weight, bias, local, form.kind)
-    # One projection of all heads becomes one per head, each reading all columns.
+    # Each output channel depends on the columns of all heads (a norm over them). So every head
+    # gets all columns, and the rows of the joint Jacobian that are its own.
     heads = source.t.shape[1]
     local = _compute_local_map(form, source.join_heads(), rows)[:, 0]
     local = local.reshape(*local.shape[:2], heads, -1, local.shape[3])
@@ -425,7 +462,13 @@ def _read_projection(
 
 
 def _require_affine(form: ProjectionForm, source: Probed, rows: Tensor) -> None:
-    """Raise NotClosedForm unless t = M y + c on every token, up to rounding."""
+    """Raise NotClosedForm unless t = M y + c at every token, up to rounding.
+
+    Args:
+        form: holds M (None for the identity) and c (None for 0) of each head.
+        source: t as a function of y.
+        rows: the row of y that each token reads, (windows, tokens).
+    """
     expected = source.values(rows, form.columns)  # y of each head and token
     if form.mix is not None:
         expected = expected @ form.mix.mT
@@ -437,7 +480,13 @@ def _require_affine(form: ProjectionForm, source: Probed, rows: Tensor) -> None:
 
 
 def _mix_channels(form: ProjectionForm, weight: Tensor, bias: Tensor | None) -> Projection:
-    """Return the projection t = M y + c of y = X W + b: weight W M^T and bias M b + c."""
+    """Return the projection t = M y + c of y = X W + b in each head: weight W M^T, bias M b + c.
+
+    Args:
+        form: holds M (None for the identity), (heads, d, e), and c (None for 0), (heads, d).
+        weight: W, (heads, D, e).
+        bias: b, (heads, e), or None for 0.
+    """
     mix = form.mix
     if mix is not None:
         weight = weight @ mix.mT
@@ -451,9 +500,13 @@ def _mix_channels(form: ProjectionForm, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _compute_local_map(form: ProjectionForm, source: Probed, rows: Tensor) -> Tensor:
-    """Return the Jacobian G_i of phi at every token, t_i = phi(x_i W + b)."""
+    """Return the Jacobian of each vector t_i by the entries y_i of the linear map's output.
+
+    Shape (windows, heads, tokens, d, e); windows and heads are 1 if it depends on the position i
+    only, as in RoPE.
+    """
     local = None
-    if form.shared:
+    if form.shared:  # it did in the first pass; None if it does not here
         local = graph.find_position_map(source, rows, form.columns)
     if local is None:
         local = graph.compute_map(source, rows, form.columns)
@@ -461,11 +514,11 @@ def _compute_local_map(form: ProjectionForm, source: Probed, rows: Tensor) -> Te
 
 
 def _repeat_heads(projection: Projection, repeat: int) -> Projection:
-    """Return the projection of grouped keys or values: `repeat` heads share each of its maps."""
+    """Return the projection with each head repeated, as of grouped keys and values."""
     if repeat == 1:
         return projection
     local = projection.local
-    if local is not None and local.shape[1] > 1:
+    if local is not None and local.shape[1] > 1:  # not one Jacobian for all heads
         local = local.repeat_interleave(repeat, 1)
     bias = projection.bias
     if bias is not None:

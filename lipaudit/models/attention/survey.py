@@ -41,8 +41,7 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
 
     A model is surveyed again
     - when its weights have been written to;
-    - at a sample of another shape, if some layer has no closed form: it may have one there, and
-    reading a layer would not look for it;
+    - at a sample of another shape, if some layer has no closed form: it may have one there;
     - at a sample of another shape, if its attention calls differ there, which one pass shows.
     In all other cases, each batch compares every closed form with the survey.
 
@@ -87,15 +86,18 @@ class Survey:
     shapes: set[torch.Size] = field(default_factory=set)
 
     def holds(self, net: Net, batch: Batch) -> bool:
-        """Say whether the survey holds for samples of another shape."""
-        # A layer that mixes 5 tokens may be affine at 9: only a survey would show that.
+        """Say whether the survey holds for samples of another shape, by one forward pass.
+
+        It does if all layers have a closed form and the model makes the same attention calls.
+        """
+        # A layer without closed form may have one at this shape. Only a new survey finds it.
         if not all(site.closed_form for site in self.sites):
             return False
-        addresses: list[calls.Address] = []
+        addresses: list[calls.Address] = []  # of the attention calls
         net, pair, _ = make_generic(net, batch)
         loops = [site.loop for site in self.sites]
         tracer = trace.Tracer(
-            lambda _, address: addresses.append(address), inner_maps=self.scores, loops=loops
+            lambda _, address: addresses.append(address), uncut_maps=self.scores, loops=loops
         )
         with trace.fork_random(net.module), exact_arithmetic(net.device):
             trace.run(net, pair, tracer)
@@ -109,7 +111,7 @@ def _fingerprint_weights(module: nn.Module) -> Hashable:
     """
     fingerprint = []
     for p in chain(module.parameters(), module.buffers()):
-        version = 0 if p.is_inference() else p._version
+        version = 0 if p.is_inference() else p._version  # inference tensors count no versions
         total = compute_values(p).detach().sum()
         fingerprint.append((p.data_ptr(), version, total.item()))
     return tuple(fingerprint)
@@ -129,21 +131,22 @@ def survey(net: Net, batch: Batch) -> Survey:
             samples, changes when it is observed, or fails then.
         EvaluationError: the output is not finite.
     """
+    # A generic sample beside one companion, and the same sample beside another companion.
     net, pair, other = make_generic(net, batch)
-    place = trace.CallStack()
-    uses = Uses(place.module)
+    call_stack = trace.CallStack()
+    uses = Uses(call_stack.module)
     try:
         with trace.fork_random(net.module), exact_arithmetic(net.device):
-            output = _run_unobserved(net, pair, uses, place)
+            output = _run_unobserved(net, pair, uses, call_stack)
             try:
                 sites, scores = _observe_passes(net, pair, other, output, uses)
             except Exception as error:
                 if of_machine(error):
                     raise
-                # If the model is no fixed function of each sample, only that is reported.
+                # If the model is random or mixes samples, report that in place of this error.
                 requirements.require_repeat(net, pair, other, output)
                 raise
-    except Exception as error:
+    except Exception as error:  # the model's own code may raise anything
         if isinstance(error, LipauditError) or of_machine(error) or is_ours(error):
             raise
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -151,7 +154,8 @@ def survey(net: Net, batch: Batch) -> Survey:
             f"{net.architecture} fails while lipaudit records its operations ({reason})",
             "Replace it. lipaudit attack and lipaudit jacobian from the input record none.",
         ) from error
-    # `uses` counts products of two activations: not those of learned queries.
+    # Modules with more attention than the layers that were found. `uses` counts products of two
+    # activations, so attention of learned queries (constants) is not in its count.
     modules = []
     for site in sites:
         if not site.learned:
@@ -161,8 +165,14 @@ def survey(net: Net, batch: Batch) -> Survey:
     return Survey(sites, unread, _fingerprint_weights(net.module), scores)
 
 
-def _run_unobserved(net: Net, pair: Batch, uses: Uses, place: trace.CallStack) -> Tensor:
-    """Return the output of the model as it is, while `uses` counts the places of its attention.
+def _run_unobserved(net: Net, pair: Batch, uses: Uses, call_stack: trace.CallStack) -> Tensor:
+    """Return the output of the model, run as it is, and count the uses of attention in it.
+
+    Args:
+        net: the model.
+        pair: two samples.
+        uses: counts products of attention, however they are computed, in each module.
+        call_stack: follows the module calls, so that `uses` knows the running module.
 
     Raises:
         InputError: the output does not have a row per sample.
@@ -171,7 +181,7 @@ def _run_unobserved(net: Net, pair: Batch, uses: Uses, place: trace.CallStack) -
     if net.kind != "text":
         uses.mark(pair.x)
     watched = trace.watch_embeddings(net, uses.mark)
-    with watched, place.following(net.module), uses, torch.no_grad():
+    with watched, call_stack.following(net.module), uses, torch.no_grad():
         output = net.output(pair)
     if output.shape[:1] != (len(pair),):
         raise InputError(
@@ -190,16 +200,27 @@ def _run_unobserved(net: Net, pair: Batch, uses: Uses, place: trace.CallStack) -
 def _observe_passes(
     net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses
 ) -> tuple[tuple[Site, ...], frozenset[calls.Address]]:
-    """Return the layers of two observed passes; their outputs must equal the unobserved one.
+    """Find the attention layers of a model in observed passes, whose output must not change.
 
-    Also the products of keys and learned queries, at which no pass may cut.
+    One pass is enough for most models. Further ones join loops over heads, cut the graph at fewer
+    linear maps to read more layers, and check that a sample does not depend on its companion.
+
+    Args:
+        net: the model.
+        pair: a sample and a companion.
+        other: the same sample and another companion.
+        output: the output on `pair` in an unobserved pass.
+        uses: the uses of attention in that pass.
+
+    Returns:
+        The layers, and the products of keys with learned queries, at which no pass may cut.
     """
 
-    def observe(loops: Sequence[calls.Loop], inner_maps: frozenset[calls.Address]) -> Surveyor:
+    def observe(loops: Sequence[calls.Loop], uncut_maps: frozenset[calls.Address]) -> Surveyor:
         """Run the model once, and check that its output is that of the unobserved pass."""
-        surveyor = Surveyor(pair, inner_maps, loops)
+        surveyor = Surveyor(pair, uncut_maps, loops)
         result = trace.run(net, pair, surveyor)
-        if not agree(output, result, each=0):
+        if not agree(output, result, each=0):  # a strict tolerance: the model may be random
             requirements.require_repeat(net, pair, pair, output)
         if not agree(output, result, requirements.AGREES, each=0):
             difference = (result - output).abs().amax()
@@ -213,24 +234,28 @@ def _observe_passes(
         return surveyor
 
     surveyor = observe((), frozenset())
-    # Learned queries that all samples share look like a linear map of the keys.
+    # A product of keys and learned queries (constants) looks like a linear map of the keys. Do not
+    # cut the graph there, so that the attention can be read.
     scores = frozenset(surveyor.scores)
     if scores:
         surveyor = observe((), scores)
+    # Calls that compute one head, or one chunk of queries: again, with all calls as one layer.
     loops = surveyor.find_loops()
     if loops:
         surveyor = observe(loops, scores)
-    # Once more with fewer cuts, for keys that are made from a latent of the tokens.
-    if surveyor.uncut:
-        surveyor.adopt(observe(loops, scores | surveyor.uncut))
-    # A written-out softmax is recognised by a graph from its q or k: cut at what they read.
+    # Keys that are made from a latent of the tokens (MLA): again, without a cut at the latent.
+    if surveyor.next_uncut:
+        surveyor.adopt(observe(loops, scores | surveyor.next_uncut))
+    # A written-out softmax is recognised by a graph from its q or k. So the graph must start at
+    # the linear maps behind them, also in the pass below.
     explicit = (layer.site for layer in surveyor.layers.values() if layer.site.explicit)
     sources = frozenset().union(*(site.sources for site in explicit))
-    # Same sample, another companion: everything that changes mixes samples.
-    tracer = trace.Tracer(surveyor.compare, wanted=sources, loops=loops)
+    # The same sample beside another companion: what changes for it mixes samples.
+    tracer = trace.Tracer(surveyor.compare, cut_at=sources, loops=loops)
     other_output = trace.run(net, other, tracer)
     if not agree(output[0], other_output[0]):
         requirements.require_repeat(net, pair, other, output)
+    # Equal companions (a text that reads the same backwards) would look as if no call read them.
     if not torch.equal(pair.x, other.x):
         surveyor.leave_loops()
         if not surveyor.layers:
@@ -240,7 +265,12 @@ def _observe_passes(
 
 
 def _make_heads_error(net: Net, modules: Sequence[str]) -> NoHeadsError:
-    """Return the error for a model without layers, with the modules of unread attention."""
+    """Return the error for a model in which no attention layer was found.
+
+    Args:
+        net: the model.
+        modules: modules, with lines of code, that seem to have attention all the same.
+    """
     name = net.architecture
     unread = (
         f"no attention was recognised in {name}, and none can be measured ({few(modules)}): "
@@ -268,21 +298,23 @@ MOST_TOKENS = 1024  # long enough to show the structure, short enough: autograd 
 
 
 def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
-    """Return a net, and two pairs of samples: a generic sample beside each of two companions.
+    """Return the model and two pairs of generic samples: one sample beside each of two companions.
 
-    All come from the first sample of the batch (for texts: the longest) plus seeded noise: half
-    noise inside the box, or noise of the sample's size without a box. Texts keep their token ids,
-    and so their special tokens and masks; the returned net adds noise to the embeddings instead.
+    Generic means without equal, zero or constant parts, at which closed forms could be taken for
+    others. All samples come from the first one of the batch (for texts: the longest) plus seeded
+    noise: an average with noise in the range of inputs, or noise of the sample's size without a
+    range. Texts keep their token ids, and so their special tokens and masks; in place of the
+    samples, the returned model adds noise to the embeddings.
     """
     x = _take_sample(net, batch)
-    # The sample, and two companions that differ from it and from each other by their noise.
+    # The sample and two companions, which get different noise.
     samples = [x, x.flip(-1), x]
     if net.kind == "text":
         net = _add_embedding_noise(net)
     else:
         for seed, t in enumerate(samples):
             generator = torch.Generator().manual_seed(seed)
-            if net.box is None:
+            if net.box is None:  # no range of inputs is known
                 noise = torch.randn(x.shape, generator=generator).to(x)
                 samples[seed] = t + _measure_size(t) * noise
             else:
@@ -298,12 +330,14 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
 
 
 def _add_embedding_noise(net: Net) -> Net:
-    """Return a net that adds seeded noise to its token embeddings, the same in every pass."""
+    """Return a text model that adds noise to its token embeddings, the same in each pass."""
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
-        seeds = count()  # one for each embedding of the pass
+        """Run the model with noise on the output of each call of the embedding."""
+        seeds = count()  # a model may embed several times in a pass (encoder and decoder)
 
         def add_noise(out: Tensor) -> Tensor:
+            """Return the embeddings with noise of their size."""
             generator = torch.Generator().manual_seed(next(seeds))
             noise = torch.randn(out.shape, generator=generator).to(out)
             return out + _measure_size(out) * noise
@@ -315,7 +349,10 @@ def _add_embedding_noise(net: Net) -> Net:
 
 
 def _take_sample(net: Net, batch: Batch) -> Tensor:
-    """Return the first sample; of texts the longest, without padding, at a useful length."""
+    """Return the first sample of a batch, (1, *in); of texts, the longest one without padding.
+
+    A short text is repeated to `FEWEST_TOKENS`, and a long one is cut to `MOST_TOKENS`.
+    """
     if net.kind != "text":
         return batch.x[:1]
     ids = batch.x[0]
@@ -329,6 +366,6 @@ def _take_sample(net: Net, batch: Batch) -> Tensor:
 
 
 def _measure_size(x: Tensor) -> Tensor:
-    """Return the root mean square of every token, or 1 where it is zero."""
+    """Return the root mean square of the last axis (of every token), or 1 where it is zero."""
     size = x.square().mean(-1, keepdim=True).sqrt()
     return torch.where(size == 0, 1.0, size)

@@ -28,6 +28,7 @@ from lipaudit.models.attention.calls import (
     Origin,
 )
 from lipaudit.models.attention.numeric import linearize_module
+from lipaudit.models.attention.scope import find_scope
 from lipaudit.models.attention.trace import Frame, Tracer
 from lipaudit.models.attention.uses import line_of_code
 from lipaudit.models.requirements import agree
@@ -35,16 +36,20 @@ from lipaudit.models.sources.weight_files import HALF
 
 
 def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
-    """Return the linear maps to leave uncut so that all of `origins` read one tensor.
+    """Return the linear maps to leave uncut, so that q, k and v become functions of one tensor.
 
-    The nearest such tensor counts. Empty if there is none, or if they already read one tensor.
+    The nearest common tensor counts. Empty if there is none, or if no map need be left uncut.
+
+    Args:
+        origins: the linear maps behind q, k and v.
     """
-    by_address = {origin.address: origin.way for origin in origins if origin.linear}
-    # For each origin: the tensors behind it, the nearest first, with the maps to leave uncut.
-    ways = [dict(way) for way in by_address.values()]
-    for mark in ways[0] if ways else ():
-        if all(mark in way for way in ways):
-            return frozenset().union(*(way[mark] for way in ways))
+    by_address = {origin.address: origin.ancestors for origin in origins if origin.linear}
+    # For each map: the tensors behind it, the nearest first, with the maps to leave uncut so that
+    # it is that tensor which is read.
+    ancestors = [dict(pairs) for pairs in by_address.values()]
+    for mark in ancestors[0] if ancestors else ():
+        if all(mark in tensors for tensors in ancestors):
+            return frozenset().union(*(tensors[mark] for tensors in ancestors))
     return frozenset()
 
 
@@ -61,13 +66,13 @@ class Surveyed:
 
     Attributes:
         site: its site.
-        parts: q, k and v of both samples.
-        first: those of the first sample; nothing if a window holds both samples.
-        origins: the origins of q, k and v; with their linear maps only if all are linear maps of
-            one head, as these keep their inputs in memory.
+        parts: q, k and v of both samples, (windows, heads, tokens, width).
+        first: q, k and v of the first sample; empty tensors if a window holds both samples.
+        origins: the linear maps behind q, k and v; without their tensors, which take memory,
+            unless the call has one head and may be a part of a loop.
         reads: for q, k and v, the rows and columns of each linear map that they read.
         form: properties of the logits that all calls of a loop share.
-        projected: whether a linear map of its output was seen.
+        has_projection: whether a linear map of its output was seen.
     """
 
     site: capture.Site
@@ -76,51 +81,63 @@ class Surveyed:
     origins: Sequence[Sequence[Origin]]
     reads: tuple[Reads, ...]
     form: tuple[object, ...]
-    projected: bool = False
+    has_projection: bool = False
 
     def refuse(self, reason: str) -> None:
-        """Set the layer to have no closed form and no norms."""
+        """Give up the closed form and all norms of the layer, for a reason."""
         self.site = replace(self.site, structure=None, reason=reason, inputs=())
 
 
 class Surveyor(Tracer):
-    """Analyses the attention calls of a pass over two samples.
+    """Analyses the attention calls of a forward pass over two samples.
 
     Attributes:
         batch: the two samples.
-        uncut: linear maps that another pass should not cut at, to read more layers.
+        next_uncut: linear maps that another pass should not cut at, to read more layers.
         scores: products of keys and a constant, which are logits: queries that all samples share.
         layers: the layers so far.
 
     Args:
         batch: the two samples.
-        inner_maps: linear maps at which this pass does not cut the graph.
+        uncut_maps: linear maps at which this pass does not cut the graph.
         loops: attention calls that form one layer.
     """
 
     def __init__(
-        self, batch: Batch, inner_maps: frozenset[Address], loops: Sequence[Loop]
+        self, batch: Batch, uncut_maps: frozenset[Address], loops: Sequence[Loop]
     ) -> None:
-        super().__init__(inner_maps=inner_maps, loops=loops)
+        super().__init__(uncut_maps=uncut_maps, loops=loops)
         self.batch = batch
-        self.uncut: set[Address] = set()
+        self.next_uncut: set[Address] = set()
         self.scores: set[Address] = set()
         self.layers: dict[Address, Surveyed] = {}
-        # For each module: whether a call changes with the second sample, of all its calls.
+        # For each module: for all its calls, whether they change with the second sample.
         self._moved: dict[str, set[bool]] = {}
 
     def adopt(self, deeper: Surveyor) -> None:
-        """Take over the layers that another pass, with fewer cuts, could read."""
+        """Take over the layers that have a closed form only in a pass with fewer cuts.
+
+        Args:
+            deeper: the surveyor of that pass, after it.
+        """
         for address, layer in deeper.layers.items():
             before = self.layers.get(address)
             if before is None or before.site.closed_form or not layer.site.closed_form:
                 continue
-            inner = deeper.inner_maps - self.inner_maps
+            # Linear maps that now lie between the layer's input and its q, k and v.
+            inner = deeper.uncut_maps - self.uncut_maps
             layer.site = replace(layer.site, index=before.site.index, inner=inner)
             self.layers[address] = layer
 
     def notice_scores(self, logits: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Note products of tokens and a constant that are the logits of a softmax over tokens."""
+        """Note a product of keys and learned queries, in the logits of a softmax without q k^T.
+
+        Learned queries are constants, so such a product was taken for a linear map of the keys.
+
+        Args:
+            logits: the argument of the softmax.
+            inputs: the leaves that it depends on.
+        """
         # A cotangent that is 1 in one row of the logits.
         query = torch.zeros_like(logits)
         query[..., logits.shape[-2] // 2, :] = 1.0
@@ -128,7 +145,8 @@ class Surveyor(Tracer):
             origin = self.origins.by_leaf.get(leaf)
             if origin is None or origin.linear is None or origin.address not in self.products:
                 continue
-            # A row of the logits is a column of the product: one query, and all tokens.
+            # A row of the logits is a column of the product: one query, and all tokens. In other
+            # linear maps, it reads several columns, or one token.
             source = graph.Probed(logits, (leaf,), origin.linear.outputs)
             is_read = source.pull(query) != 0
             columns = is_read.any(0).sum()
@@ -137,8 +155,8 @@ class Surveyor(Tracer):
                 self.scores.add(origin.address)
 
     def on_attention(self, call: AttentionCall, address: Address) -> None:
-        """Analyse a call; if its map has other axes, leave it to `Uses`, which names it."""
-        if not _has_axes_of_queries(call):
+        """Analyse an attention call as a layer of the model, and note it in `layers`."""
+        if not _has_axes_of_queries(call):  # `Uses` counts it, and the survey reports it
             return
         tensors = (call.q, call.k, call.v)
         origins = []  # of q, of k and of v
@@ -147,10 +165,11 @@ class Surveyor(Tracer):
         all_origins = [origin for part in origins for origin in part]
         analysis = analyse(call, self.batch)
         structure = analysis.structure
-        arranged = call.arrange(analysis.layout, len(self.batch))
+        arranged = call.arrange(analysis.layout, len(self.batch))  # with canonical axes
         loop = self.loops.get(address)
         addresses = (address,) if loop is None else loop.addresses
-        scope = _find_scope(self.place.frames, call)
+        # The innermost module call that contains the attention and its projections.
+        scope = find_scope(self.call_stack.frames, call)
         site = capture.Site(
             index=len(self.layers),
             module=self._name_module(addresses),
@@ -171,9 +190,10 @@ class Surveyor(Tracer):
             learned=not origins[0] and _is_shared(arranged.q.detach()),
         )
         if structure is None:
-            self.uncut |= find_inner_maps(all_origins)
+            self.next_uncut |= find_inner_maps(all_origins)
             site = self._require_runnable(site, call, arranged)
-        # Linear maps are needed to join calls of one head each; they keep their inputs in memory.
+        # `find_loops` needs the linear maps of calls of one head. Drop all others, because they
+        # keep their inputs in memory.
         are_linear = all(part and all(origin.linear for origin in part) for part in origins)
         if site.heads > 1 or not are_linear:
             for part in origins:
@@ -189,14 +209,18 @@ class Surveyor(Tracer):
         )
 
     def _name_module(self, addresses: Sequence[Address]) -> str:
-        """Return the path of the innermost module that makes all these calls."""
-        for frame in reversed(self.place.frames):
+        """Return the path of the innermost module that contains all these calls."""
+        for frame in reversed(self.call_stack.frames):
             if all(frame.holds(address.module) for address in addresses):
                 return frame.name
         raise AssertionError("the model itself makes every call")
 
     def _describe_form(self, call: AttentionCall) -> tuple[object, ...]:
-        """Return the properties that calls of one loop share; () if this call can be in none."""
+        """Return properties that all calls of a loop (one head after the other) have in common.
+
+        Empty if this call cannot be a part of a loop.
+        """
+        # Calls of a loop are (samples, tokens, width), or with an axis of heads.
         if call.q.ndim not in (3, 4) or len(call.q) != len(self.batch):
             return ()
         form = call.form
@@ -207,17 +231,28 @@ class Surveyor(Tracer):
     def _require_runnable(
         self, site: capture.Site, call: AttentionCall, arranged: AttentionCall
     ) -> capture.Site:
-        """Return the site of a call without closed form: without inputs if its module fails."""
+        """Check whether norms of a layer without closed form can be computed numerically.
+
+        For that, its module must run again on its own, and be differentiable.
+
+        Args:
+            site: the layer.
+            call: its attention call.
+            arranged: the same with canonical axes.
+
+        Returns:
+            The site; with the obstacle in its reason, and without inputs, if they cannot.
+        """
         heads, tokens = arranged.q.shape[1:3]
-        if call.output.dtype in HALF:
+        if call.output.dtype in HALF:  # too coarse for norms
             return replace(site, inputs=())
-        # The number of heads of a text model follows its number of tokens: without a closed
-        # form, nothing else distinguishes the two axes.
+        # If the axis of heads has the length of the text, it may be that of tokens. Without a
+        # closed form, nothing else distinguishes the two.
         is_text = self.batch.x.ndim == 2
         if is_text and heads == self.batch.x.shape[1] != tokens:
             result: object = "its heads and tokens cannot be distinguished"
         else:
-            layer = capture.make_layer(site, call, self.batch, self.place.frames)
+            layer = capture.make_layer(site, call, self.batch, self.call_stack.frames)
             result = linearize_module(layer)
         if not isinstance(result, str):  # a linearisation, not an obstacle
             return site
@@ -225,11 +260,16 @@ class Surveyor(Tracer):
         return replace(site, reason=reason, inputs=())
 
     def remember(self, linear: calls.Linear, result: Tensor) -> None:
-        """If a linear map is the first that reads a layer's output, read W_O from it.
+        """Find the layer whose output a linear map reads, and take the map as its W_O.
 
-        A closed form is refused if W_O mixes what it takes for heads like tokens.
+        Only the first linear map behind a layer counts.
+
+        Args:
+            linear: the map.
+            result: its output.
         """
         super().remember(linear, result)
+        # The attention outputs (leaves of the cut graph) that the map's input depends on.
         outputs = {leaf.origin.address: leaf.tensor for leaf in self.origins.leaves(linear.x)}
         layers = [self.layers[address] for address in outputs if address in self.layers]
         # The input must come from one layer alone; in a loop, from all its calls.
@@ -239,7 +279,10 @@ class Surveyor(Tracer):
         site = layer.site
 
         def as_rows(*parts: Tensor) -> Tensor:
-            """Convert the model's O, of each call of a loop, to (tokens, heads * d_v)."""
+            """Convert the layer's output, or those of all calls of a loop, to a row per token.
+
+            The result is (tokens of both samples, heads * d_v).
+            """
             if site.loop is None:
                 t = parts[0]
             else:
@@ -247,41 +290,50 @@ class Surveyor(Tracer):
             t = site.layout.arrange(t, 2)
             return t.transpose(1, 2).flatten(2).flatten(0, 1)
 
-        if layer.projected:  # the first linear map counts
+        if layer.has_projection:
             return
-        layer.projected = True
+        layer.has_projection = True
         parts = tuple(outputs[address] for address in site.addresses)
         if site.structure is not None:
             source = graph.Probed(linear.inputs[None, None], parts, as_rows)
             structure = replace(site.structure, out=find_output_map(linear, source))
             layer.site = replace(site, structure=structure)
+        # The axis of queries was divided into heads and tokens. Refuse the layer if W_O treats
+        # these heads as tokens, by reading the same channel of several heads.
         if site.layout.queries != TOKENS:
             source = graph.Probed(linear.inputs, parts, as_rows)
             if _reads_as_tokens(source, site.heads):
                 layer.refuse("its queries are heads by their maps, and tokens by W_O")
 
     def compare(self, call: AttentionCall, address: Address) -> None:
-        """Check, in a pass with another second sample, that rows of the first stay the same."""
+        """Check that q, k and v of the first sample do not depend on the second one.
+
+        This is called in a second pass, which has the same first sample beside another one.
+
+        Args:
+            call: an attention call of that pass.
+            address: its address.
+        """
         layer = self.layers.get(address)
         if layer is None:
             return
         arranged = call.arrange(layer.site.layout, 2)
         parts = arranged.q, arranged.k, arranged.v
         if layer.site.sources:  # a call of constants changes with no sample
-            # Note whether anything changes: a call of the first sample alone does not. Exactly, as
-            # kernels round alike in two passes over batches of one size.
+            # Note for `leave_loops` whether anything changes: a call of the first sample alone
+            # does not. Exact equality works, as both batches have the same size and rounding.
             has_moved = not all(map(torch.equal, layer.parts, parts))
             self._moved.setdefault(layer.site.module, set()).add(has_moved)
-        if not len(layer.first[0]):  # no row is of the first sample alone
+        if not len(layer.first[0]):  # a window holds both samples
             return
         for before, t in zip(layer.first, parts, strict=True):
             if not agree(before, t[: len(before)], each=1):
                 layer.refuse("its rows cannot be attributed to samples")
 
     def leave_loops(self) -> None:
-        """Leave out modules that attend to one sample after the other.
+        """Remove the layers of modules that attend to one sample after the other.
 
-        The companion of a sample changes only some of their calls.
+        `compare` has noted them: another second sample changes some of their calls, but not all.
         """
         loop_modules = {module for module, moved in self._moved.items() if len(moved) > 1}
         for layer in self.layers.values():
@@ -293,12 +345,12 @@ class Surveyor(Tracer):
         self.layers = {layer.site.address: layer for layer in others}
 
     def find_loops(self) -> list[Loop]:
-        """Find calls that are heads, or chunks of the queries, of one attention."""
+        """Find calls that compute one head, or one chunk of the queries, of the same attention."""
         loops: list[Loop] = []
         in_loops: set[Address] = set()
-        # Calls with the same maps first: they may be chunks of queries (axis 2) or heads (axis 1).
-        # Calls with maps of their own are heads only: nothing says that their queries are other
-        # tokens.
+        # Calls with the same linear maps may be heads (axis 1) or chunks of queries (axis 2).
+        # Calls with different maps can only be heads: nothing shows that their queries are
+        # different tokens of one sequence.
         axes_by_test = {_share_maps: (1, 2), _share_values: (1,)}
         for are_alike, axes in axes_by_test.items():
             for group in self._group(are_alike):
@@ -310,7 +362,7 @@ class Surveyor(Tracer):
         return loops
 
     def _group(self, are_alike: Callable[[Surveyed, Surveyed], bool]) -> list[list[Surveyed]]:
-        """Return groups of two or more layers that are alike."""
+        """Return groups of two or more layers that are alike, by a test of two layers."""
         groups: list[list[Surveyed]] = []
         for layer in self.layers.values():
             for group in groups:
@@ -322,9 +374,9 @@ class Surveyor(Tracer):
         return [group for group in groups if len(group) > 1]
 
     def mark_parts(self) -> None:
-        """Mark layers that are parts of one attention and could not be joined.
+        """Note for each layer which others are parts of the same attention, but were not joined.
 
-        The norm of a part of the queries is not the norm of a head.
+        A layer with only a part of the queries is refused: its norm is not that of a head.
         """
         for group in [*self._group(_share_input), *self._group(_share_maps)]:
             partners = tuple(layer.site.index for layer in group)
@@ -335,19 +387,25 @@ class Surveyor(Tracer):
 
 
 def _has_axes_of_queries(call: AttentionCall) -> bool:
-    """Say whether the logits have one row per window, head and query."""
-    if not isinstance(call.form, Explicit):
+    """Say whether the logits have a row for each query of q, (..., queries, width)."""
+    if not isinstance(call.form, Explicit):  # the fused op has such logits
         return True
     rows = call.form.logits.shape[:-1]
     query_axes = call.q.shape[:-1]
+    # The same rows, with heads joined to samples on one side.
     is_folded = len(rows) != len(query_axes) and rows.numel() == query_axes.numel()
     return rows == query_axes or is_folded
 
 
 def _has_part_of_queries(layer: Surveyed, group: Sequence[Surveyed]) -> bool:
-    """Say whether a call of a group has other queries than one with the same keys."""
+    """Say whether a layer has only a part of the queries: another one has others, for its keys.
+
+    Args:
+        layer: a layer of the group.
+        group: layers that may be parts of one attention.
+    """
     q, k, _ = layer.parts
-    if q.shape[2] >= k.shape[2]:
+    if q.shape[2] >= k.shape[2]:  # as many queries as keys: all of them
         return False
     for other in group:
         other_q, other_k, _ = other.parts
@@ -357,13 +415,18 @@ def _has_part_of_queries(layer: Surveyed, group: Sequence[Surveyed]) -> bool:
 
 
 def _is_shared(q: Tensor) -> bool:
-    """Say whether two samples have the same queries."""
+    """Say whether both samples have the same queries, which are then learned constants."""
     first, *other = q.chunk(2)
     return len(other) == 1 and torch.equal(first, other[0])
 
 
 def _reads_as_tokens(source: graph.Probed, heads: int) -> bool:
-    """Say whether a channel of the next map's input holds one channel of several heads."""
+    """Say whether W_O reads the heads of a layer like tokens: one channel holds several heads.
+
+    Args:
+        source: the input of W_O, (rows, channels), as a function of the heads' outputs.
+        heads: number of heads.
+    """
     first_channel = torch.zeros_like(source.t)
     first_channel[:, 0] = 1.0
     is_read = (source.pull(first_channel) != 0).any(0)
@@ -376,9 +439,15 @@ def _reads_as_tokens(source: graph.Probed, heads: int) -> bool:
 def _reads_inputs(
     scope: Frame, origins: Sequence[Sequence[Origin]], structure: capture.Structure
 ) -> bool:
-    """Say whether the projections of q and k read arguments of a module call directly.
+    """Say whether the linear maps of q and k read arguments of a module call directly.
 
-    With two inputs, q and k must read different arguments.
+    A norm with respect to the maps' inputs is then one with respect to the module's inputs. If q
+    and k have different inputs (cross-attention), these must be different arguments.
+
+    Args:
+        scope: the module call.
+        origins: the linear maps behind q, k and v.
+        structure: how q, k and v are computed.
     """
     arguments = {id(graph.root(value)) for value in scope.inputs.values()}
     sources = [id(origin.root) for part in origins[:2] for origin in part]
@@ -387,7 +456,7 @@ def _reads_inputs(
 
 
 def _find_reads(call: AttentionCall, t: Tensor) -> Reads:
-    """Return the rows and columns of the linear maps that q, k or v depends on."""
+    """Return the rows and columns, of the outputs of linear maps, that q, k or v depends on."""
     reads = Reads(set(), set())
     for leaf, origin in call.origins.leaves(t):
         if origin.linear is None:
@@ -401,36 +470,40 @@ def _find_reads(call: AttentionCall, t: Tensor) -> Reads:
 
 
 def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
-    """Return the axis along which calls are parts of one attention: 1 for heads, 2 for queries."""
-    form = group[0].form
+    """Return the axis along which calls are parts of one attention: 1 for heads, 2 for queries.
+
+    None if they are not parts of one attention. Heads read the same tokens and different columns
+    of linear maps; chunks of queries read different tokens, and share keys and values.
+    """
+    form = group[0].form  # scale, mask and so on
     if not form or any(layer.form != form for layer in group):
         return None
     shapes = []
     for layer in group:
         shapes.append([t.shape for t in layer.first])
-    # What each call reads: lists of calls, for q, for k and for v.
+    # For q, for k and for v: the rows (tokens) and columns that each call reads.
     rows = []
     columns = []
     for i in range(3):
         rows.append([layer.reads[i].rows for layer in group])
         columns.append([layer.reads[i].columns for layer in group])
-    # Heads read columns of their own.
-    own_q, own_k, own_v = map(_are_disjoint, columns)
-    are_heads = own_q and own_k and own_v
-    # Calls of one head each may share keys; heads of several calls that share keys would repeat
-    # them in another order than groups do.
+    # Whether all calls read different columns, for q, for k and for v.
+    differ_q, differ_k, differ_v = map(_are_disjoint, columns)
+    are_heads = differ_q and differ_k and differ_v
+    # Calls of one head each may share keys or queries. Calls of several heads may not: joined,
+    # their keys would not be in the order in which grouped-query attention repeats keys.
     if all(q[:2] == (1, 1) for q, _, _ in shapes):
-        are_heads = own_q or own_k
-    # Heads read the same tokens, by index: each head may have linear maps of its own.
+        are_heads = differ_q or differ_k
+    # The numbers of the tokens, without the linear map, as each head may have its own one.
     tokens = []
     for part in rows:
         tokens.append([sorted(i for _, i in reads) for reads in part])
     if are_heads and _are_same(shapes) and all(map(_are_same, tokens)):
         return 1
-    # Chunks of queries read rows of their own, and share keys and values.
     share_keys = all(map(_are_same, rows[1:] + columns[1:]))
-    query_shapes = {(q[:2], q[3]) for q, _, _ in shapes}  # but for the number of queries
-    is_causal = form[-1] is True  # counts along the queries of each call
+    query_shapes = {(q[:2], q[3]) for q, _, _ in shapes}  # all axes but that of queries
+    # The causal mask of the fused op counts from the first query of a call, not of the sequence.
+    is_causal = form[-1] is True
     if share_keys and _are_disjoint(rows[0]) and len(query_shapes) == 1 and not is_causal:
         return 2
     return None
@@ -447,7 +520,10 @@ def _are_disjoint(sets: Sequence[set[tuple[Address, int]]]) -> bool:
 
 
 def _share_maps(a: Surveyed, b: Surveyed) -> bool:
-    """Say whether two calls share the modules of their q, and the maps of their k."""
+    """Say whether two calls share their keys, and the module that makes their queries.
+
+    These may be chunks of the queries: one module makes them in several runs.
+    """
     modules = []
     maps = []
     for layer in (a, b):
@@ -459,7 +535,10 @@ def _share_maps(a: Surveyed, b: Surveyed) -> bool:
 
 
 def _share_input(a: Surveyed, b: Surveyed) -> bool:
-    """Say whether one line of code makes two calls, of one head each, of the same tensor."""
+    """Say whether one line of code makes two attention calls whose queries read the same tensor.
+
+    Origins have linear maps in calls of one head only.
+    """
     roots = []
     for layer in (a, b):
         roots.append({o.root for o in layer.origins[0] if o.linear})
@@ -467,7 +546,10 @@ def _share_input(a: Surveyed, b: Surveyed) -> bool:
 
 
 def _share_values(a: Surveyed, b: Surveyed) -> bool:
-    """Say whether two calls may be heads that a loop computes by maps of their own."""
+    """Say whether two calls may be heads with different linear maps, computed in a loop.
+
+    They then have the same shapes and logits, and their maps read the same tokens of one tensor.
+    """
     shapes = [t.shape for t in a.first]
     other_shapes = [t.shape for t in b.first]
     if not a.form or a.form != b.form or shapes != other_shapes:
@@ -476,58 +558,3 @@ def _share_values(a: Surveyed, b: Surveyed) -> bool:
         if len(x) != len(y) or not all(map(Origin.reads_same, x, y)):
             return False
     return True
-
-
-def _find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:
-    """Return the innermost module call that contains an attention and its projections.
-
-    Everything else that q, k, v and the logits depend on must enter it as an argument.
-    """
-    origins = [leaf.origin for leaf in call.origins.leaves(call.q, call.k, call.v)]
-    maps = [origin for origin in origins if origin.linear]
-    modules = _list_projection_modules(call, maps)
-    for frame in reversed(frames):
-        if all(map(frame.holds, modules)) and _is_complete(frame, call, origins):
-            return frame
-    return frames[0]
-
-
-def _is_complete(frame: Frame, call: AttentionCall, origins: Sequence[Origin]) -> bool:
-    """Say whether an attention depends on a module call's inputs, and its own parts, only.
-
-    Args:
-        frame: the module call.
-        call: the attention.
-        origins: the origins of its q, k and v.
-    """
-    # Walk back from q, k and v to the inputs of the module call.
-    inputs = [*frame.inputs.values()]
-    stop = [t.grad_fn for t in inputs if t.grad_fn is not None]
-    walks = [graph.leaves(t, stop) for t in (call.q, call.k, call.v)]
-    # A module that gets q, k and v one by one contains none of their maps, so it is not the
-    # attention module.
-    has_map = any(frame.holds(origin.address.module) for origin in origins if origin.linear)
-    stops_met = {node for _, hits in walks for node in hits}
-    if origins and not has_map and len(stops_met) != 1:
-        return False
-    if isinstance(call.form, Explicit):
-        walks.append(graph.leaves(call.form.logits, stop))
-    # All other leaves must be made inside of the module.
-    input_ids = {id(t) for t in inputs}
-    others = [t for leaves, _ in walks for t in leaves if id(t) not in input_ids]
-    other_origins = [call.origins.by_leaf.get(t) for t in others]
-    return all(frame.holds(o.address.module) for o in other_origins if o is not None)
-
-
-def _list_projection_modules(call: AttentionCall, maps: Sequence[Origin]) -> list[str]:
-    """Return the modules of the linear maps whose outputs alone q, k or v is made from.
-
-    Not of values that such a map reads: they come from no map of this layer.
-    """
-    modules = []
-    for t in (call.q, call.k, call.v):
-        leaves = call.origins.leaves(t)
-        is_input = any(origin.root is graph.root(t) for origin in maps)
-        if len(leaves) == 1 and leaves[0].origin.linear and not is_input:
-            modules.append(leaves[0].origin.address.module)
-    return modules

@@ -17,12 +17,12 @@ from lipaudit.data.batch import Batch
 from lipaudit.models.attention import calls
 from lipaudit.models.attention.calls import (
     Address,
+    Ancestors,
     AttentionCall,
     Linear,
     Loop,
     Origin,
     Origins,
-    Way,
 )
 from lipaudit.models.attention.contractions import READERS, Contraction
 from lipaudit.models.attention.events import AttentionMode
@@ -47,12 +47,13 @@ class Frame:
 
     @property
     def inputs(self) -> dict[int | str, Tensor]:
-        """Return the arguments that depend on the model's input, by place or name."""
+        """Return the arguments that depend on the model's input, by position or keyword."""
         arguments: dict[Any, Any] = dict(enumerate(self.args)) | self.kwargs
+        # While the model runs, only tensors that depend on its input require gradients.
         return {k: t for k, t in arguments.items() if isinstance(t, Tensor) and t.requires_grad}
 
     def name_inputs(self) -> list[str]:
-        """Return the names of the inputs; one tensor given twice is `query = key`."""
+        """Return the names of `inputs`; a tensor that is given twice is named `query = key`."""
         names_by_tensor: dict[int, list[str]] = {}
         for key, t in self.inputs.items():
             name = self._name_position(key) if isinstance(key, int) else key
@@ -73,6 +74,7 @@ class Frame:
 
     def holds(self, module: str) -> bool:
         """Say whether a module, by its path, is this one or a part of it."""
+        # The model itself has the empty path, and holds every module.
         return not self.name or f"{module}.".startswith(f"{self.name}.")
 
 
@@ -93,7 +95,7 @@ class CallStack:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def address(self, op: str) -> Address:
-        """Return the address of the next op of this kind in the innermost module."""
+        """Return the address of the next op of a kind: innermost module, kind, number in it."""
         module = self.module()
         self.counts[module, op] += 1
         return Address(module, op, self.counts[module, op] - 1)
@@ -106,7 +108,7 @@ class CallStack:
 
     @contextmanager
     def following(self, module: nn.Module) -> Iterator[None]:
-        """Keep `frames` up to date while the model runs."""
+        """Keep `frames`, the module calls in progress, up to date inside the block, by hooks."""
 
         def enter(name: str, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             """Push the frame of a module call that begins."""
@@ -119,7 +121,7 @@ class CallStack:
             for name, part in module.named_modules():
                 entry = part.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
                 hooks.enter_context(entry)
-                # Also after an error: a pass that has read enough ends by one.
+                # `always_call`: after an error, too. A pass that has read enough ends by an error.
                 leave = part.register_forward_hook(
                     lambda _part, _args, output: self.on_leave(self.frames.pop(), output),
                     always_call=True,
@@ -129,35 +131,38 @@ class CallStack:
 
 
 class Tracer(AttentionMode):
-    """An observed forward pass.
+    """An observed forward pass, whose autograd graph is cut at linear maps and attention.
+
+    To cut is to detach the output of an op, so that it is a leaf. Behind q, k and v of an
+    attention call then lie only the ops since the last linear maps.
 
     Attributes:
-        place: position of the pass.
-        origins: origins of the leaves of the cut graph.
-        inner_maps: linear maps at which the graph is not cut.
-        products: linear maps so far by ops that products of activations use, too.
+        call_stack: the module calls in progress.
+        origins: for each leaf, the op whose output it is.
+        products: linear maps so far by ops that also multiply two activations, such as matmul.
 
     Args:
         on_attention: takes each attention call and its address.
-        wanted: addresses at which to cut; None: all tensors that depend on the input.
-        inner_maps: see above.
-        place: see above.
-        loops: attention calls that are reported as one, by the address of the last one.
+        cut_at: addresses of the ops at which to cut. None, in surveys: every linear map of a
+            tensor that depends on the input.
+        uncut_maps: in surveys, linear maps at which not to cut.
+        call_stack: a stack to use; None: a new one.
+        loops: attention calls that are reported as one, after the last of them.
     """
 
     def __init__(
         self,
         on_attention: Callable[[AttentionCall, Address], object] | None = None,
         *,
-        wanted: frozenset[Address] | None = None,
-        inner_maps: frozenset[Address] = frozenset(),
-        place: CallStack | None = None,
+        cut_at: frozenset[Address] | None = None,
+        uncut_maps: frozenset[Address] = frozenset(),
+        call_stack: CallStack | None = None,
         loops: Iterable[Loop | None] = (),
     ) -> None:
         super().__init__(on_attention)
-        self.wanted = wanted
-        self.inner_maps = inner_maps
-        self.place = place or CallStack()
+        self.cut_at = cut_at
+        self.uncut_maps = uncut_maps
+        self.call_stack = call_stack or CallStack()
         self.origins = Origins()
         self.loops: dict[Address, Loop] = {}
         for loop in loops:
@@ -167,25 +172,33 @@ class Tracer(AttentionMode):
         self._waiting: dict[Address, AttentionCall] = {}
 
     def input(self, t: Tensor) -> Tensor:
-        """Return the model's input, or a text's embeddings, cut off as a leaf if it is wanted."""
-        address = self.place.address("input")
-        if self.wanted is None or address in self.wanted:
+        """Return the model's input, or a text's embeddings; as a leaf if this pass cuts here."""
+        address = self.call_stack.address("input")
+        if self.cut_at is None or address in self.cut_at:
             return self._cut(t, Origin(address))
         return t
 
     def run_linear(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """Cut at a linear map of a tensor that depends on the sample, if the op is one."""
+        """Run an op if it is a linear map at which to cut, and return its output as a leaf.
+
+        None if it is not: the caller then runs it.
+
+        Args:
+            func: the function of torch that the model calls.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
         reader = READERS.get(func)
-        if reader is None:
+        if reader is None:  # no function of torch that applies linear maps
             return None
-        # Each op of a kind is numbered, cut or not: the numbers are then the same in every pass.
-        right_address = self.place.address(calls.RIGHT)
+        # Every such op gets a number, cut or not, so that numbers are the same in every pass.
+        right_address = self.call_stack.address(calls.RIGHT)
         product = reader(*args, **kwargs)
-        if product is None:
+        if product is None:  # arguments that make another op of it, such as a 3x3 convolution
             return None
-        # The factor on the right, or the one on the left, may be the weight.
+        # Either factor may be the weight: x W, or W x.
         linear = None
         for op, factors in product.orders():
             address = right_address._replace(op=op)
@@ -199,53 +212,63 @@ class Tracer(AttentionMode):
         bias = None
         if linear.bias is not None:
             bias = linear.bias.detach()
-        # `keep`: weights converted for the run must not live as long as the graph.
+        # A reference: a weight that was converted for this op is freed after it, and not kept in
+        # memory as long as the graph.
         constant = Linear(linear.x.detach(), refer_to_weight(linear.weight), bias, linear.arrange)
         origin = Origin(address, constant)
-        if self.wanted is None:
-            way = self._extend_way(linear.x, address)
-            origin = Origin(address, constant, way, divides_channels(linear.x))
-            if not product.entire:
+        if self.cut_at is None:  # a survey, which needs to know more about each map
+            ancestors = self._find_ancestors(linear.x, address)
+            origin = Origin(address, constant, ancestors, divides_channels(linear.x))
+            if not product.is_linear_layer:
                 self.products.add(address)
         result = self._cut(output, origin)
         self.remember(linear, result)
         return result
 
-    def _extend_way(self, x: Tensor, address: Address) -> Way:
-        """Return the tensors behind a linear map, from its input x back: see `Way`.
+    def _find_ancestors(self, x: Tensor, address: Address) -> Ancestors:
+        """Return the tensors that a linear map reads, through earlier linear maps, too.
 
-        If x is made from the output of one earlier linear map, they include those behind it; to
-        read these, this map must not be cut.
+        In x_0 -> y_0 = x_0 A -> x_1 = norm(y_0) -> y_1 = x_1 B, the map B reads x_1, and through
+        the map A it reads x_0. Each tensor comes with the maps to leave uncut, so that the nearest
+        map at which the graph is cut reads it: none for x_1, B for x_0.
+
+        Args:
+            x: the input of the map (x_1).
+            address: the address of the map (B).
         """
-        # Marks, not tensors: a chain of inputs would keep all activations of the model.
-        way: list[tuple[object, tuple[Address, ...]]] = [(root(x), ())]
+        # Marks stand for the tensors, which would keep all activations of the model in memory.
+        ancestors: list[tuple[object, tuple[Address, ...]]] = [(root(x), ())]
         earlier = self.origins.leaves(x)
-        if len(earlier) == 1:
-            for mark, maps in earlier[0].origin.way:
-                way.append((mark, (address, *maps)))
-        return tuple(way[:_DEEPEST])
+        if len(earlier) == 1:  # x is made from the output of one linear map
+            for mark, maps in earlier[0].origin.ancestors:
+                ancestors.append((mark, (address, *maps)))
+        return tuple(ancestors[:_DEEPEST])
 
     def _is_map(self, factors: Contraction, address: Address) -> bool:
-        """Say whether to cut at a product, as a linear map: one factor is a constant.
+        """Say whether to cut the graph at a product x W, because it is a linear map of x.
 
-        Every factor that does not depend on the sample counts as a weight. While the model runs,
-        exactly the tensors that depend on the sample require gradients.
+        It is one if x depends on the sample and W does not. While the model runs, exactly the
+        tensors that depend on the sample require gradients.
+
+        Args:
+            factors: the product, with one of its factors as x and the other one as the weight.
+            address: the address of the product with this order of factors.
         """
-        if self.wanted is not None:
-            return address in self.wanted
-        if address in self.inner_maps:
+        if self.cut_at is not None:  # an earlier survey has decided
+            return address in self.cut_at
+        if address in self.uncut_maps:
             return False
         x = factors.x
         weight = factors.weight
         bias = factors.bias
-        is_moving = weight.requires_grad or (bias is not None and bias.requires_grad)
-        if is_moving or not x.requires_grad:
+        weight_depends = weight.requires_grad or (bias is not None and bias.requires_grad)
+        if weight_depends or not x.requires_grad:
             return False
-        if factors.entire:
+        if factors.is_linear_layer:  # F.linear and the like; otherwise a matmul or einsum
             return True
-        # A product of a part of a linear map's output (queries or keys of one head) and a constant
-        # is a rotation, or a product with position vectors: no further linear map. A head is
-        # narrower than that output; a second map in sequence (LoRA, a latent) reads all of it.
+        # A matmul may also multiply the queries or keys of one head by a constant: by a rotation,
+        # or by position vectors. Such an x is affine in the output of a linear map, of which it is
+        # a part: no further linear map. A second map in sequence (LoRA, a latent) reads all of it.
         behind = self.origins.leaves(x)
         linear = behind[0].origin.linear if len(behind) == 1 else None
         if linear is None or factors.width >= linear.parameter.shape[1]:
@@ -253,29 +276,32 @@ class Tracer(AttentionMode):
         return not is_affine(x)
 
     def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address, Tensor]:
-        """Number a call and cut the graph after it.
+        """Give an attention call its address, and cut the graph after it.
 
         Returns:
-            The call to report: itself, at the end of a loop all calls as one, else None; its
-            address; and its output, cut.
+            The call to report; its address; its output, cut. A call of a loop (one head after the
+            other) is reported at the end of the loop, with all calls joined to one, and is None
+            before.
         """
-        address = self.place.address("attention")
-        if self.wanted is None:
-            is_wanted = call.output.requires_grad
+        address = self.call_stack.address("attention")
+        if self.cut_at is None:
+            is_read_later = call.output.requires_grad
         else:
-            is_wanted = address in self.wanted
-        if is_wanted:
+            is_read_later = address in self.cut_at
+        if is_read_later:
             output = self._cut(call.output, Origin(address))
         else:
             output = call.output.detach()
-        # In a module that is run again alone, a call is found by its position among these.
-        for frame in self.place.frames:
+        # A module may run again alone, where addresses differ: there, a call is found by its
+        # position in this list.
+        for frame in self.call_stack.frames:
             frame.attentions.append(address)
         call = replace(call, origins=self.origins)
         loop = self.loops.get(address)
         if loop is None:
             return call, address, output
-        # The calls of a loop wait for the last one. A model may leave some out for a sample.
+        # The calls of a loop wait for the last one. A model may leave some of them out for a
+        # sample: then none is reported.
         self._waiting[address] = call
         is_complete = all(part in self._waiting for part in loop.addresses)
         if address != loop.addresses[-1] or not is_complete:
@@ -284,23 +310,23 @@ class Tracer(AttentionMode):
         return loop.join(parts), address, output
 
     def _cut(self, t: Tensor, origin: Origin) -> Tensor:
-        """Return t as a leaf of known origin: a clone, because the model may write into it."""
-        # Behind the leaf the graph starts anew: a pass holds the graph of one layer at a time.
+        """Cut the graph at t: return its values as a new leaf of known origin."""
+        # The graph before t is freed, so that a pass holds that of one layer at a time.
         leaf = t.detach().requires_grad_()
         self.origins.by_leaf[leaf] = origin
-        return leaf.clone()
+        return leaf.clone()  # the model may write into its tensor, but not into a leaf
 
 
 def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
-    """Return the output of a model that a tracer observes.
+    """Run a model on a batch while a tracer observes it, and return its output.
 
     In float64 the model's own casts to lower precision are left out.
     """
-    # `Widening` inside of the tracer: what the tracer computes of a layer keeps its own casts.
+    # Entered after the tracer, so that it changes the casts of the model, not those of the tracer.
     wide = Widening() if net.dtype == torch.float64 else nullcontext()
-    place = tracer.place.following(net.module)
-    # A text model is cut at its token embedding, and at every module that shares its weight.
-    with torch.enable_grad(), place, tracer, wide, watch_embeddings(net, tracer.input):
+    following = tracer.call_stack.following(net.module)
+    # The input of a text model is cut at its token embedding, and that of others here.
+    with torch.enable_grad(), following, tracer, wide, watch_embeddings(net, tracer.input):
         if net.kind == "text":
             x = batch.x
         else:
@@ -317,11 +343,12 @@ def fork_random(module: nn.Module) -> AbstractContextManager[None]:
 def watch_embeddings(
     net: Net, change: Callable[[Tensor], Tensor | None]
 ) -> AbstractContextManager[None]:
-    """Pass the outputs of a text model's token embedding through `change` (None keeps them).
+    """Pass the outputs of a text model's token embedding through `change`, inside the block.
 
-    The outputs of every embedding that shares its weight pass through it, too.
+    So do the outputs of every embedding module with the same weight (encoder and decoder). If
+    `change` returns None, the output stays. Other models are not changed.
     """
-    tied: list[tuple[str, nn.Module]] = []
+    tied: list[tuple[str, nn.Module]] = []  # with a name, which nothing reads
     if net.kind == "text" and net.entry is not None:
         table = getattr(net.entry, "weight", None)
         for part in net.module.modules():

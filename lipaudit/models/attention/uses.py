@@ -72,7 +72,11 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._marks: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def beyond(self, modules: Iterable[str]) -> list[str]:
-        """Return the modules with more uses than their layers explain."""
+        """Return the modules, with lines of code, that use attention which is in no known layer.
+
+        Args:
+            modules: the module of each known attention layer.
+        """
         layers = Counter(modules)
         return [
             f"{module or 'the model itself'} at {self.lines[module]}"
@@ -81,9 +85,11 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op of torch, and mark its result by how it depends on the sample."""
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "overloadpacket", func).__name__
         given = [self._find_marks(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        # Nothing depends on the sample, or only the shape of the result does.
         if not any(given) or name.endswith("_like") or name.startswith(_NEW):
             return out
         if name in _IN_PLACE:
@@ -96,7 +102,17 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _compute_marks(self, name: str, args: tuple[Any, ...], given: list[int], out: Any) -> int:
-        """Return the marks of the result of an op."""
+        """Return the marks of the result of an op, and count the op if it is a use of attention.
+
+        Marks: _SAMPLE depends on the sample; _OUTER, like q_i + k_j, on all pairs of entries of
+        two tensors; _PAIR is a product of two tensors, like q k^T, or a function of it.
+
+        Args:
+            name: the op.
+            args: its arguments.
+            given: the marks of its tensors.
+            out: its result.
+        """
         if name.startswith(_FUSED):
             if all(given[:3]):
                 return self._count_use()
@@ -104,11 +120,11 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _PRODUCTS:
             left, right = args[_PRODUCTS[name] :][:2]
             return self._mark_product(left, right, out)
-        counted = given[:1] if name in _CHOICES else given
+        counted = given[:1] if name in _CHOICES else given  # an index does not count
         marks = 0
         for each in counted:
             marks |= each
-        # One of two tensors is a pair.
+        # Whether exactly one of two tensors is a pair.
         mixed = len(given) == 2 and all(given) and bool((given[0] ^ given[1]) & _PAIR)
         if name in _ENTRYWISE and isinstance(out, Tensor):
             sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
@@ -119,32 +135,39 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return marks | _OUTER
             if mixed:
                 pair = args[0] if given[0] & _PAIR else args[1]
-                # Rows that are no pair are scaled or moved by a number each that a pair gave.
+                # Each row of the other tensor is scaled by one number of the pair: a weighted
+                # value.
                 if pair.shape[-1:] == (1,) and out.shape[-1:] != (1,):
                     return self._count_use()
         if name == "add" and mixed:
             return _SAMPLE  # a residual stream
-        if name in _SOFTMAXES and marks & _OUTER:
+        if name in _SOFTMAXES and marks & _OUTER:  # additive attention
             marks |= _PAIR
         return marks | _SAMPLE
 
     def _mark_product(self, left: Any, right: Any, out: Any) -> int:
-        """Return the marks of a matrix product."""
+        """Return the marks of a matrix product, and count it if it weights values by a pair.
+
+        A product of two tensors that depend on the sample is a pair (q k^T); a product of a pair
+        with a third one is a use of attention (P v).
+        """
         a = self._find_marks(left)
         b = self._find_marks(right)
-        if not (a and b):
+        if not (a and b):  # a linear map, behind which there is no pair any more
             marks = _SAMPLE
             if out.ndim == 1 or out.shape[-1] == 1:  # a linear map to a single column
                 marks |= (a | b) & _OUTER
             return marks
         one_is_pair = bool((a ^ b) & _PAIR)
-        # The axis that the product keeps of the other factor: the channels of its values.
+        # The axis that the product keeps of the other factor: the channels of its values. With one
+        # channel, no values are weighted, and the result is a pair.
         channels = left.shape[-2:-1] if b & _PAIR else right.shape[-1:]
         if tuple(channels) == (1,) or not one_is_pair:
             return _SAMPLE | _PAIR
         return self._count_use()
 
     def _count_use(self) -> int:
+        """Count a use of attention in the running module, and return the marks of its result."""
         module = self._where()
         self.counts[module] += 1
         if module not in self.lines:
@@ -157,7 +180,10 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._marks.get(t.untyped_storage()._cdata, (None, 0))[1]
 
     def mark(self, t: Tensor, marks: int = _SAMPLE) -> None:
-        """Mark a tensor, and whatever shares its memory; a part adds to the marks of the whole."""
+        """Mark a tensor and all views of its memory.
+
+        If t is only a part of that memory, its marks are added to those of the whole.
+        """
         if t.layout == torch.strided:
             storage = t.untyped_storage()
             entire = t.numel() * t.element_size() == storage.nbytes()
@@ -171,7 +197,7 @@ _IN_PLACE = {f"{name}_" for name in _ENTRYWISE}
 
 
 def line_of_code() -> str:
-    """Return the line of code that called torch, `file:line`."""
+    """Return the line of code of the model that called torch, `file:line`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
@@ -179,6 +205,6 @@ def line_of_code() -> str:
 
 
 def _is_library(frame: FrameType) -> bool:
-    """Say whether a line only carries out what a model asks for."""
+    """Say whether a line is code of torch, lipaudit or a package for axes, not of the model."""
     package = str(frame.f_globals.get("__name__")).partition(".")[0]
     return frame.f_code.co_filename.startswith(_LIBRARIES) or package in _EINSUMS

@@ -26,26 +26,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import tree_flatten
+from torch.autograd.graph import GradientEdge, Node
 
 from lipaudit.errors import EvaluationError
-from lipaudit.models.attention.calls import (
-    TOKENS,
-    Address,
-    AttentionCall,
-    Explicit,
-    hide_later_keys,
-    make_additive,
-)
+from lipaudit.models.attention.calls import TOKENS, Address
 from lipaudit.models.attention.capture import Site
-from lipaudit.models.attention.events import AttentionMode
-from lipaudit.models.attention.trace import CallStack, Frame
 from lipaudit.models.linearize import Function, evaluate, explain_errors
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.recorder import AttentionEdges, Recorder
 from lipaudit.models.requirements import AGREES, agree
-from lipaudit.models.streams import Addition, find_additions, find_blocks, get_order
+from lipaudit.models.streams import find_additions, find_blocks, get_order
 from lipaudit.tables.columns import group_values
 from lipaudit.theory.pullback import pull_back
 
@@ -97,113 +88,6 @@ class Shares:
     unsplit: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class _AttentionEdges:
-    """The edges of O = P V of one attention call in the graph; None: they could not be read.
-
-    Attributes:
-        output: the edge of O.
-        pattern: the edge of P.
-        value: the edge of V.
-    """
-
-    output: GradientEdge | None
-    pattern: GradientEdge | None = None
-    value: GradientEdge | None = None
-
-
-class _NamedNode(NamedTuple):
-    """The module whose output a node is.
-
-    Attributes:
-        parameters: number of its parameters.
-        module: its path.
-    """
-
-    parameters: int
-    module: str
-
-
-class _Recorder(AttentionMode):
-    """Records every attention call of a forward pass, with P, V and O as parts of the graph.
-
-    Attributes:
-        place: the module that runs now.
-        calls: the calls by address.
-        modules: the module that computed each node.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.call_stack = CallStack(on_leave=self._name_node)
-        self.calls: dict[Address, _AttentionEdges] = {}
-        self.modules: dict[Node, _NamedNode] = {}
-
-    def complete(self, call: AttentionCall) -> tuple[None, Address, Tensor]:
-        """Put P V in place of the model's output: a fused op has no P in the graph."""
-        address = self.call_stack.address("attention")
-        # P and V follow if the model's output is P V.
-        output, *parts = _recompute(call) or (call.output,)
-        # A node of its own: it stays the edge of O if the model writes into its output.
-        output = output.view_as(output)
-        edges = []
-        for t in (output, *parts):
-            edges.append(get_gradient_edge(t) if t.requires_grad else None)
-        self.calls[address] = _AttentionEdges(*edges)
-        return None, address, output
-
-    def find_module(self, addition: Addition) -> str:
-        """Return the path of the module that computes a branch; empty if unknown."""
-        for edge in addition.branches:
-            if edge.node in self.modules:
-                return self.modules[edge.node].module
-        return ""
-
-    def _name_node(self, frame: Frame, output: Any) -> None:
-        """Record which module returned an output, when the module is left."""
-        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
-        if not tensors or tensors[0].grad_fn is None:
-            return
-        node = tensors[0].grad_fn
-        # Several modules may return one tensor: the name is that of the MLP, not of the dropout
-        # at its end.
-        parameters = sum(1 for _ in frame.module.parameters())
-        known = self.modules.get(node, _NamedNode(0, ""))
-        if parameters > known.parameters:
-            self.modules[node] = _NamedNode(parameters, frame.name)
-
-
-def _recompute(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return O = P V, P and V of a call as tensors that nothing else reads.
-
-    None means that the model's output is not P V.
-    """
-    form = call.form
-    if isinstance(form, Explicit):
-        p = form.weights
-    else:
-        logits = form.scale * (call.q @ call.k.mT)
-        mask = form.mask
-        if form.causal:
-            queries, keys = logits.shape[-2:]
-            mask = hide_later_keys(queries, keys, mask, logits)
-        if mask is not None:
-            logits = logits + make_additive(mask, logits.dtype)
-        # The fused op returns 0 for a query that sees no key.
-        sees_nothing = logits.isneginf().all(-1, keepdim=True)
-        p = torch.softmax(logits.masked_fill(sees_nothing, 0.0), -1)
-        p = p.masked_fill(sees_nothing, 0.0)
-    if p.shape[:-1] != call.output.shape[:-1] or p.shape[-1] != call.v.shape[-2]:
-        return None
-    # Views, because the model may read its own P and V elsewhere, too.
-    p = p.view_as(p).to(call.v.dtype)
-    v = call.v.view_as(call.v)
-    output = p @ v
-    if agree(call.output, output, AGREES):
-        return output, p, v
-    return None
-
-
 def compute_shares(
     net: Net,
     sites: Sequence[Site],
@@ -212,7 +96,10 @@ def compute_shares(
     directions: Tensor,
     tied: Tensor,
 ) -> Shares:
-    """Return the shares of heads, layers and blocks at every sample.
+    """Return the shares of heads, layers and blocks in the Jacobian of f at every sample.
+
+    The share of a part O, along an output direction u, is < (df/dO)^T u, (dO/dx) v > / sigma with
+    v = J^T u / |J^T u| and sigma = <u, J v> (see the top of this file).
 
     Args:
         net: the model.
@@ -227,14 +114,15 @@ def compute_shares(
         EvaluationError: the pass with recorded attention gives another output.
     """
     index = torch.arange(len(x), device=x.device)
-    recorder = _Recorder()
+    recorder = Recorder()
 
     def run_recorded(z: Tensor, rows: Tensor) -> Tensor:
+        """Return f, and record the attention of its forward pass."""
         with recorder.call_stack.following(net.module), recorder:
             return f(z, rows)
 
     with exact_arithmetic(x.device), explain_errors():
-        # Before the graph is built: a model that keeps state may write into tensors of the graph.
+        # First, because a model that keeps state would write into tensors of an existing graph.
         with torch.no_grad():
             plain_output = evaluate(f, x.detach(), index)
         leaf = x.detach().clone().requires_grad_()
@@ -246,7 +134,8 @@ def compute_shares(
             )
         graph = _Graph(sites, recorder, output)
         if len(x) > 1 and not graph.has_samples_first(len(x)):
-            # Which entries belong to which sample is unknown, so samples run one at a time.
+            # Some tensor does not have a row per sample. Which of its entries belong to which
+            # sample is unknown, so samples run one at a time.
             del graph, output, leaf
             return _compute_one_by_one(net, sites, f, x, directions, tied)
         heads = []  # of each direction
@@ -270,9 +159,12 @@ def compute_shares(
 
 
 def _average(shares: Sequence[Tensor], count: Tensor) -> Tensor:
-    """Return the mean over the directions that count, `count` of each sample; NaN stays.
+    """Return the mean shares of each sample over its directions, without those that do not count.
 
-    Shares of the other directions are 0.
+    Args:
+        shares: for each direction, (samples, ...). They are 0 if the direction does not count for
+            a sample, and NaN if unknown; then the mean is NaN, too.
+        count: how many directions count for each sample, (samples,).
     """
     first = shares[0]
     count = count.view(-1, *[1] * (first.ndim - 1))
@@ -283,12 +175,12 @@ def _average(shares: Sequence[Tensor], count: Tensor) -> Tensor:
 def _compute_one_by_one(
     net: Net, sites: Sequence[Site], f: Function, x: Tensor, directions: Tensor, tied: Tensor
 ) -> Shares:
-    """Return `compute_shares` of a batch, from one pass for each sample."""
+    """Return the shares of a batch like `compute_shares`, by one forward pass for each sample."""
     shares = []
     for i in range(len(x)):
 
         def f_of_sample(z: Tensor, index: Tensor, i: int = i) -> Tensor:
-            return f(z, index + i)  # the only sample of its batch has index 0
+            return f(z, index + i)  # index 0 stands for sample i
 
         one = slice(i, i + 1)
         shares.append(compute_shares(net, sites, f_of_sample, x[one], directions[one], tied[one]))
@@ -320,24 +212,33 @@ class _DirectionShares(NamedTuple):
 
 
 class _Graph:
-    """The graph of a recorded pass, and the parts at which it is cut.
+    """The autograd graph of a recorded pass, with the edges of all parts O that have shares.
+
+    Parts are the output, P and V of attention layers, and sums and branches of residual additions.
 
     Attributes:
-        layers: the calls of every layer that could be cut.
-        steps: the steps.
-        missing: layers that could not be cut, and why.
-        unsplit: layers without pattern and value.
+        layers: the attention calls of every layer that was found in the graph.
+        steps: the steps of the network: attention, MLPs and blocks.
+        missing: layers that were not found, and why.
+        unsplit: layers without known P and V.
     """
 
-    def __init__(self, sites: Sequence[Site], recorder: _Recorder, output: Tensor) -> None:
+    def __init__(self, sites: Sequence[Site], recorder: Recorder, output: Tensor) -> None:
+        """Find all parts in the graph of `output`, and hook their gradients.
+
+        Args:
+            sites: the attention layers of the model.
+            recorder: what was recorded in the forward pass.
+            output: its output.
+        """
         self.sites = sites
         self.output = output
         self.missing: dict[int, str] = {}
-        self.layers: dict[int, list[_AttentionEdges]] = {}
+        self.layers: dict[int, list[AttentionEdges]] = {}
         for site in sites:
             self._find_layer(site, recorder)
         unsplit = []
-        edges: list[GradientEdge | None] = []  # of every part O
+        edges: list[GradientEdge | None] = []  # of every part O, None if unknown
         # The layer of each node that computed an attention output.
         self._layer_of: dict[Node, int] = {}
         for index, calls in self.layers.items():
@@ -354,17 +255,17 @@ class _Graph:
         self._list_steps(recorder)
         # (df/dO)^T u of every part O of the latest backward pass, by node and number of output.
         self._gradients: dict[tuple[Node, int], Tensor] = {}
-        # Parts that let no gradient pass.
+        # Parts whose gradients are set to 0: they are held constant.
         self._blocked: set[tuple[Node, int]] = set()
-        # A node may compute several parts: it gets one hook for all.
+        # A node may compute several parts O, as outputs with numbers: it gets one hook for all.
         numbers = group_values((edge.node, edge.output_nr) for edge in edges if edge is not None)
         for node, outputs in numbers.items():
             node.register_prehook(partial(self._record_gradients, node, frozenset(outputs)))
 
-    def _find_layer(self, site: Site, recorder: _Recorder) -> None:
+    def _find_layer(self, site: Site, recorder: Recorder) -> None:
         """Find the attention calls of a layer in the recorded pass, or note why they are missing.
 
-        Calls have the addresses of the survey, unless the module takes another path.
+        Calls have the addresses of the survey, unless the module takes another path in this pass.
         """
         module = site.address.module
         recorded = {address for address in recorder.calls if address.module == module}
@@ -380,13 +281,17 @@ class _Graph:
             return
         self.layers[site.index] = calls
 
-    def _list_steps(self, recorder: _Recorder) -> None:
-        """List the steps: every addition, every block, and layers without an addition."""
+    def _list_steps(self, recorder: Recorder) -> None:
+        """List the steps of the network in the order of execution.
+
+        They are the residual additions (of attention or an MLP), the blocks of several additions,
+        and attention layers that lie in no addition.
+        """
         modules = {site.index: site.module for site in self.sites}
         attention_nodes = sorted(self._layer_of, key=get_order)
         steps: list[tuple[int, Step]] = []  # with the order of their last node
         added_layers: set[int] = set()  # layers inside an addition
-        starts = set()  # additions that begin a block
+        starts = set()  # additions of attention, which begin a block
         for i, addition in enumerate(self._additions):
             order = get_order(addition.sum.node)
             inside = [self._layer_of[node] for node in attention_nodes if addition.holds(node)]
@@ -396,7 +301,7 @@ class _Graph:
                 step = Step(part, inside[-1], modules[inside[-1]], i)
                 starts.add(i)
                 added_layers.update(inside)
-            else:
+            else:  # without attention, it is an MLP: name it after the last layer before it
                 before = [self._layer_of[n] for n in attention_nodes if get_order(n) < order]
                 layer = before[-1] if before else -1
                 step = Step("MLP", layer, recorder.find_module(addition), i)
@@ -413,11 +318,14 @@ class _Graph:
         self.steps = tuple(step for _, step in sorted(steps, key=lambda pair: pair[0]))
 
     def _has_attention(self, inside: Collection[Node]) -> bool:
-        """Say whether a branch of an addition has attention; otherwise it is an MLP."""
+        """Say whether some nodes, of a branch of an addition, compute attention; else an MLP."""
         return not self._layer_of.keys().isdisjoint(inside)
 
     def has_samples_first(self, samples: int) -> bool:
-        """Say whether the first axis, and no other one, can be that of the samples."""
+        """Say whether the first axis of all sums and branches must be that of the samples.
+
+        It is if it alone has their number as its size.
+        """
         edges = [edge for each in self._additions for edge in (each.sum, *each.branches)]
         shapes = [_find_shape(edge) for edge in edges]
         return all(shape[0] == samples and samples not in shape[1:] for shape in shapes)
@@ -425,15 +333,18 @@ class _Graph:
     def _record_gradients(
         self, node: Node, outputs: Collection[int], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Record (df/dO)^T u on its way into a node, or stop it: a hook of the backward pass.
+        """Record the gradients (df/dO)^T u of parts O, or set them to 0: a hook of autograd.
 
-        The two operands of a sum get one and the same gradient. Each is recorded as a view, so
-        that derivatives with respect to one are not those to both.
+        The two operands of a sum get one and the same gradient tensor. Each is recorded as a view
+        of its own, so that `measure` can differentiate with respect to one of them alone.
 
         Args:
-            node: the node that computed O.
-            outputs: numbers of its outputs that are parts O.
-            gradients: of all its outputs.
+            node: the graph node that computed the parts.
+            outputs: which of its outputs are parts.
+            gradients: the gradients of all its outputs, from the backward pass.
+
+        Returns:
+            The gradients with which the backward pass goes on.
         """
         passed = list(gradients)
         for number in outputs:
@@ -449,7 +360,10 @@ class _Graph:
         return tuple(passed)
 
     def measure(self, leaf: Tensor, u: Tensor, counts: Tensor) -> _DirectionShares:
-        """Return the shares along one direction of each sample.
+        """Return the shares of all parts along one output direction u of each sample.
+
+        With the Jacobian J and v = J^T u, the share of a part O is < (df/dO)^T u, (dO/dx) v >
+        over |v|^2.
 
         Args:
             leaf: the samples, as the leaf of the graph.
@@ -457,13 +371,15 @@ class _Graph:
             counts: the samples at which it counts, (samples,); shares are 0 at others.
         """
         samples = len(leaf)
-        # u needs a gradient: after the last nonlinearity, (df/dO)^T u depends on nothing else.
+        # u requires a gradient, so that every (df/dO)^T u has a graph. After the last nonlinearity
+        # it depends on u alone.
         u = u.detach().to(self.output.dtype, copy=True).requires_grad_()
         self._gradients.clear()
         pulled = pull_back(self.output, leaf, u, create_graph=True)[0]  # J^T u
-        v = pulled.detach()  # not of length 1: products are divided by |v|^2 below
+        v = pulled.detach()  # of any length: products are divided by |v|^2 below
         gradients = dict(self._gradients)  # (df/dO)^T u
-        # Derivatives of < J^T u, v > with respect to u and each (df/dO)^T u: J v, and (dO/dx) v.
+        # The derivative of < J^T u, v > with respect to u is J v, and that with respect to
+        # (df/dO)^T u is (dO/dx) v: one more backward pass for all parts.
         image, *moves = pull_back(
             pulled, [u, *gradients.values()], v, retain_graph=True, allow_unused=True
         )
@@ -484,6 +400,7 @@ class _Graph:
                 return torch.zeros(_find_shape(edge), dtype=torch.float64, device=leaf.device)
             return (gradient.detach() * tangent).double()
 
+        # Shares times |v|^2, until they are scaled below.
         by_layer = {site.index: self._sum_heads(site, multiply, samples) for site in self.sites}
         heads = torch.cat([*by_layer.values()], 1)
         paths = self._sum_steps(by_layer, multiply, samples)
@@ -491,20 +408,23 @@ class _Graph:
         for edges in self._list_kinds():
             through.append(square - self._pull_around(edges, leaf, u, v))
         totals = torch.stack(through, 1)
-        # < u, J v > = |v|^2, as v is J^T u.
+        # 1 / < u, J v > = 1 / |v|^2, as v is J^T u; 0 for samples without this direction.
         scale = counts.cpu().double() / square
         scale = scale.view(-1, 1, 1)
         return _DirectionShares(heads * scale, paths * scale, totals * scale[:, 0])
 
     def _list_kinds(self) -> list[list[GradientEdge | None]]:
-        """Return the edges of all attention, all patterns and all MLPs; None if one is unknown."""
+        """Return the edges of all attention outputs, all patterns P and all MLPs: three lists.
+
+        A list contains None if an edge is unknown.
+        """
         calls = [call for calls_of_layer in self.layers.values() for call in calls_of_layer]
         outputs = [call.output for call in calls]
         patterns = [call.pattern for call in calls]
         if set(self.missing.values()) - {NO_PATH}:
             outputs = [None]
             patterns = [None]
-        mlps: list[GradientEdge | None] = []
+        mlps: list[GradientEdge | None] = []  # branches of additions without attention
         for addition in self._additions:
             for edge, inside in zip(addition.branches, addition.inside, strict=True):
                 if not self._has_attention(inside):
@@ -514,7 +434,16 @@ class _Graph:
     def _pull_around(
         self, edges: Sequence[GradientEdge | None], leaf: Tensor, u: Tensor, v: Tensor
     ) -> Tensor:
-        """Return < J_-O^T u, v > with all these parts O held constant: no gradient passes them."""
+        """Return <u, J' v> of each sample, where J' is the Jacobian of paths around some parts.
+
+        The parts are held constant: no gradient passes them. NaN if a part is unknown.
+
+        Args:
+            edges: the parts.
+            leaf: the samples, as the leaf of the graph.
+            u: an output direction for each sample.
+            v: an input direction for each sample.
+        """
         if None in edges:
             return torch.full((len(leaf),), torch.nan, dtype=torch.float64)
         self._blocked = {(edge.node, edge.output_nr) for edge in edges if edge is not None}
@@ -523,9 +452,15 @@ class _Graph:
         return _sum_samples((pulled * v).double())
 
     def _sum_heads(self, site: Site, multiply: Multiply, samples: int) -> Tensor:
-        """Return the sums of `multiply` over each head's output, pattern and value.
+        """Return the products of `multiply`, summed over each head's output O, pattern P and V.
 
-        Shape (samples, heads, 3); NaN if unknown.
+        Args:
+            site: the attention layer.
+            multiply: returns products of a part, entry by entry, in the shape of the part.
+            samples: number of samples.
+
+        Returns:
+            (samples, heads, 3); NaN if unknown.
         """
         sums = torch.full((samples, site.heads, 3), torch.nan, dtype=torch.float64)
         calls = self.layers.get(site.index, [])
@@ -533,13 +468,13 @@ class _Graph:
             edges = [getattr(call, name) for call in calls]
             if not edges or None in edges:
                 continue
-            # A sum over the columns leaves a row for each token.
+            # Sum over the channels of each token, or the keys of each query of P.
             of_tokens = [multiply(edge).sum(-1, keepdim=True) for edge in edges]
             if site.loop is None:
                 whole = of_tokens[0]
             else:  # heads that the model computes one after another
                 whole = site.loop.cat(of_tokens)
-            # If queries of several heads are folded into the tokens, their values are one tensor.
+            # If heads lie along the axis of queries, they share one V: it has no sum per head.
             if name == "value" and site.layout.queries != TOKENS:
                 self.missing[site.index] = "its heads share their values"
                 break
@@ -553,15 +488,21 @@ class _Graph:
         return sums
 
     def _sum_steps(self, heads: Mapping[int, Tensor], multiply: Multiply, samples: int) -> Tensor:
-        """Return the sums of `multiply` over each step, (samples, steps, 4); NaN if there is none.
+        """Return the products of `multiply`, summed over each step of the network.
+
+        The four columns are the whole step, patterns P, values V and MLP in it.
 
         Args:
-            heads: `_sum_heads` of every layer.
+            heads: `_sum_heads` of every layer, by its index.
             multiply: as in `measure`.
             samples: number of samples.
+
+        Returns:
+            (samples, steps, 4); NaN if a step has no such part.
         """
 
         def add(products: Tensor) -> Tensor:
+            """Return the sum of each sample."""
             return products.reshape(samples, -1).sum(1).cpu()
 
         sums = torch.full((samples, len(self.steps), 4), torch.nan, dtype=torch.float64)
@@ -571,13 +512,14 @@ class _Graph:
                 continue
             addition = self._additions[step.first]
             if step.part == "block":
-                # A block without its skip: y - x, where y is the last sum and x the start of the
-                # stream. dx of the first addition y_1 = x + F(x) is dy_1 - dF.
+                # A block without its skip x is y - x, where y is its last sum. For the term of x,
+                # move x alone: with the first addition y_1 = x + F(x), dx is dy_1 - dF.
                 end = self._additions[step.last].sum
                 skip = add(multiply(end, addition.sum))
                 for edge in addition.branches:
                     skip -= add(multiply(end, edge))
-                # Not 1 - skip: paths may pass around both, as those of a second tower.
+                # The share of the block is not 1 minus that of its skip: paths may pass around
+                # both, as in a model of two towers.
                 sums[:, i, 0] = add(multiply(end)) - skip
                 continue
             branches = [add(multiply(edge)) for edge in addition.branches]
@@ -596,12 +538,15 @@ class _Graph:
 
 
 def _sum_samples(products: Tensor) -> Tensor:
-    """Return the sum over the entries of every sample."""
+    """Return the sum over all entries of each sample, (samples,), on the CPU."""
     return products.flatten(1).sum(1).cpu()
 
 
 def _require_transpose(u: Tensor, image: Tensor | None, square: Tensor) -> None:
-    """Check < u, J v > = |v|^2 for v = J^T u: a break in the second graph would lose paths.
+    """Check that < u, J v > = |v|^2 for v = J^T u, as it must be for the transpose of J.
+
+    J v comes from a second derivative. If an operation of the model has no such derivative,
+    autograd may leave its paths out, and shares would be wrong.
 
     Args:
         u: the direction of each sample.
@@ -622,6 +567,6 @@ def _require_transpose(u: Tensor, image: Tensor | None, square: Tensor) -> None:
 
 
 def _find_shape(edge: GradientEdge) -> torch.Size:
-    """Return the shape of the tensor at an edge of a graph."""
+    """Return the shape of the tensor at an edge of an autograd graph."""
     metadata: Any = edge.node._input_metadata[edge.output_nr]
     return torch.Size(metadata.shape)

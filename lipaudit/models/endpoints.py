@@ -33,13 +33,13 @@ Forward = Callable[[], Any]
 
 
 def find_places(batch: Batch, where: str) -> Tensor:
-    """Return the column of a position in every text of a batch, (samples,).
+    """Return the column of the token at a position in every text of a batch, (samples,).
 
-    Positions count the tokens without padding, wherever the padding is.
+    Positions count the tokens without padding, which may be on either side.
 
     Args:
         batch: the texts.
-        where: last, or an index, from the end if negative.
+        where: "last", or an index of a token as text, from the end if negative ("-2").
 
     Returns:
         The column; -1 for texts without this position.
@@ -68,7 +68,13 @@ def find_tokens(batch: Batch) -> Tensor:
 def compute_next_logits(scorer: NextToken, place: Tensor, forward: Forward) -> Tensor:
     """Return the logits of the token after column `place` of every sample, (samples, vocabulary).
 
-    The head runs on the hidden states of these columns only, (samples, 1, width).
+    The head runs on the hidden states of these columns only, (samples, 1, width), which saves the
+    logits of all other positions.
+
+    Args:
+        scorer: the head of the language model, and how to read its logits.
+        place: the column of each sample, (samples,).
+        forward: runs the model on the samples.
     """
     with _replace_head_input(scorer, lambda states: pick_columns(states, place)[:, None]):
         return scorer.read(forward())[:, 0]
@@ -83,13 +89,17 @@ def pick_columns(states: Tensor, place: Tensor) -> Tensor:
 def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
     """Return the mean cross-entropy of each text's own next tokens, in nat, (samples, 1).
 
-    L = -1 / (n - 1) sum_(t = 1)^(n - 1) log p(x_t | x_0, ..., x_(t - 1)); a text of one token
-    has no loss (NaN).
+    The loss of the tokens x_0, ..., x_(n - 1) of a text is L = -1 / (n - 1) sum_(t = 1)^(n - 1)
+    log p(x_t | x_0, ..., x_(t - 1)). A text of one token has no loss (NaN).
+
+    Args:
+        part: the texts, with a mask of their tokens.
+        logits: (samples, tokens, vocabulary).
     """
     is_token = find_tokens(part).to(logits.device)  # the head may be on another device
     # A token is scored if it and the token before it are no padding.
     scored = is_token[:, :-1] & is_token[:, 1:]
-    # Selected before the loss: a NaN at padding would survive a factor of zero.
+    # Select before the loss: multiplied by zero afterwards, a NaN at padding would stay NaN.
     tokens = part.x.to(logits.device)[:, 1:][scored]
     predictions = logits[:, :-1][scored]
     losses = F.cross_entropy(predictions, tokens, reduction="none")  # all texts, one after another
@@ -100,12 +110,15 @@ def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
 
 
 def scores_each_token(net: Net, batch: Batch) -> bool:
-    """Test on a few tokens whether the head of a language model scores positions one by one."""
+    """Say whether the head of a language model scores each position separately.
+
+    Only then can the head run on the hidden states of one position. The test compares the logits
+    of the last of a few tokens, from a head that runs on all of them, and on the last one only.
+    """
     scorer = net.next_token
     text = batch.x[:1, :TRIED].to(net.device)
     if scorer is None or not text.numel():
         return False
-    # A head that reads several positions gives other logits for one position alone.
     last_column = torch.tensor([text.shape[1] - 1], device=text.device)
 
     with exact_arithmetic(net.device), torch.no_grad():
@@ -123,7 +136,7 @@ def _replace_head_input(scorer: NextToken, change: Callable[[Tensor], Tensor]) -
     """Run the head on `change(states)` in place of its input, inside the returned context."""
 
     def replace_states(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        states, *others = args
+        states, *others = args  # the hidden states are the first argument of the head
         return change(states), *others
 
     return scorer.head.register_forward_pre_hook(replace_states)
@@ -131,13 +144,13 @@ def _replace_head_input(scorer: NextToken, change: Callable[[Tensor], Tensor]) -
 
 @dataclass(frozen=True)
 class SampleFunction:
-    """f at the samples of a batch.
+    """The function whose Jacobian is computed, and the samples of a batch as its arguments.
 
     Attributes:
-        f: (z, index) -> output, on any samples of the batch.
-        x: the points, (batch, *in).
+        f: (z, index) -> output, where row i of z is a point of sample index[i] of the batch.
+        x: the samples, (batch, *in).
         start: their space: pixels, tokens or embeddings.
-        target: the output of f in typed form, such as `logits` or `logits:last`; `scores`, or
+        target: the name of the output: `logits` or `logits:last` as typed, or `scores`, or
             `log-probabilities` of a model that returns probabilities.
     """
 
@@ -148,15 +161,21 @@ class SampleFunction:
 
 
 def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
-    """Return the output of a model's Jacobian, with the position if there is one.
+    """Return which output of a model to differentiate, with the position in the text if any.
 
-    The default is the logits, for a causal language model those of the token behind the last one,
-    for other models the features.
+    By default these are the logits: of the classes, or of a causal language model's next token
+    after the last one. For models without logits they are the features.
+
+    Args:
+        net: the model.
+        batch: samples, to test the head of a language model.
+        target: the output that the user asks for, such as `logits:5`; None: the default.
 
     Raises:
         InputError: the model lacks this output.
     """
     generates_text = net.classes is None and net.next_token is not None
+    # By default, a language model whose head cannot run on one position counts as without logits.
     if generates_text and target is None:
         generates_text = scores_each_token(net, batch)
     has_logits = net.classes is not None or generates_text
@@ -166,7 +185,9 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     known: list[str] = []
     if has_logits:
         known = ["logits", "probabilities", "loss"]
-    if not net.scored:  # a continuation of a prompt has hidden states of its own
+    # A prompt with several continuations to score has no hidden states of its own: each
+    # continuation has others.
+    if not net.scored:
         known += ["features", "tokens"]
         if net.kind == "text":
             known.append("hidden")
@@ -193,31 +214,32 @@ def make_sample_function(
     target: str | None,
     place: Tensor | None = None,
 ) -> SampleFunction:
-    """Return the function from `start` to `target` at the samples of a batch.
+    """Return the function whose Jacobian is computed, from an input of the model to an output.
 
-    By default from the attacked space (pixels of images, embeddings of text) to the target of
-    `resolve_target`.
-    The loss of a classifier is the cross-entropy with the label, with the predicted class
-    where there is none; that of a language model is `compute_text_loss`.
+    The loss of a classifier is the cross-entropy with the label, or with the predicted class if a
+    sample has no label. That of a language model is `compute_text_loss`.
 
     Args:
         net: the model.
-        batch: the samples.
-        start: pixels or embeddings; None or another input: the attacked space.
-        target: one of `ENDS`, of texts perhaps at a position.
-        place: the column of each sample, in place of the position of `target`; no text lacks it.
+        batch: the samples at which the function is evaluated.
+        start: the input: pixels or embeddings. None, or attention layers (`layer:5`), whose
+            derivative starts further in: pixels of images, embeddings of texts.
+        target: the output, such as `logits` or `logits:5` (of the token at position 5). None: the
+            default of `resolve_target`.
+        place: the column of the token in each text, (samples,), in place of that position.
 
     Raises:
         InputError: the model lacks this input or output.
     """
     end = resolve_target(net, batch, target)
     space = _resolve_start(net, start)
-    embedded = space == "embeddings"
+    is_embedded = space == "embeddings"
     if place is None and end.where:
         place = find_places(batch, end.where)
+    # Logits, probabilities, loss and hidden states of a language model are read at its head.
     scorer = None
     if net.classes is None and end.what not in ("features", "tokens"):
-        scorer = net.next_token  # these outputs are read at the head of a language model
+        scorer = net.next_token
     if scorer is not None and not scores_each_token(net, batch):
         raise InputError(
             f"the head of {net.architecture} does not score each position separately",
@@ -228,32 +250,35 @@ def make_sample_function(
         """Return the output at z, whose row i is a point of sample index[i] of the batch."""
         labels = None if batch.y is None else batch.y[index]
         column = None if place is None else place[index]
-        part = replace(batch.without_ids(index), y=labels)
+        part = replace(batch.without_ids(index), y=labels)  # these samples
 
         def forward() -> Any:
-            if not embedded:
+            if not is_embedded:
                 return net.call(z, part.mask)
-            with net.replace_embedding(z):  # the ids still give positions and masks
+            # The model gets the token ids, for its positions and masks. z replaces the embeddings.
+            with net.replace_embedding(z):
                 return net.call(part.x, part.mask)
 
         output = _read_output(net, end.what, part, forward, scorer, column)
+        # The logits of a model that returns probabilities p are log p.
         if end.what == "logits" and net.form == "probabilities" and is_saturated(output):
             raise EvaluationError(
                 f"a probability of {net.architecture} is 0 in {output.dtype}: log p has no "
                 "derivative there",
                 "Use --dtype float64, or let the model return its scores before the softmax.",
             )
-        # Tensors inside a model that is spread over devices may be on any of them.
+        # The output of a model that is spread over devices may be on another one.
         return output.to(z.device)
 
-    x = _embed(net, batch, scorer) if embedded else batch.x.detach()
+    x = _embed(net, batch, scorer) if is_embedded else batch.x.detach()
     return SampleFunction(f, x, space, _name_target(net, end))
 
 
 def _embed(net: Net, batch: Batch, scorer: NextToken | None) -> Tensor:
-    """Return the embeddings of a batch; the head of a language model runs on one column only.
+    """Return the embeddings of a batch of texts, (samples, tokens, width), from a forward pass.
 
-    Nobody reads its logits here, which are large.
+    The pass also runs the head of a language model, here on the first token only: the logits of
+    all tokens are large, and nothing reads them.
     """
     if scorer is None:
         return net.embedding(batch)
@@ -262,7 +287,11 @@ def _embed(net: Net, batch: Batch, scorer: NextToken | None) -> Tensor:
 
 
 def _resolve_start(net: Net, start: str | None) -> str:
-    """Return the input of a model's Jacobian: pixels, tokens (floats) or embeddings.
+    """Return the space in which a model is differentiated: pixels, tokens (floats) or embeddings.
+
+    Args:
+        net: the model.
+        start: pixels or embeddings, if the user asks for one of them.
 
     Raises:
         InputError: the model lacks this input.
@@ -284,7 +313,7 @@ def _resolve_start(net: Net, start: str | None) -> str:
 
 def _name_target(net: Net, end: Target) -> str:
     """Return the name of a target for the report, such as `log-probabilities` or `logits:last`."""
-    if end.what == "logits" and net.scored:
+    if end.what == "logits" and net.scored:  # scores of a prompt's continuations
         return "scores"
     if end.what == "logits" and net.form == "probabilities":
         return end.text.replace("logits", "log-probabilities")
@@ -299,18 +328,19 @@ def _read_output(
     scorer: NextToken | None,
     place: Tensor | None,
 ) -> Tensor:
-    """Run the model and return an output of some samples.
+    """Run the model on some samples and return one of its outputs, (samples, *out).
 
     Args:
         net: the model.
-        what: which output.
+        what: which output: logits, probabilities, loss, features, tokens or hidden.
         part: the samples, with their labels.
-        forward: runs the model.
-        scorer: how the model scores the next token, if its logits do.
-        place: the requested column of every sample, if any.
+        forward: runs the model on them and returns its raw result.
+        scorer: the head of a language model, if the output is read there; else None.
+        place: the column of the token of each text whose output is returned; None: the output
+            is that of the whole sample.
     """
     if what in ("logits", "probabilities"):
-        if scorer is None or place is None:
+        if scorer is None or place is None:  # of the classes
             logits = net.read(forward())
         else:
             logits = compute_next_logits(scorer, place, forward)
@@ -321,9 +351,9 @@ def _read_output(
         return compute_text_loss(part, scorer.read(forward()))
     if what == "loss":
         logits = net.read(forward())
-        y = logits.detach().argmax(1)  # the class is our choice, no part of the function
+        y = logits.detach().argmax(1)  # the predicted class: a constant, without a gradient
         if part.y is not None:
-            y = part.y.where(part.y >= 0, y)
+            y = part.y.where(part.y >= 0, y)  # -1: the sample has no label
         return F.cross_entropy(logits, y, reduction="none")[:, None]
     if what == "features":
         return _read_features(net, forward)
@@ -336,16 +366,24 @@ def _read_output(
 def _read_states(
     net: Net, what: str, part: Batch, forward: Forward, scorer: NextToken | None
 ) -> Tensor:
-    """Return a vector per token, (samples, tokens, width).
+    """Return the last hidden states of a model, one vector per token, (samples, tokens, width).
 
-    It is the input of the head, or the output of the last layer norm with zeros at padding.
+    For `hidden` of a language model they are the input of its head. Otherwise they are the output
+    of the last layer norm, with zeros at padding.
+
+    Args:
+        net: the model.
+        what: `tokens` or `hidden`.
+        part: the samples.
+        forward: runs the model on them.
+        scorer: the head of a language model, if it has one.
     """
     if what == "hidden" and scorer is not None:
         head_inputs: list[Tensor] = []
 
         def record_input(states: Tensor) -> Tensor:
             head_inputs.append(states)
-            return states[:, :1]  # nobody reads the logits: the head runs on one column
+            return states[:, :1]  # the head runs on one token: nothing reads the logits
 
         with _replace_head_input(scorer, record_input):
             forward()
@@ -368,7 +406,10 @@ def _read_states(
 
 
 def _read_features(net: Net, forward: Forward) -> Tensor:
-    """Return the input of a classifier's last linear layer, or the features of a model without."""
+    """Return the features of samples: the input of a classifier's last linear layer.
+
+    The output of a model without classes is its features.
+    """
     if net.classes is None:
         return net.read(forward())
     linears = [module for module in net.module.modules() if isinstance(module, nn.Linear)]
@@ -384,7 +425,10 @@ def _read_features(net: Net, forward: Forward) -> Tensor:
 def _record(
     modules: Sequence[nn.Module], pick: Callable[[tuple[Any, ...], Any], Tensor], forward: Forward
 ) -> list[Tensor]:
-    """Run the model, and return `pick(arguments, output)` of every call of these modules."""
+    """Run the model, and return `pick(arguments, output)` of every call of these modules.
+
+    In the order of the calls.
+    """
     tensors: list[Tensor] = []
 
     def record(_name: str, args: tuple[Any, ...], output: Any) -> None:

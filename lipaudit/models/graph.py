@@ -390,8 +390,7 @@ def compute_map(
     maps = torch.meshgrid(*ranges, indexing="ij")  # indices of the Jacobian of each vector
     # One backward pass for every `count` channels.
     for shift in range(0, width, count):
-        channel = (number + shift) % width  # of each vector in this pass
-        channel = channel.expand(vectors)
+        channel = ((number + shift) % width).expand(vectors)  # of each vector in this pass
         unit = torch.zeros_like(source.t)  # a cotangent with 1 at that channel
         unit.scatter_(-1, channel[..., None], 1.0)
         pulled = source.pull(unit)

@@ -35,7 +35,7 @@ from lipaudit.theory.pullback import pull_back, pull_back_rows
 
 
 def _refuse_dropout(probability: float) -> Tensor:
-    """Refuse active dropout; NotImplemented lets torch's own function run."""
+    """Refuse active dropout. Otherwise return NotImplemented: torch's own function then runs."""
     if probability > 0:
         raise InputError(
             f"dropout is on (p = {probability:g}), so forward passes differ",
@@ -62,14 +62,17 @@ class _StoredProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None, None]:
-        # The transpose of x -> x W^T is u -> u W.
+        # The transpose of x -> x W^T is u -> u W. As a `_StoredProduct`, it has a derivative, too.
         return _StoredProduct.apply(u, ctx.reference, not ctx.is_transposed), None, None
 
 
 def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear without storing a converted weight in the graph."""
+    """Compute F.linear without storing a converted weight in the graph.
+
+    NotImplemented, so that torch's F.linear runs, for a weight that needs no conversion.
+    """
     reference = refer_to_weight(weight)
-    if isinstance(reference, Tensor):  # a weight that needs no conversion: torch's F.linear runs
+    if isinstance(reference, Tensor):  # not converted
         return NotImplemented
     product: Tensor = _StoredProduct.apply(input, reference, False)
     if bias is None:
@@ -87,14 +90,15 @@ def _run_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Refuse batch statistics, and compute fixed ones as an affine map per channel.
+    """Compute F.batch_norm with fixed statistics as an affine map; refuse batch statistics.
 
-    On a CPU, torch's backward pass (at least up to 2.15) gives wrong gradients for a batch of one
-    if the cotangent is a transposed view, as in every model that turns channels into tokens.
+    On a CPU, torch's own backward pass (at least up to 2.15) gives wrong gradients for a batch of
+    one if the cotangent is a transposed view, as in every model that turns channels into tokens.
+    NotImplemented lets torch's function run where statistics of the input are harmless.
     """
-    # Batch statistics are fine for an input of parameters only: weight standardisation. They are
-    # fine for one row with the channels of all samples: that is how F.instance_norm is computed.
-    # (If a single row mixes samples in its last axes, `linearize` finds that.)
+    # Statistics of the input are harmless if it is made from parameters only (a standardised
+    # weight), or if it has one row with the channels of all samples (F.instance_norm does that).
+    # If a single row mixes samples in its last axes, `linearize` finds that.
     depends_on_samples = not all(isinstance(leaf, nn.Parameter) for leaf in leaves(input)[0])
     mixes_samples = len(input) > 1 and depends_on_samples
     if training and (running_mean is not None or mixes_samples):
@@ -132,9 +136,11 @@ _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
 class LinearMode(Widening):
     """Run a model so that it can be differentiated twice, and refuse what is no fixed function.
 
-    Outputs change by rounding only. In a float64 run (`widen`) casts to float32 inside the model
-    are skipped: many models compute norms, rotary positions or softmax in float32, which would
-    leave seven of sixteen digits.
+    Outputs change by rounding only.
+
+    Args:
+        widen: in a float64 run: skip casts to float32 inside the model. Many models compute norms,
+            rotary positions or softmax in float32, which would leave seven of sixteen digits.
 
     Raises:
         InputError: inside the block, if the model uses dropout, batch statistics or autocast.
@@ -145,10 +151,10 @@ class LinearMode(Widening):
         self.widen = widen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the replacement of `func` if one applies, else `func`."""
+        """Call the replacement of a function of torch if one applies, else the function itself."""
         kwargs = kwargs or {}
         rounds = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        # Autocast leaves float64 as it is.
+        # Autocast does not round float64.
         if rounds and not self.widen:
             raise InputError(
                 "the model rounds to half precision under autocast", "Use --dtype float64."
@@ -165,12 +171,18 @@ class LinearMode(Widening):
 
 
 def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor) -> Tensor:
-    """Evaluate f with operations that can be differentiated twice."""
-    # Checkpointed segments run again in a backward pass, outside of this mode: hooks refuse them.
+    """Return f(leaf, index), computed with operations that can be differentiated twice.
+
+    Args:
+        f: the map.
+        leaf: its argument, as a leaf of the graph.
+        index: the sample of the batch to which each row belongs.
+    """
+    # The backward pass of fused attention has no derivative. MATH computes it by plain operations.
     sdpa = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    # Gradient checkpointing runs parts of the model again in the backward pass, outside of this
+    # mode. It works by hooks of saved tensors, which raise an error here.
     hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
-    # Fused kernels have a backward pass without derivative; MATH uses torch operations, which have
-    # one.
     with sdpa, hooks, LinearMode(widen=leaf.dtype == torch.float64):
         return f(leaf.clone(), index)  # a copy, because f may change it in place
 
@@ -188,11 +200,11 @@ _CAUSES = (
 
 @contextmanager
 def explain_errors() -> Iterator[None]:
-    """Turn autograd's messages on an unsuitable model into hints."""
+    """Turn autograd's errors on a model that it cannot differentiate into errors with advice."""
     try:
         yield
     except (AssertionError, RuntimeError) as error:
-        # An assertion is one of the model's authors, in a backward pass of their own.
+        # An assertion comes from a backward pass that the model's authors have written.
         known = isinstance(error, AssertionError) or any(part in str(error) for part in _CAUSES)
         if of_machine(error) or not known:
             raise
@@ -225,16 +237,18 @@ class Linearization:
     Attributes:
         f: the map.
         x: the points, (batch, *in).
-        index: indices of the rows in the first batch, (batch,).
+        index: for each row of x, the sample of the whole batch to which it belongs, (batch,).
         output: f(x), (batch, *out).
     """
 
     def __init__(
         self, f: Function, x: Tensor, index: Tensor, graph: tuple[Tensor, Tensor] | None = None
     ) -> None:
+        """Run the forward pass, unless its graph is given: the leaf x, and f of it."""
         self.f, self.x, self.index = f, x.detach(), index
-        if graph is not None:
+        if graph is not None:  # in place of the cached property of this name
             self._graph = graph
+        # A cotangent u, and J^T u as a function of it; None until `_transpose` has computed it.
         self._transposed: tuple[Tensor, Tensor] | None = None
         self.output = self._graph[1].detach()
 
@@ -258,7 +272,7 @@ class Linearization:
 
     def jvp(self, v: Tensor) -> Tensor:
         """Return J v per sample: (batch, *in) -> (batch, *out)."""
-        if self._transposed is None:
+        if self._transposed is None:  # the graph of J^T u, at any u
             self._transpose(torch.zeros_like(self.output))
         assert self._transposed is not None
         u, pullback = self._transposed
@@ -267,7 +281,8 @@ class Linearization:
 
     def outer(self, u: Tensor) -> Tensor:
         """Return J J^T u per sample in float64, (batch, *out) -> (batch, *out)."""
-        # The first J^T u is computed with a graph, which then serves J: one pass less.
+        # The first J^T u is computed with its graph, from which all J v are computed: `jvp` then
+        # need not build it in one more pass.
         first = self._transpose if self._transposed is None else self.vjp
         return _apply_unit(self.jvp, first(u))
 
@@ -296,20 +311,25 @@ class Linearization:
         return self.vjp(_make_unit(self.output, i)).flatten(1)
 
     def select(self, index: Tensor) -> Linearization:
-        """Linearise again at some of the samples, so that the others cost nothing."""
+        """Linearise again at some of the samples, so that products cost nothing for the others."""
         return Linearization(self.f, self.x[index], self.index[index])
 
     def start_at(self, f: Function, inner: Tensor) -> Linearization:
-        """Return the derivative from a tensor inside of the forward pass, by the same graph.
+        """Return the derivative of the output by a tensor inside of the forward pass.
+
+        It uses the graph of this linearisation.
 
         Args:
-            f: the map from there to the same output, in case the graph has to be built again.
+            f: the map from that tensor to the output, in case the graph has to be built again.
             inner: the tensor, (batch, *in), as a part of the graph.
         """
         return Linearization(f, inner, self.index, (inner, self._graph[1]))
 
     def find_paths(self, inner: Tensor) -> tuple[bool, bool]:
-        """Say whether the output depends on an inner tensor, and on x by paths around it."""
+        """Say whether the output depends on an inner tensor, and whether on x by paths around it.
+
+        The walk back from the output stops at the inner tensor.
+        """
         leaf, value = self._graph
         cut: set[Node] = set()
         if inner.grad_fn is not None:
@@ -324,13 +344,13 @@ class Linearization:
 
     @cached_property
     def _graph(self) -> tuple[Tensor, Tensor]:
-        """Return a leaf at x, and f of it."""
+        """Return a leaf with the values of x, and f of it: the graph of a forward pass."""
         with exact_arithmetic(self.x.device), explain_errors():
             leaf = self.x.clone().requires_grad_()
             return leaf, evaluate(self.f, leaf, self.index)
 
     def _transpose(self, u: Tensor) -> Tensor:
-        """Return J^T u, and keep its graph, which is linear in u: its derivative is J."""
+        """Return J^T u, and keep its graph, whose derivative with respect to u gives J."""
         leaf, value = self._graph
         with exact_arithmetic(self.x.device), explain_errors():
             u = u.detach().to(value.dtype, copy=True).requires_grad_()
@@ -339,9 +359,9 @@ class Linearization:
         return pullback.detach()
 
     def _pull_rows(self, u: Tensor) -> Tensor:
-        """Return J^T u of several u, (cotangents, batch, *out) -> (cotangents, batch, *in).
+        """Return J^T u for several u: (cotangents, batch, *out) -> (cotangents, batch, *in).
 
-        This is one backward pass if vmap supports all operations.
+        This takes one backward pass under vmap, or one for each u if an operation lacks vmap.
         """
         if len(u) > 1:
             leaf, value = self._graph
@@ -360,11 +380,12 @@ class Linearization:
 
 
 def _apply_unit(product: Product, z: Tensor) -> Tensor:
-    """Return product(z) of a linear map in float64, computed as |z| product(z / |z|) in max norm.
+    """Return product(z) in float64, for a linear function `product` such as u -> J u.
 
-    Otherwise J J^T u would leave the range of float32 for norms beyond 1e19 or below 1e-19.
+    It is computed as |z| product(z / |z|), where |z| is the largest entry of a sample. Otherwise
+    J J^T u would leave the range of float32 for norms of J beyond 1e19 or below 1e-19.
     """
-    size = z.flatten(1).abs().amax(1)  # of each sample
+    size = z.flatten(1).abs().amax(1)  # |z| of each sample
     size = size.where(size != 0, 1.0)
     unit = z / size.view(-1, *[1] * (z.ndim - 1))
     image = product(unit)
@@ -381,8 +402,8 @@ def _make_unit(like: Tensor, i: int | Tensor) -> Tensor:
 def linearize(f: Function, x: Tensor) -> Linearization:
     """Linearise f at every sample of x, and check that samples are independent.
 
-    The model runs again on the last sample between two samples of random entries. If its output
-    differs from that in the full batch, it depends on its neighbours, or on chance. This costs
+    For the check, the last sample runs again between two samples of random entries. If its output
+    differs from that in the full batch, it depends on other samples, or on chance. This costs
     three forward passes of one sample.
 
     Args:
@@ -395,16 +416,16 @@ def linearize(f: Function, x: Tensor) -> Linearization:
             gradient checkpointing is on, or an operation cannot be differentiated.
         EvaluationError: the output is not finite.
     """
-    coarse = x.dtype not in (torch.float32, torch.float64)
-    if coarse:
+    if x.dtype not in (torch.float32, torch.float64):
         raise UsageError(f"cannot linearise in {x.dtype}", "Use float32 or float64.")
     index = torch.arange(len(x), device=x.device)
-    # Before the graph is built: a model that keeps state may write into tensors of the graph.
+    # First, because a model that keeps state would write into tensors of an existing graph.
     beside_others = _run_beside_others(f, x)
     linear = Linearization(f, x, index)
     require_finite(linear.output)
     if agree(linear.output[-1:], beside_others, AGREES):
         return linear
+    # The outputs differ. Find out whether by chance, or because samples depend on each other.
     with exact_arithmetic(x.device), torch.no_grad():
         again = evaluate(f, x, index)
     if not agree(linear.output, again, AGREES):
@@ -416,8 +437,11 @@ def linearize(f: Function, x: Tensor) -> Linearization:
 
 
 def _run_beside_others(f: Function, x: Tensor) -> Tensor:
-    """Return f of the last sample, (1, *out), between two samples of random entries."""
-    # One before and one after it: attention over the batch, causal or not, would see one of them.
+    """Return f of the last sample, (1, *out), in a batch between two samples of random entries.
+
+    If the model mixes samples, this differs from its output in the real batch.
+    """
+    # One before and one after it, as a causal model over the batch would see the former only.
     index = torch.tensor([0, len(x) - 1, 0], device=x.device)
     low = x.amin()
     high = x.amax()
@@ -426,13 +450,13 @@ def _run_beside_others(f: Function, x: Tensor) -> Tensor:
     noise = torch.rand((2, *x.shape[1:]), generator=generator, dtype=x.dtype).to(x.device)
     batch = x[index]
     others = batch[::2]  # a view of the first and the third row
-    # From low - span to high + span: a model that divides by the largest entry of the batch would
-    # show no difference beside smaller entries.
+    # Entries from low - span to high + span, beyond those of x: a model may divide by the largest
+    # entry of the batch, which smaller entries would not change.
     others[:] = low - span + 3 * span * noise
     with exact_arithmetic(x.device), torch.no_grad():
         try:
             output = evaluate(f, batch, index)
-        except Exception as error:  # a model may check its numbers, and raise anything
+        except Exception as error:  # a model may refuse such entries, and raise anything
             if isinstance(error, LipauditError) or of_machine(error):
                 raise
             others[:] = low + span * noise  # from low to high

@@ -86,11 +86,12 @@ def compute_jacobian_norms(
     max_steps: int = 300,
     within: float = WITHIN,
 ) -> JacobianNorms:
-    """Return the operator norm of every sample's Jacobian.
+    """Return the operator norm of every sample's Jacobian J.
 
-    `2`: sigma_1(J), from the dense Jacobian if one side is at most `DENSE`, else by the Lanczos
-    process in the smaller of the two spaces. `inf`: max_i sum_j |J_ij|, from l_inf to l_inf, by
-    one J^T u per output. Results do not depend on the batch.
+    For the norm `2` it is the largest singular value of J. It is computed from the whole matrix J
+    if one side has at most `DENSE` entries, else by the Lanczos process in the smaller of the
+    spaces of inputs and outputs. For `inf` it is max_i sum_j |J_ij|, by one J^T u per output.
+    Results do not depend on the batch.
 
     Args:
         linear: the map, linearised at the samples; its graph may be dropped to save memory.
@@ -98,8 +99,8 @@ def compute_jacobian_norms(
         seeds: seeds of the start vectors, one per sample; None: the same vector for all.
         directions: whether to return the leading right singular vectors for `2`, too, which may
             take one more product.
-        left: whether to return the left ones: dense all that are tied, by lanczos the first two
-            at most, because equal values show as one.
+        left: whether to return the leading left singular vectors: of the whole matrix all that
+            belong to the largest value, by lanczos at most two, as it finds equal values once.
         tol: relative accuracy of lanczos, estimated; see `spectral_norms`, also of the next two.
         max_steps: largest number of its steps per sample.
         within: how far `upper` may be above the norm, relatively.
@@ -116,16 +117,15 @@ def compute_jacobian_norms(
         return _decompose_dense(linear, directions=directions, left=left, tol=tol)
     if seeds is None:
         seeds = [0] * len(linear)
-    # One seed a sample: its norm does not depend on which others share the batch. In the smaller
-    # space vectors are shorter, and a Krylov space is exhausted sooner.
-    start = random_starts(seeds, smaller_side)
-    start = start.to(linear.x.device, torch.float64)
+    # One seed for each sample, so that its norm does not depend on the other samples of the batch.
+    # In the smaller space, vectors are shorter and the process ends sooner.
+    start = random_starts(seeds, smaller_side).to(linear.x.device, torch.float64)
 
     def make_products(index: Tensor) -> Products:
-        """Return the products with J J^T or J^T J of some of the samples."""
+        """Return the products with J J^T or J^T J of the samples that have not converged yet."""
         if len(index) == len(linear):
             return make_gram_products(linear)
-        linear.release()  # the graph of all samples gives way to that of the remaining ones
+        linear.release()  # free the graph of all samples before that of some is built
         return make_gram_products(linear.select(index.to(linear.x.device)))
 
     lanczos = spectral_norms(
@@ -148,6 +148,7 @@ def compute_jacobian_norms(
         norms = replace(norms, vector=vector)
     if lanczos.second is None:
         return norms
+    # The left singular vectors of the two largest singular values.
     pair = [v for v in (lanczos.vector, lanczos.second_vector) if v is not None]
     if not few_outputs:
         pair = [linear.jvp(v.view(linear.x.shape).to(linear.x)).flatten(1) for v in pair]  # J v
@@ -156,7 +157,7 @@ def compute_jacobian_norms(
 
 
 def _compute_largest_row_sum(linear: Linearization) -> JacobianNorms:
-    """Return max_i sum_j |J_ij|."""
+    """Return max_i sum_j |J_ij| of every sample: the norm of J from l_inf to l_inf."""
     m = linear.outputs
     if m > MOST_ROWS:
         raise UsageError(
@@ -174,9 +175,16 @@ def _compute_largest_row_sum(linear: Linearization) -> JacobianNorms:
 def _decompose_dense(
     linear: Linearization, *, directions: bool, left: bool, tol: float
 ) -> JacobianNorms:
-    """Return sigma_1(J) of Jacobians with a short side, and the requested singular vectors."""
+    """Return the largest singular value of whole Jacobians, and the requested singular vectors.
+
+    Args:
+        linear: the map; it has at most `DENSE` inputs or outputs, the short side of J.
+        directions: whether to return the leading right singular vector of each sample.
+        left: whether to return the left singular vectors of the largest value.
+        tol: largest relative distance of values that count as equal to the largest one.
+    """
     few_outputs = linear.outputs <= linear.inputs
-    # M = J or J^T, (batch, short side, long side).
+    # M = J or J^T, whichever has fewer rows: (batch, short side, long side).
     matrix = linear.rows if few_outputs else linear.columns
     # M M^T, at most 16 x 16: in float64 the roots of its eigenvalues lose no digit of float32.
     grams = []
@@ -191,7 +199,8 @@ def _decompose_dense(
     if not (directions or left):
         return norms
     squares, vectors = torch.linalg.eigh(gram)
-    # Rows are left singular vectors of M, the largest first.
+    # Rows are the left singular vectors of M, that of the largest value first. They are left
+    # singular vectors u of J if M = J, and right ones v if M = J^T.
     short = vectors.mT.flip(1).to(matrix)
     if directions:
         right = short[:, 0]
@@ -206,9 +215,10 @@ def _decompose_dense(
 
 
 def _add_left(norms: JacobianNorms, left: Tensor, squares: Tensor, tol: float) -> JacobianNorms:
-    """Return the norms with the left singular vectors, and which of them are tied for the largest.
+    """Return the norms with the left singular vectors of the largest singular value.
 
-    Vectors that are tied in no sample are left out.
+    Several vectors are tied if their values are equal to the largest one up to `tol`. Vectors that
+    are tied in no sample are left out.
 
     Args:
         norms: the norms.
@@ -220,7 +230,7 @@ def _add_left(norms: JacobianNorms, left: Tensor, squares: Tensor, tol: float) -
     largest = sigma[:, :1]
     relative = torch.where(largest > 0, sigma / largest, 0.0)
     tied = relative >= 1 - tol
-    tied[:, 0] = True
+    tied[:, 0] = True  # also where all values are 0
     count = int(tied.sum(1).max())
     if relative.shape[1] > 1:
         second = relative[:, 1]
@@ -240,9 +250,12 @@ def compute_margins(
 ) -> Margins:
     """Return margins, their gradients and the first-order radius of every sample.
 
-    Other classes j are examined in the order of f_y - f_j, until none of the rest can be nearer:
-    ||J^T (e_y - e_j)||_q is at most G = sqrt(2) ||J|| for q = 2, and
-    G = ||J^T e_y||_1 + max_i ||J^T e_i||_1 for q = 1, so their radii are at least (f_y - f_j) / G.
+    To first order, a sample x of class y reaches class j at the distance
+    (f_y - f_j) / ||grad(f_y - f_j)||_q, with logits f and the norm q dual to that of the attack.
+    The radius is the smallest of these over j. Classes j are examined in the order of f_y - f_j,
+    until no later one can be nearer. For that, all gradient norms are at most
+    G = sqrt(2) ||J|| for q = 2, and G = ||J^T e_y||_1 + max_i ||J^T e_i||_1 for q = 1, so that a
+    class is at a distance of at least (f_y - f_j) / G.
 
     Args:
         linear: the map to logits (batch, classes), linearised at the samples.
@@ -281,13 +294,13 @@ def compute_margins(
     of_label = compute_gradient(y)
     if upper is None:
         upper = torch.full((len(y),), torch.inf)
-    # The G of the docstring.
+    # G of the docstring: an upper bound of all gradient norms.
     if dual == 2:
         steepest = 2**0.5 * upper.cpu().double()
     else:
         steepest = upper.cpu().double() + measure(of_label)
-    # The nearest class so far, one rank of `order` after the other for all samples. Gaps and
-    # classes are on the CPU, the order is on the device of the gradients.
+    # The nearest class so far. In each step, every sample examines its next class of `order`.
+    # Gaps and classes are on the CPU, the order is on the device of the gradients.
     radius = torch.full_like(gaps[:, 0], torch.inf)
     no_class = radius[:, None]
     next_gaps = torch.cat([gaps[:, 1:], no_class], 1)
@@ -301,16 +314,18 @@ def compute_margins(
         if i == 0:  # the runner-up
             direction = gradient
             first_slope = slope
-        distance = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
+        distance = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)  # 0 / 0 counts as 0
         nearer = ~complete & (distance < radius)
         radius = distance.where(nearer, radius)
         closest = classes[:, i].where(nearer, closest)
         examined += ~complete
-        # Later gaps are at least the next one: no later class is nearer than next_gap / G.
+        # Gaps rise, so no later class is nearer than next_gap / G. An infinite gap: none is left.
         next_gap = next_gaps[:, i]
         complete |= (next_gap >= 0) & (next_gap >= radius * steepest) | next_gap.isinf()
         if complete.all():
             break
+    # If classes are left, their lower bound counts, too. Without a bound (a negative gap) it is
+    # -inf.
     unexamined = (next_gap / steepest).where(next_gap >= 0, -torch.inf)
     limit = torch.where(complete, radius, torch.minimum(radius, unexamined))
     return Margins(
@@ -325,12 +340,16 @@ def compute_margins(
 
 
 def _sort_rivals(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the classes j != y of each sample by f_y - f_j, the smallest first, and f_y - f_j.
+    """Return the other classes j != y of each sample in the order of f_y - f_j, and f_y - f_j.
 
-    Both are (samples, classes - 1).
+    Both are (samples, classes - 1), with the smallest difference first.
+
+    Args:
+        logits: f, (samples, classes).
+        y: the class of each sample.
     """
     of_class = y[:, None]
-    # The class itself comes last, and is cut off.
+    # With -inf in place of its logit, the class itself comes last, and is cut off.
     order = logits.scatter(1, of_class, -torch.inf).argsort(1, descending=True)
     order = order[:, :-1]
     return order, logits.gather(1, of_class) - logits.gather(1, order)
@@ -339,7 +358,14 @@ def _sort_rivals(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _make_exact(
     linear: Linearization, norm: Tensor, products: int, method: Method
 ) -> JacobianNorms:
-    """Return exact norms, computed with the same number of products for every sample."""
+    """Return norms that are exact but for rounding, as `JacobianNorms` with upper = norm.
+
+    Args:
+        linear: the map.
+        norm: the norm of each sample.
+        products: number of products with J or J^T for each of them.
+        method: how they were computed.
+    """
     require_finite(norm)
     norm = norm.cpu().double()
     require_range(linear, norm, torch.ones_like(linear.output))
@@ -358,8 +384,8 @@ def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:
     """
     small = norm < SMALLEST[linear.x.dtype]
     if small.any():
-        # A norm may be 0: only a derivative that has entries at u = 2^100 has lost digits. (A
-        # power of two rounds nothing.)
+        # The norm may be 0 because J is 0. It is not if J^T u has entries for u as large as 2^100
+        # (a power of two, which causes no rounding): then J is too small for its digits.
         pulled = linear.vjp(units * 2.0**100).flatten(1)
         has_entries = pulled.any(1).cpu()
         if (small & has_entries).any():
@@ -369,7 +395,10 @@ def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:
 
 
 def make_gram_products(linear: Linearization) -> Products:
-    """Return the products with J J^T or J^T J, whichever is smaller, on flat vectors."""
+    """Return the function u -> J J^T u or J^T J u, whichever matrix is smaller, on flat vectors.
+
+    One vector per sample, (batch, outputs) or (batch, inputs).
+    """
     few_outputs = linear.outputs <= linear.inputs
     product: Products = linear.outer if few_outputs else linear.inner
     shape = (linear.output if few_outputs else linear.x).shape

@@ -41,9 +41,13 @@ def new_classifier(classes: int) -> Note:
 def watch_modules(
     parts: Iterable[tuple[str, nn.Module]], see: Callable[[str, tuple[Any, ...], Any], Any]
 ) -> Iterator[None]:
-    """Call `see(name, arguments, output)` after every call of some modules inside the block.
+    """Call `see(name, arguments, output)` after every call of some modules, inside the block.
 
-    What it returns replaces the output, unless it is None.
+    The result of `see` replaces the module's output, unless it is None.
+
+    Args:
+        parts: the modules, by name.
+        see: the function.
     """
     with ExitStack() as hooks:
         for name, part in parts:
@@ -147,6 +151,7 @@ class ModelSpec:
     commit: Commit | None = None
 
     def __post_init__(self) -> None:
+        """Complete short forms of the user: a number as shape, mean or std becomes a tuple."""
         # `object.__setattr__`, because the dataclass is frozen.
         shape: Any = self.input_shape
         if isinstance(shape, int) and self.kind == "image":
@@ -237,7 +242,7 @@ class LoadOptions:
                 "(3,32,32).",
             )
         channels = known[0]
-        if len(size) == 1:
+        if len(size) == 1:  # a square
             return channels, size[0], size[0]
         if len(size) == 2:
             return channels, size[0], size[1]
@@ -311,7 +316,10 @@ class Net(ModelSpec):
 
     @property
     def patch(self) -> tuple[int, int] | None:
-        """Height and width of the patches that a convolution of the image reads side by side."""
+        """Height and width of the patches into which a model of images divides them, if it does.
+
+        It does if a convolution of the image has a stride as large as its kernel.
+        """
         if self.kind != "image":
             return None
         for part in self.module.modules():
@@ -324,19 +332,17 @@ class Net(ModelSpec):
 
     @property
     def changes(self) -> tuple[Norm, ...]:
-        """Return how attacks can change its texts: words, characters, an added suffix.
-
-        They follow the gradient at the embedding table, so they need one; characters need the
-        words of the tokens. A tokenizer without a lexicon cannot write a changed text.
-        """
+        """Return how attacks can change the texts of this model: words, characters or a suffix."""
+        # Attacks choose tokens by the gradient at the embedding table.
         table = getattr(self.entry, "weight", None)
         if self.kind != "text" or not isinstance(table, Tensor) or table.ndim != 2:
             return ()
         if self.lexicon is not None:
             return ("words", "characters", "suffix")
+        # A tokenizer without a lexicon reads texts, but a changed text could not be written.
         if self.tokenize is not None:
             return ()
-        return ("words",)
+        return ("words",)  # inputs are token ids
 
     @property
     def lacks_classes(self) -> str:
@@ -368,64 +374,75 @@ class Net(ModelSpec):
         return batch.x.detach()
 
     def free(self, batch: Batch) -> Tensor | None:
-        """Return which positions of its samples may change, (batch, tokens); None: all."""
+        """Return which tokens of the samples an attack may change, (batch, tokens); None: all.
+
+        Padding never changes, and of a prompt with continuations only the prompt does.
+        """
         if not self.scored:
             return batch.mask if self.kind == "text" else None
-        # Ids of continuations are packed beyond the vocabulary (`data.continuations.pack`).
+        # `data.continuations.pack` gives tokens of continuations ids beyond the vocabulary.
         in_prompt = batch.x < (self.vocabulary or 0)
         if batch.mask is None:
             return in_prompt
         return in_prompt & batch.mask
 
     def forward(self, z: Tensor, batch: Batch) -> Tensor:
-        """Run from the attacked space: z replaces the samples of `batch`, whose mask is kept.
+        """Run the model on points of the attacked space: pixels, floats, or embeddings of texts.
 
-        Of texts it replaces the first output of `entry`: positions and masks stay correct.
+        Args:
+            z: the points, one per sample. For texts, they replace the output of the embedding
+                module, and the model still gets the ids.
+            batch: the samples, whose masks (and ids) are used.
         """
         needs_gradient = torch.is_grad_enabled() and z.requires_grad
         if self.exact is None or not needs_gradient:
             return self._run(z, batch)
-        # Under autocast: values of rounded arithmetic, gradients of exact arithmetic.
+        # A model under autocast: rounded arithmetic gives the values, exact arithmetic (`exact`)
+        # the gradients.
         with torch.no_grad():
             deployed = self._run(z, batch)
         return borrow_gradient(deployed, self.exact.forward(z, batch))
 
     def _run(self, z: Tensor, batch: Batch) -> Tensor:
-        """Run the module from the attacked space, with the gradient of its own arithmetic."""
+        """Run the module at points of the attacked space, with the gradient of its arithmetic."""
         if self.kind != "text":
             return self.read(self.call(z, batch.mask))
         with self.replace_embedding(z):
             return self.read(self.call(batch.x, batch.mask))
 
     def make_classifier(self, batch: Batch) -> Classifier | ByRow:
-        """Return `forward` at a batch as the function of z alone that attacks take.
+        """Return the model as a function that attacks take, from points z near a batch to scores.
 
-        Texts have masks of their own, so the function also gets the rows that z belongs to.
+        Attacks may pass some samples only. Each text has its own mask, so for texts the function
+        also takes the rows of the batch that z belongs to.
         """
         if self.kind == "text":
             return ByRow(lambda z, rows: self.forward(z, batch.without_ids(rows)))
         return lambda z: self.forward(z, batch)
 
     def embedding(self, batch: Batch) -> Tensor:
-        """Return the output of `entry` on a batch (detached)."""
+        """Return the output of the embedding module on a batch, with samples first (detached)."""
         outputs: list[Tensor] = []
-        # A copy: some models scale their embeddings in place.
+        # Copied, because some models scale their embeddings in place.
         with torch.no_grad(), self._watch_entry(lambda out: outputs.append(out.clone())):
             self.call(batch.x, batch.mask)
         states = self._put_batch_first(outputs[0])
         if self.exact is None:
             return states
-        return states.to(self.dtype)
+        return states.to(self.dtype)  # under autocast they may be in half precision
 
     def replace_embedding(self, z: Tensor) -> RemovableHandle:
-        """Replace the first output of `entry` by z; the handle ends this, as a context."""
-        # The exchange of two axes is its own inverse: a model with tokens first gets them first.
+        """Replace the first output of the embedding module by z, until the handle is removed.
+
+        The handle is a context manager, too.
+        """
+        # A model with tokens first gets tokens first: to exchange two axes is its own inverse.
         pending = [self._put_batch_first(z).clone()]
 
         def replace_first(out: Tensor) -> Tensor:
-            if not pending:  # a later call of the same embedding, such as of the decoder
+            if not pending:  # a later call of the same embedding, such as by the decoder
                 return out
-            # Under autocast, the embedding may be rounded, and what follows reads it so.
+            # In the dtype of the embedding, which under autocast may be half precision.
             return pending.pop().to(out.dtype)
 
         return self._watch_entry(replace_first)

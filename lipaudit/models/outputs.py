@@ -36,7 +36,7 @@ Read = Callable[[Any], Tensor]
 
 
 def _return_scores(scores: Any, *_args: Any, **_options: Any) -> Any:
-    """Return the logits of a sigmoid: its argument."""
+    """Return the argument of a sigmoid, which takes further arguments: its logits."""
     return scores
 
 
@@ -75,7 +75,10 @@ class FinalActivation(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch, and keep it if it is a softmax or a sigmoid."""
+        """Run a function of torch; if it is a softmax or a sigmoid, note it and its output.
+
+        `logits` then computes the logits from the same arguments, without rounding p to 0 or 1.
+        """
         options = kwargs or {}
         output = function(*args, **options)
         if function in TWINS:
@@ -126,10 +129,10 @@ def find_main_output(result: Any) -> Tensor:
 
 
 def find_form(output: Tensor, final: FinalActivation) -> OutputForm:
-    """Return the form of scores, (..., classes).
+    """Return the form of a model's scores: logits, probabilities, their logarithms, or sigmoids.
 
     Args:
-        output: the scores, of at least two classes.
+        output: the scores, (..., classes), of at least two classes.
         final: the softmax or sigmoid that the forward pass applied last.
     """
     values = output.detach().double()
@@ -159,10 +162,10 @@ def note_form(form: OutputForm) -> tuple[Note, ...]:
 def convert_outputs(
     form: OutputForm, call: Call, read: Read, scorer: NextToken | None
 ) -> tuple[Call, Read, NextToken | None]:
-    """Return the functions that run and read a model, so that its scores are logits.
+    """Return the functions that run and read a model, changed so that its scores are logits.
 
-    If the output is that of the last softmax or sigmoid itself, logits come from the same scores,
-    without rounding. Otherwise, for example after an average of several models, they are log p.
+    If the output is that of the last softmax or sigmoid, logits come from the argument of that
+    function, without rounding. Otherwise, as after an average of several models, they are log p.
 
     Args:
         form: the form of the output.
@@ -170,7 +173,7 @@ def convert_outputs(
         read: returns the output from a result; the scores of a language model are not in it.
         scorer: how a language model scores the next token; then its scores have this form.
     """
-    if form not in ("probabilities", "sigmoids"):
+    if form not in ("probabilities", "sigmoids"):  # logits, or log p, which serve as logits
         return call, read, scorer
     read_scores = read
     if scorer is not None:
@@ -182,6 +185,7 @@ def convert_outputs(
         if output is watched.final.output:
             logits: Tensor = watched.final.logits()
             return logits
+        # Limits avoid infinite logits where p is 0 or 1.
         limits = torch.finfo(output.dtype)
         if form == "sigmoids":
             return output.logit(limits.eps)
@@ -199,7 +203,10 @@ def convert_outputs(
 
 
 def is_saturated(logits: Tensor) -> bool:
-    """Say whether `read_logits` cut a logarithm at the smallest float: it has no derivative."""
+    """Say whether a logit log p is that of p = 0, cut at the smallest float.
+
+    There it is constant, and has no derivative (see `convert_outputs`).
+    """
     tiny = torch.finfo(logits.dtype).tiny
     # In the logits' own precision and device, whose log may round differently.
     smallest = torch.full_like(logits[..., :1], tiny).log()
@@ -246,11 +253,12 @@ class EntrySearch:
         self.tokens_first: set[str] = set()
 
     def list_candidates(self) -> list[tuple[str, nn.Module]]:
-        """Return the modules that may be the embedding, by name."""
+        """Return the modules that may embed the input, with their names."""
         modules = self.spec.module.named_modules()
         return [(name, part) for name, part in modules if self._may_embed(name, part)]
 
     def _may_embed(self, name: str, part: nn.Module) -> bool:
+        """Say whether a module may embed the input: patches of an image, or ids of a text."""
         if self.spec.kind == "image":
             own_name = name.rpartition(".")[2]
             return "PatchEmbed" in type(part).__name__ or "patch_embed" in own_name
@@ -259,11 +267,16 @@ class EntrySearch:
         return False
 
     def observe(self, name: str, args: tuple[Any, ...], output: Any) -> None:
-        """Record what a candidate takes and returns in a forward pass on the sample.
+        """Record whether a module that may embed the input takes the sample, in a forward pass.
 
         The model may transpose its ids to (tokens, batch) before it embeds them.
+
+        Args:
+            name: the module.
+            args: its arguments.
+            output: its output.
         """
-        if self.spec.kind == "image":
+        if self.spec.kind == "image":  # its name was enough
             self.readers.append(name)
             return
         ids = self.x
@@ -279,11 +292,14 @@ class EntrySearch:
             return
         if (argument == ids).all():
             self.readers.append(name)
-        else:
+        else:  # numbers of positions or types, or ids that the model has changed
             self.similar_readers.append(name)
 
     def add_entry(self, found: Probe) -> Probe:
-        """Return the facts with the embedding: the one named, else the first reader of the ids."""
+        """Return facts about the model with its embedding module added, after the forward pass.
+
+        It is the one that the description of the model names, else the first that took the ids.
+        """
         entry = self.spec.entry
         names = self.readers + self.similar_readers
         if entry is None and names:
@@ -319,7 +335,15 @@ def probe_model(spec: ModelSpec, call: Call, read: Read) -> Probe:
 
 
 def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) -> Probe:
-    """Run samples until one has finite logits, and return what is known then.
+    """Run samples until one has finite logits, and return what its output shows.
+
+    If no output is finite, or none is logits, it is that of the first usable sample.
+
+    Args:
+        spec: the model.
+        call: runs it on (x, mask).
+        read: returns the output from a result.
+        samples: the samples, each as a batch of one.
 
     Raises:
         Exception: that of the model on the first sample, if it fails on each.
@@ -340,7 +364,7 @@ def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) 
         if found is None or found.undefined:
             found = Probe(output, form, undefined, note_choice(spec, passed.result))
         elif not undefined and form != found.form:
-            # The scores of one sample may sum to 1 by chance.
+            # The scores of one of two samples sum to 1 by chance: they are no probabilities.
             found = replace(found, form="logits")
         if not undefined and form == "logits":
             break
@@ -356,7 +380,7 @@ def make_probes(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> li
         if spec.tokenize:
             ids = spec.tokenize(PROBE_TEXT, length)
         else:
-            # A text of padding alone is undefined in many models.
+            # Any id but that of padding: a text of padding alone is undefined in many models.
             plain = next(i for i in (1, 2, 3) if i not in (spec.pad_id, spec.end_id))
             ids = [plain] * length
             if spec.end_id is not None:
@@ -373,7 +397,7 @@ def read_form(spec: ModelSpec, passed: Activated, output: Tensor) -> OutputForm:
     """Return the form of the scores of a forward pass: of classes, or of the next token."""
     if spec.classifier and output.ndim == 2 and output.shape[1] > 1:
         return find_form(output, passed.final)
-    if spec.next_token is None:
+    if spec.next_token is None:  # features, or a single score, which are used as they are
         return "logits"
     return find_form(spec.next_token.read(passed.result), passed.final)
 
@@ -394,7 +418,12 @@ def note_choice(spec: ModelSpec, result: Any) -> tuple[Note, ...]:
 
 
 def _require_floats(output: Tensor, x: Tensor) -> None:
-    """Refuse an output of integers, or of half precision in a run in float32."""
+    """Refuse an output of integers, or of half precision in a run in float32.
+
+    Args:
+        output: the output of the model.
+        x: the sample, in the precision of the run.
+    """
     is_rounded = output.dtype in HALF and x.dtype == torch.float32
     if is_rounded or not output.is_floating_point():
         raise InputError(
@@ -405,7 +434,10 @@ def _require_floats(output: Tensor, x: Tensor) -> None:
 
 
 def settle_output(net: Net, batch: Batch) -> Net:
-    """Return a model whose output was undefined on loading, checked on a sample of the run.
+    """Find the form of a model's output on a sample of the run, if loading could not.
+
+    On loading, the output on a blank sample and on noise may be infinite or NaN, and then does not
+    show whether it is logits or probabilities.
 
     Raises:
         InputError: the output on the first sample is not finite.

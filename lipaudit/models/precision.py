@@ -28,14 +28,18 @@ SEEDED = ("cuda", "xpu")
 
 
 def _repair_gradient(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return batch or instance normalisation with a right gradient on a CPU.
+    """Return batch or instance normalisation whose gradient is right on a CPU, too.
 
-    There torch 2.14 computes a wrong one for a single sample if the incoming gradient has the
-    channels last, with strides such as (6, 1, 24, 6), as that of `x.flatten(2).transpose(1, 2)` in
-    a patch embedding. A contiguous incoming gradient is safe.
+    For a single sample on a CPU, torch 2.14 computes a wrong gradient if the incoming gradient has
+    its channels last in memory, as behind `x.flatten(2).transpose(1, 2)` in a patch embedding. A
+    contiguous incoming gradient is safe.
+
+    Args:
+        normalise: `torch.batch_norm` or `torch.instance_norm`.
     """
 
     def compute(*args: Any) -> Tensor:
+        """Normalise, and make the incoming gradient contiguous by a hook."""
         output = normalise(*args)
         if output.requires_grad and len(output) == 1 and output.device.type == "cpu":
             output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
@@ -46,18 +50,19 @@ def _repair_gradient(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Compute in the tensors' own precision with gradients: no TF32, autocast or inference mode.
+    """Compute in the tensors' own precision, with gradients: no TF32, autocast or inference mode.
 
-    Compiled code runs as plain Python, and `nn.TransformerEncoder` without its fast path: kernels
-    cannot be observed. Compiled code may be wrapped or compiled in place, whole or in part. The
-    fast path is also another function, which torch takes only without gradients: it sets the
-    outputs at padded tokens to 0.
+    Compiled code runs as plain Python, and `nn.TransformerEncoder` without its fast path, because
+    kernels cannot be observed. The fast path is also another function: it sets the outputs at
+    padded tokens to 0, and torch takes it only without gradients.
 
-    All settings are restored. TF32 would leave three digits of a spectral norm. A model may still
-    change settings itself, for example by `torch.backends.cudnn.flags()`: it is measured as it is.
+    All settings are restored at the end of the block. TF32 would leave three digits of a spectral
+    norm. A model may still change settings itself, for example by `torch.backends.cudnn.flags()`:
+    it is measured as it is.
     """
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled: the import takes a second
+        # Without this module nothing is compiled, and importing it here would take a second.
+        if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         mha: Any = torch.backends.mha
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
@@ -73,23 +78,26 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
 
 
 def _switch_tf32_off(stack: ExitStack) -> None:
-    """Compute float32 products in float32, until the stack restores the settings.
+    """Switch TF32 off, so that float32 products are computed in float32, until the stack ends.
 
-    torch 2.9 has a setting per operation beside the two older ones, and refuses to read an older
-    one if they contradict each other. So each is read while nothing contradicts it.
+    Since torch 2.9 there is a precision setting per operation (`fp32_precision`) beside two older
+    settings. torch refuses to read an older one while it contradicts the new ones, so the order of
+    reading and writing matters here.
     """
     backends: Any = torch.backends
     cudnn, onednn = backends.cudnn, backends.mkldnn
     settings: list[Any] = []  # objects with a precision setting, general ones first
-    if hasattr(cudnn, "conv"):
+    if hasattr(cudnn, "conv"):  # torch 2.9 and later
         settings = [backends, cudnn, onednn, backends.cuda.matmul, onednn.matmul]
         settings += [cudnn.conv, cudnn.rnn, onednn.conv, onednn.rnn]
-    for setting in settings:  # once general ones are "none", single ones no longer inherit them
+    # Set the general ones to "none" first: single ones then have only their own value, if any, and
+    # no longer that of a general one. That value is restored.
+    for setting in settings:
         stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
         setting.fp32_precision = "none"
     try:
         allowed = cudnn.allow_tf32
-    except RuntimeError:  # only True contradicts settings that are all "none"
+    except RuntimeError:  # it contradicts the settings, which are all "none": it is True
         allowed = True
     stack.callback(setattr, cudnn, "allow_tf32", allowed)
     stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
@@ -118,7 +126,7 @@ class Widening(TorchFunctionMode):
         self.halves: set[torch.dtype] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` with float64 in place of lower precisions."""
+        """Call a function of torch with float64 in place of lower precisions."""
         kwargs = kwargs or {}
         for value in (_CASTS.get(func), *args, *kwargs.values()):
             if value is torch.half or value is torch.bfloat16:
@@ -132,7 +140,7 @@ class Widening(TorchFunctionMode):
 
 
 def _widen(value: Any) -> Any:
-    """Return float64 for a dtype that a model casts to; everything else as it is."""
+    """Return float64 in place of an argument that is a lower dtype, and all others as they are."""
     if isinstance(value, torch.dtype) and value in _CASTS.values():
         return torch.float64
     return value
@@ -143,8 +151,8 @@ def deploy(
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Return a model's forward pass as it runs under `torch.autocast`.
 
-    The switch acts inside of `exact_arithmetic`, too. Modules that cast themselves or switch
-    autocast off do so as in the plain model.
+    Autocast is then on inside of `exact_arithmetic`, too, which switches it off. Modules that cast
+    themselves or switch autocast off do so as in the plain model.
 
     Args:
         run: the forward pass: (samples, mask) -> output.
@@ -165,12 +173,19 @@ def deploy(
 
 
 def widen_half(values: Tensor) -> Tensor:
-    """Return values in at least float32: sums of many rounded terms would lose digits."""
+    """Return values in float32 if they are in half precision, in which sums would lose digits."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def can_autocast(device: torch.device, name: str) -> bool:
-    """Say whether torch rounds products on a device under autocast; older versions only warn."""
+    """Say whether torch supports autocast to a dtype on a device, by a product of matrices.
+
+    Older versions of torch only warn if they do not, and compute in float32.
+
+    Args:
+        device: the device.
+        name: the dtype: bfloat16 or float16.
+    """
     dtype = getattr(torch, name)
     ones = torch.ones(2, 2, device=device)
     with warnings.catch_warnings(), suppress(RuntimeError):
@@ -185,8 +200,8 @@ def borrow_gradient(values: Tensor, exact: Tensor) -> Tensor:
     """Return values whose gradient is that of another computation of the same quantity.
 
     Args:
-        values: of rounded arithmetic, without a graph.
-        exact: the same quantity of exact arithmetic, with its graph.
+        values: the quantity in rounded arithmetic, without a graph.
+        exact: the same quantity in exact arithmetic, with its graph.
     """
     return _BorrowedGradient.apply(values, exact)
 
@@ -214,7 +229,7 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
 
     Other devices are not used: reading the state of a GPU takes memory, which may be missing.
     """
-    seeded = [device] if device.type in SEEDED else []
+    seeded = [device] if device.type in SEEDED else []  # besides the CPU
     kind = device.type if seeded else "cuda"
     with torch.random.fork_rng(seeded, device_type=kind), ExitStack() as undo:
         undo.callback(np.random.set_state, np.random.get_state())
@@ -284,9 +299,12 @@ class WeightReference:
 
 
 def refer_to_weight(weight: Tensor) -> Tensor | WeightReference:
-    """Return a reference to a converted weight that does not keep the copy in memory.
+    """Return a reference to a converted weight that does not keep the converted copy in memory.
 
     A weight that needs no conversion is its own reference.
+
+    Args:
+        weight: a weight as a layer reads it, or a view of one.
     """
     whole = weight
     if weight._base is not None:  # a view
@@ -324,7 +342,8 @@ def convert_on_read(
         device = None
         if place is not None:
             device = place(path)
-        if isinstance(part, nn.RNNBase):  # it passes its weights to torch without reading them
+        # Recurrent layers pass their weights to torch without reading them: convert them at once.
+        if isinstance(part, nn.RNNBase):
             part.to(device=device, dtype=dtype)
         for name, buffer in part._buffers.items():
             if buffer is not None:
@@ -341,8 +360,9 @@ def convert_on_read(
 
 
 def precision(module: nn.Module) -> torch.dtype:
-    """Return the dtype of a module's parameters as the module reads them."""
+    """Return the floating-point dtype in which a module reads its parameters."""
     for part in module.modules():
+        # After `convert_on_read`, that of the converted copies.
         if isinstance(part._parameters, _Parameters):
             return part._parameters.dtype
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
@@ -352,10 +372,10 @@ def devices(module: nn.Module) -> Iterator[torch.device]:
     """Yield the devices on which the parts of a module read their parameters, in order."""
     for part in module.modules():
         table = part._parameters
-        device_of_copies = None
+        device_of_copies = None  # of weights that are converted on reading
         if isinstance(table, _Parameters):
             device_of_copies = table.device
-        for p in dict.values(table):  # without a conversion
+        for p in dict.values(table):  # as stored: `table.values()` may convert them
             if p is not None:
                 yield device_of_copies or p.device
 
@@ -366,7 +386,10 @@ def has_converted_weights(module: nn.Module) -> bool:
 
 
 def lift_parameters(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call of a model after `convert_on_read`: it sees converted `parameters()`."""
+    """Return a model's call, changed so that the model sees converted copies in `parameters()`.
+
+    For a model after `convert_on_read`, whose code may read the dtype or device of its parameters.
+    """
 
     def run(*args: Any) -> Any:
         """Call the model while its parameters are read as converted copies."""
@@ -391,6 +414,7 @@ class _Parameters(dict[str, Any]):
     def __init__(
         self, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device | None
     ) -> None:
+        """Hold stored parameters, and the dtype and device of their copies (None: as stored)."""
         super().__init__(parameters)
         self.dtype = dtype
         self.device = device
@@ -399,7 +423,11 @@ class _Parameters(dict[str, Any]):
         return self._convert(super().__getitem__(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set the stored weight; setting the copy that was read changes nothing."""
+        """Set the stored weight.
+
+        If the value is a converted copy, which code has read and sets again, its stored weight
+        stays.
+        """
         if value is not None:
             value = _originals.get(value, value)
         super().__setitem__(name, value)
@@ -425,7 +453,13 @@ class _Parameters(dict[str, Any]):
 
 
 def _convert(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """Return the converted copy of a stored weight; a copy in use is returned again."""
+    """Return a converted copy of a stored weight, or the copy that is in use at the moment.
+
+    Args:
+        stored: the weight.
+        dtype: dtype of the copy, if the weight is stored in a narrower one.
+        device: device of the copy; None: that of the weight.
+    """
     if not _needs_conversion(stored, dtype, device):
         return stored
     copy_dtype = stored.dtype
@@ -448,12 +482,18 @@ def _convert(stored: Tensor, dtype: torch.dtype, device: torch.device | None) ->
 
 
 def _allocate(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for a copy that the system gets back when the copy is freed.
+    """Return an empty tensor whose memory goes back to the system when it is freed.
 
-    The C library does not return blocks of megabytes that lie between longer-lived ones: the heap
-    would grow to several times the model.
+    The C library does not return large blocks between longer-lived ones, so that copies of weights
+    would make the heap grow to several times the model.
+
+    Args:
+        like: a tensor of the same shape.
+        dtype: dtype of the result.
+        device: device of the result.
     """
     count = like.numel()
+    # torch's own memory will do on a GPU, and for small or strided tensors.
     if device.type != "cpu" or count < LARGE or not like.is_contiguous():
         return torch.empty_like(like, dtype=dtype, device=device)
     # Anonymous pages go back to the system as soon as the last view of them is freed.

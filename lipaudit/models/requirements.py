@@ -35,10 +35,14 @@ REPEAT = "Switch off dropout, noise and random choices, and state that a forward
 
 
 def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = None) -> bool:
-    """Compare two tensors, relative to the largest entry of the first one.
+    """Say whether two tensors are equal up to a tolerance.
 
-    With `each`, slices along that axis are compared separately, so a large head cannot hide a
-    small one.
+    Args:
+        a: a tensor.
+        b: another one.
+        tolerance: largest difference of two entries, relative to the largest entry of a.
+        each: axis of which each slice is compared separately, with its own largest entry, so that
+            a large head cannot hide a small one; None: all entries together.
     """
     if a.shape != b.shape:
         return False
@@ -48,11 +52,11 @@ def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = N
 
 
 def _find_largest(t: Tensor, each: int | None) -> Tensor:
-    """Return the largest absolute entry, in float64: of the whole, or of each slice along an axis.
+    """Return the largest absolute entry of a tensor, or of each of its slices, in float64.
 
     Args:
         t: the tensor.
-        each: the axis; None: the whole.
+        each: the axis of the slices; None: the whole tensor.
     """
     largest = t.abs()
     axes = [axis for axis in range(t.ndim) if axis != each]
@@ -62,7 +66,13 @@ def _find_largest(t: Tensor, each: int | None) -> Tensor:
 
 
 def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None:
-    """Check that a second pass, and one beside another companion, give a sample's output again.
+    """Refuse a model that is random, or whose output for a sample depends on another sample.
+
+    Args:
+        net: the model.
+        batch: two samples.
+        other: the same first sample beside another one.
+        output: the output on `batch`.
 
     Raises:
         InputError: the model is random, or its first sample depends on the second one.
@@ -97,9 +107,9 @@ class SampleFailure:
 
 
 def find_first_failure(net: Net, batch: Batch) -> SampleFailure | None:
-    """Return the first sample of a batch on which a model fails, alone or with a gradient.
+    """Return the first sample of a batch for which a model's output or its gradient fails.
 
-    None without a failure, or if the machine fails.
+    Each sample runs alone. None if there is no failure, or if the machine fails (memory).
     """
     for i in range(len(batch)):
         sample = batch[i : i + 1].trim()
@@ -108,6 +118,7 @@ def find_first_failure(net: Net, batch: Batch) -> SampleFailure | None:
                 output = net.output(sample)
             if not output.isfinite().all():
                 return SampleFailure(i, "its output is not finite")
+            # Gradients of a text model need its embedding module.
             if net.kind != "text" or net.entry is not None:
                 with torch.enable_grad():
                     point = net.point(sample).detach().requires_grad_()
@@ -120,7 +131,7 @@ def find_first_failure(net: Net, batch: Batch) -> SampleFailure | None:
 
 
 def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
-    """Refuse a model whose outputs are not one per sample.
+    """Refuse a model whose output does not have an independent row per sample.
 
     The first and the last sample run alone and together. A random model is not refused here: the
     measures note it.
@@ -148,8 +159,9 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     except Exception as error:  # the model's own code may raise anything
         if of_machine(error):
             raise
+        # It fails on single samples, too, or batches are not needed. The measure names the sample.
         if alone is None or singly:
-            return  # the measure will name the sample
+            return
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(
             f"{net.architecture} runs on one sample but fails on a batch of two ({reason})",
@@ -248,17 +260,20 @@ def require_autocast(net: Net, batch: Batch, autocast: str | None) -> tuple[Note
 
 
 def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:
-    """Warn if `nn.TransformerEncoder` is another function on its fast path, which is not measured.
+    """Warn if PyTorch's fast path through `nn.TransformerEncoder` changes the model's output.
 
-    Compares the outputs on the shortest and the longest sample, in one batch.
+    Without gradients PyTorch may take it, but all measures run without it. The outputs of both are
+    compared on the shortest and the longest sample, in one batch.
     """
     if not any(isinstance(part, nn.TransformerEncoder) for part in net.module.modules()):
         return ()
     pair = _pick_extreme_lengths(batch).to(net.device, net.dtype)
     mha = torch.backends.mha
     with ExitStack() as stack:
-        stack.enter_context(suppress(Exception))  # the measures name the sample that fails
-        stack.enter_context(warnings.catch_warnings(action="ignore"))  # nested tensors are new
+        # If the model fails here, the measures name the sample.
+        stack.enter_context(suppress(Exception))
+        # The fast path uses nested tensors, for which torch warns that they are a prototype.
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.enter_context(exact_arithmetic(net.device))
         stack.enter_context(torch.no_grad())
         measured = net.output(pair)
@@ -289,10 +304,11 @@ WIDENED = 2**28
 
 
 def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
-    """Warn if the gradient of a model is not its derivative.
+    """Warn if autograd's gradient of a model is not the derivative of its output.
 
-    Compares differences along one random direction at two samples, in float64. If the model is too
-    large for float64, or its own code fails, nothing is compared.
+    A straight-through estimator, `detach` or a wrong backward pass causes that. The gradient is
+    compared with finite differences along one random direction, at two samples and in float64. If
+    the model is too large for float64, or its own code fails, nothing is compared.
 
     Args:
         net: the model.
@@ -306,8 +322,8 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
         return ()
     pair = batch[:2].trim()
     widening = Widening()
-    # All weights become float64, and get their own memory back afterwards.
-    # Buffers, too: running statistics in float32 would leave a kink of their own.
+    # All weights become float64 for this comparison, and get their own memory back afterwards. So
+    # do buffers, such as running statistics: in float32 they would round the output.
     tensors = [t for t in (*parameters, *net.module.buffers()) if t.is_floating_point()]
     originals = [t.data for t in tensors]
     try:
@@ -343,17 +359,21 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
 def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
     """Return the relative error of autograd's slope at each sample, (samples,).
 
-    The slope <J^T w, u> along a random direction u is compared with the central difference
-    D(h) = <w, f(x + h u) - f(x - h u)> / 2h. The error is the smallest one over the steps h, which
-    end when no sample differs.
+    Let f be the model, J its Jacobian at a sample x, u a random direction of the input and w one
+    of the output. The slope <J^T w, u> is compared with the central difference
+    D(h) = <w, f(x + h u) - f(x - h u)> / 2h. The error is the smallest one over several steps h.
+
+    Args:
+        net: the model, in float64.
+        batch: the samples.
     """
     x = net.point(batch)
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
     free = net.free(batch)
-    if free is not None:
+    if free is not None:  # tokens that cannot change, such as padding, do not move
         u = u * free[..., None]
-    # u has the length of the sample: h is relative.
+    # Scale u to the length of the sample, so that h is relative to it.
     axes = tuple(range(1, x.ndim))
     length = torch.linalg.vector_norm(x, dim=axes, keepdim=True).clamp_min(1.0)
     u = u * length / torch.linalg.vector_norm(u, dim=axes, keepdim=True)
@@ -363,12 +383,12 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
         w = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
         gradient = _compute_gradient((output * w).sum(), point)  # J^T w
     slope = (gradient * u).sum(axes)
-    # For a random u the slope is about ||J^T w|| ||u|| / sqrt(n), but may be far smaller by
-    # chance.
+    # For a random u with n entries the slope is about ||J^T w|| ||u|| / sqrt(n). It may be far
+    # smaller by chance: errors are then relative to this number.
     entries = u.count_nonzero() / len(u)
     steepness = torch.linalg.vector_norm(gradient, dim=axes)
     usual_slope = steepness * length.flatten() / entries.sqrt()
-    # Rounding of <w, f>, for directions in which the derivative vanishes.
+    # Rounding error of <w, f>, which D(h) divides by h: not an error of the slope.
     eps = torch.finfo(torch.float64).eps
     terms = (output.detach() * w).abs()
     rounding = eps * terms.flatten(1).sum(1)
@@ -382,13 +402,13 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
         scale = torch.stack([slope.abs(), usual_slope, quotient.abs()]).amax(0)
         error = ((quotient - slope).abs() - rounding / h).clamp_min(0)
         errors = torch.minimum(errors, error / scale.clamp_min(1e-300))
-        if (errors <= DIFFERS).all():
+        if (errors <= DIFFERS).all():  # no sample differs: other steps need not be tried
             break
     return errors
 
 
 def _compute_gradient(value: Tensor, point: Tensor) -> Tensor:
-    """Return the gradient; zeros if the value does not depend on the point."""
+    """Return the gradient of a value at a point; zeros if the value does not depend on it."""
     if not value.requires_grad:
         return torch.zeros_like(point)
     return torch.autograd.grad(value, point, materialize_grads=True)[0]

@@ -45,10 +45,11 @@ class Addition:
 
 
 def find_additions(output: Tensor, attention_nodes: Collection[Node]) -> list[Addition]:
-    """Return the residual additions behind an output, in the order of execution.
+    """Return the residual additions y = x + F(x) behind an output, in the order of execution.
 
-    Of additions inside one another, the inner ones count if they hold attention, such as those of
-    the blocks of a stage. Otherwise the outer one counts, such as that of a whole MLP.
+    An addition may lie inside the branch F of another one. Then the inner additions count if one
+    of them holds attention, as in the blocks of a stage with a skip around it. Otherwise the outer
+    one counts, as that of a whole MLP.
 
     Args:
         output: the output of the model.
@@ -67,6 +68,7 @@ def find_additions(output: Tensor, attention_nodes: Collection[Node]) -> list[Ad
         inner = [a for a in additions if a is not outer and outer.holds(a.sum.node)]
         if not inner:
             continue
+        # Keep either the outer addition or the inner ones.
         dropped = inner
         if any(addition.holds(node) for addition in inner for node in attention_nodes):
             dropped = [outer]
@@ -75,14 +77,15 @@ def find_additions(output: Tensor, attention_nodes: Collection[Node]) -> list[Ad
 
 
 def find_blocks(additions: Sequence[Addition], starts: Collection[int]) -> list[tuple[int, int]]:
-    """Return the indices of the first and last addition of every block with one residual stream.
+    """Return the indices of the first and last residual addition of every block.
 
-    In such a block each addition adds to the sum of the one before it, so x of the first one is a
-    term of the last sum. BERT, which normalises between two additions, has no such block.
+    A block, such as attention and MLP, counts if each of its additions adds to the sum of the one
+    before it: y = (x + F(x)) + G(...). Then x is a term of the block's output. BERT, which
+    normalises after each addition, has no such block.
 
     Args:
-        additions: the additions, in order.
-        starts: indices of those that begin a block.
+        additions: all residual additions of a model, in order.
+        starts: indices of the additions that begin a block.
     """
     blocks: list[tuple[int, int]] = []
     order = sorted(starts)
@@ -95,7 +98,7 @@ def find_blocks(additions: Sequence[Addition], starts: Collection[int]) -> list[
 
 
 def get_order(node: Node) -> int:
-    """Return the number of a node in the order of execution."""
+    """Return the number of a graph node in the order in which the forward pass made the nodes."""
     return node._sequence_nr()
 
 
@@ -114,17 +117,17 @@ def _list_parents(node: Node) -> list[GradientEdge]:
 def _read_addition(
     node: Node, found: dict[Node, Addition], readers: Counter[Node]
 ) -> Addition | None:
-    """Return a sum as a residual addition; None if it is none.
+    """Return a sum of two tensors as a residual addition y = x + F(x), or None if it is no such.
 
     Args:
-        node: the sum.
-        found: the residual additions before it.
+        node: the node of the sum.
+        found: the residual additions before it, by their node.
         readers: how many tensors are computed from each node.
     """
-    # Of the two operands, the skip is computed first.
+    # The operand that was computed first is the skip x, the other one the branch F(x).
     skip, branch = sorted(_list_parents(node), key=lambda edge: get_order(edge.node))
-    # The nodes of F lie between x and the branch. F may read an earlier x of the stream: in
-    # (x + f(x)) + g(x), the second addition has the sum of the first one as its skip.
+    # The nodes of F lie between x and the branch. F may read an earlier x: in (x + f(x)) + g(x),
+    # the skip of the second addition is the sum of the first one, and g reads x.
     stream = _strip_views(skip.node)
     inside = _find_between(branch.node, stream)
     while inside is None and stream in found:
@@ -134,7 +137,9 @@ def _read_addition(
         return None
     terms = _split_terms(branch, inside, readers)
     insides = [_find_between(term.node, stream) for term in terms]
-    if len(terms) > 1 and None in insides:  # a term does not depend on x: no parallel branches
+    # A term that does not depend on x through a linear map is no parallel branch: keep the branch
+    # as a whole.
+    if len(terms) > 1 and None in insides:
         terms = [branch]
         insides = [inside]
     parts = tuple(frozenset(nodes_inside or ()) for nodes_inside in insides)
@@ -142,9 +147,9 @@ def _read_addition(
 
 
 def _strip_views(node: Node) -> Node:
-    """Return the node behind operations that only move entries, at most the one after a leaf.
+    """Walk back from a node through views and copies, and return the node of their tensor.
 
-    (A leaf has no number in the order of execution.)
+    The walk stops before a leaf, which has no number in the order of execution.
     """
     while op(node) in _VIEWS:
         parents = _list_parents(node)
@@ -155,11 +160,11 @@ def _strip_views(node: Node) -> Node:
 
 
 def _find_between(later: Node, earlier: Node) -> set[Node] | None:
-    """Return the nodes between two nodes, if every path between them passes a linear map.
+    """Return the nodes on the way back from a node to an earlier one, without the latter.
 
-    None means that there is no path, or that one has no linear map.
+    None if no path connects them, or if a path between them has no linear map.
     """
-    seen: set[tuple[Node, bool]] = set()
+    seen: set[tuple[Node, bool]] = set()  # nodes, and whether a linear map came before them
     is_connected = False
     # Nodes to visit, and whether a linear map is on the way from `later` to them.
     todo = [(later, False)]
@@ -184,19 +189,25 @@ def _find_between(later: Node, earlier: Node) -> set[Node] | None:
 def _split_terms(
     branch: GradientEdge, inside: Collection[Node], readers: Counter[Node]
 ) -> list[GradientEdge]:
-    """Return the terms of a branch that is a sum itself, as of attention and MLP in parallel.
+    """Return the terms F_i of a branch F = F_1 + F_2 + ... of a residual addition y = x + F(x).
+
+    Blocks with attention and MLP in parallel have such a branch. Any other branch is one term.
 
     Args:
-        branch: the branch.
-        inside: the nodes between the skip and the branch.
+        branch: the edge of the tensor F(x) in the graph.
+        inside: the nodes between x and F(x).
         readers: how many tensors are computed from each node.
+
+    Returns:
+        The edges of the terms.
     """
     terms = []
     todo = [branch]
     while todo:
         edge = todo.pop()
         operands = _list_parents(edge.node)
-        # An operand that something else reads, too, is no term of its own.
+        # A sum of two tensors inside F is split, unless something else also reads one of them: as
+        # in h + g(h), which is a residual addition itself.
         is_split = _is_sum(edge.node) and all(
             readers[operand.node] == 1 and operand.node in inside for operand in operands
         )

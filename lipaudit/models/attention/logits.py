@@ -305,8 +305,8 @@ def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool)
     if shifted:  # B is known up to a constant per row, which P does not show: let its maximum be 0
         bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     largest = linear.abs().amax(-1, keepdim=True)
-    rounding = _ROUNDING * torch.finfo(logits.dtype).eps * largest
-    rounding = rounding.clamp_max(_NEGLIGIBLE)
+    eps = torch.finfo(logits.dtype).eps
+    rounding = (_ROUNDING * eps * largest).clamp_max(_NEGLIGIBLE)
     rows = (bias.abs() > rounding).any(-1, keepdim=True)
     has_no_bias = ~rows.any(-2, keepdim=True)  # of each head
     if has_no_bias.all():

@@ -46,8 +46,7 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
     one_head = layer.output[:, 0]  # (windows, tokens, d_v)
     size = one_head.numel() // layer.samples
     start = random_starts(seeds, size).to(one_head.device)  # (samples, numbers of one head)
-    rows = _zero_padding(start.view(one_head.shape), layer)
-    start = rows.reshape(start.shape)
+    start = _zero_padding(start.view(one_head.shape), layer).reshape(start.shape)
 
     def compute_head_norms(head: int) -> Norms:
         """Return ||J|| of one head at every sample."""

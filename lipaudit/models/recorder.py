@@ -1,0 +1,140 @@
+"""Record the attention of a forward pass, with O = P V as nodes of its autograd graph.
+
+`attribution` finds the shares of the Jacobian that pass these nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_flatten
+
+from lipaudit.models.attention.calls import (
+    Address,
+    AttentionCall,
+    Explicit,
+    hide_later_keys,
+    make_additive,
+)
+from lipaudit.models.attention.events import AttentionMode
+from lipaudit.models.attention.trace import CallStack, Frame
+from lipaudit.models.requirements import AGREES, agree
+from lipaudit.models.streams import Addition
+
+
+@dataclass(frozen=True)
+class AttentionEdges:
+    """The edges of O = P V of one attention call in the graph; None: they could not be read.
+
+    Attributes:
+        output: the edge of O.
+        pattern: the edge of P.
+        value: the edge of V.
+    """
+
+    output: GradientEdge | None
+    pattern: GradientEdge | None = None
+    value: GradientEdge | None = None
+
+
+class _NamedNode(NamedTuple):
+    """The module whose output a node is.
+
+    Attributes:
+        parameters: number of its parameters.
+        module: its path.
+    """
+
+    parameters: int
+    module: str
+
+
+class Recorder(AttentionMode):
+    """Records every attention call of a forward pass, with P, V and O as parts of the graph.
+
+    Attributes:
+        place: the module that runs now.
+        calls: the calls by address.
+        modules: the module that computed each node.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call_stack = CallStack(on_leave=self._name_node)
+        self.calls: dict[Address, AttentionEdges] = {}
+        self.modules: dict[Node, _NamedNode] = {}
+
+    def complete(self, call: AttentionCall) -> tuple[None, Address, Tensor]:
+        """Record the graph edges of O = P V of an attention call, and let the model go on with O.
+
+        P V is computed here again, because the fused op has no P in the graph.
+
+        Returns:
+            None, as no call is reported; the address of this one; O.
+        """
+        address = self.call_stack.address("attention")
+        # P and V are missing if the model's output is not P V.
+        output, *parts = _recompute(call) or (call.output,)
+        # A node of its own: it stays the edge of O if the model writes into its output.
+        output = output.view_as(output)
+        edges = []
+        for t in (output, *parts):
+            edges.append(get_gradient_edge(t) if t.requires_grad else None)
+        self.calls[address] = AttentionEdges(*edges)
+        return None, address, output
+
+    def find_module(self, addition: Addition) -> str:
+        """Return the path of the module that computes an addition's branch; empty if unknown."""
+        for edge in addition.branches:
+            if edge.node in self.modules:
+                return self.modules[edge.node].module
+        return ""
+
+    def _name_node(self, frame: Frame, output: Any) -> None:
+        """Record which module has computed the graph node of an output, when its call ends."""
+        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
+        if not tensors or tensors[0].grad_fn is None:
+            return
+        node = tensors[0].grad_fn
+        # Several modules may return one tensor, such as an MLP and the dropout at its end. Keep
+        # the one with most parameters.
+        parameters = sum(1 for _ in frame.module.parameters())
+        known = self.modules.get(node, _NamedNode(0, ""))
+        if parameters > known.parameters:
+            self.modules[node] = _NamedNode(parameters, frame.name)
+
+
+def _recompute(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return O = P V, P and V of an attention call as graph tensors that nothing else reads.
+
+    None if the model's output is not P V.
+    """
+    form = call.form
+    if isinstance(form, Explicit):
+        p = form.weights
+    else:  # the fused op
+        logits = form.scale * (call.q @ call.k.mT)
+        mask = form.mask
+        if form.causal:
+            queries, keys = logits.shape[-2:]
+            mask = hide_later_keys(queries, keys, mask, logits)
+        if mask is not None:
+            logits = logits + make_additive(mask, logits.dtype)
+        # The fused op returns 0 for a query that sees no key.
+        sees_nothing = logits.isneginf().all(-1, keepdim=True)
+        p = torch.softmax(logits.masked_fill(sees_nothing, 0.0), -1)
+        p = p.masked_fill(sees_nothing, 0.0)
+    if p.shape[:-1] != call.output.shape[:-1] or p.shape[-1] != call.v.shape[-2]:
+        return None
+    # Views of their own: the model may also read its P and V elsewhere, and shares are those of
+    # the paths through O.
+    p = p.view_as(p).to(call.v.dtype)
+    v = call.v.view_as(call.v)
+    output = p @ v
+    if agree(call.output, output, AGREES):
+        return output, p, v
+    return None

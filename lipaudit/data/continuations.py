@@ -117,7 +117,7 @@ class Packer:
         """
         start = prompt.rstrip()
         space = prompt[len(start) :]
-        of_start = self.tokenize(start, WHOLE)
+        of_start = self.tokenize(start, WHOLE)  # `WHOLE`: texts are not cut here
         splits = []  # (ids of the prompt, ids of the continuation)
         for text in continuations:
             separator = space

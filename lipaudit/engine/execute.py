@@ -147,7 +147,7 @@ def _gather_report(
 
 
 def run_shard(job: Job, observer: Observer | None = None) -> shards.Shard:
-    """Measure one shard of a run, and store its results in the folder of `--parts`.
+    """Measure one shard of a run (every n-th batch), and store its results in `--parts`.
 
     Args:
         job: from `prepare`.
@@ -416,7 +416,12 @@ def _take_until(end: float, parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Batch]:
-    """Return the samples of the batches that no part has, as batches of adjacent samples."""
+    """Return the samples that no part has, as batches of adjacent samples.
+
+    Args:
+        batches: the batches of a measure.
+        parts: its results so far; finished samples may lie anywhere in a batch.
+    """
     finished = {*sample_ids(parts)}
     remaining = []
     for batch in batches:

@@ -136,7 +136,7 @@ class Journal:
         return list(parts.values())
 
     def keep(self, part: Part) -> None:
-        """Store a part, so that an interrupted run can be continued.
+        """Store a part, the result on some samples, so that an interrupted run can be continued.
 
         In the cache, a full disk does not end the run: `refusal` gets the reason.
 

@@ -399,6 +399,7 @@ def data_options(run: RunOptions, samples: int) -> DataOptions:
 def load_options(run: RunOptions) -> LoadOptions:
     """Return the options for loading the model."""
     values = _select_options(LoadOptions, run)
+    # The possible shapes of the samples, for a module that does not declare its input.
     values["forms"] = lambda: find_data_forms(run.data)
     # --class-names names the model's own classes; --classes makes a zero-shot classifier, whose
     # names are `class_names` of `LoadOptions`.

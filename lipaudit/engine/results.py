@@ -48,7 +48,7 @@ def make_report(
         status = "partial"
     report = Report(run=run, status=status, samples=dict(samples), sections=tuple(sections))
     worst_samples = find_worst(report)
-    smaller = []
+    smaller = []  # sections with the pictures and tokens of these samples only
     for section in sections:
         pictures = _select(section.examples, worst_samples)
         tokens = _select(section.gradients, worst_samples)

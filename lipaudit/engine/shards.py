@@ -223,12 +223,13 @@ def join_shards(
     notes = tuple(dict.fromkeys(chain.from_iterable(shard.notes for shard in shards)))
     sections: list[Section] = []
     for name, plan in first.measures.items():
-        if name in left_out:
+        if name in left_out:  # an optional measure that the model does not allow
             continue
         options = _read_options(name, plan)
         ids = first.ids[: plan.samples]
         missing = _list_missing(ids, parts[name])
         failures = [shard.failures[name] for shard in shards if name in shard.failures]
+        # If all samples have results in spite of a failure, the measure has figures.
         if missing and failures:
             sections.append(make_failed(name, options, failures[0], notes))
         else:

@@ -575,7 +575,8 @@ def _find_values(part: Any, p: Any) -> tuple[Callable[[], Tensor], str]:
     """
     kind = type(p).__name__
     if kind in ("Params4bit", "Int8Params"):
-        # Not imported, as no dependency: a model with such weights has loaded the library.
+        # Not imported, because lipaudit does not depend on bitsandbytes: a model with such weights
+        # has loaded it.
         functional = sys.modules["bitsandbytes.functional"]
         if type(part).__name__ not in ("Linear4bit", "Linear8bitLt"):
             raise ValueError(f"{kind} in {type(part).__name__}, which is not linear")

@@ -328,8 +328,9 @@ def _adapt_measure(
         return options.adapt(net.kind, net.changes, NEEDED)
     if options.scores == "never":
         raise UsageError(
-            f"{name} does not support scores",
-            "Leave --score out, or use it with attack or jacobian.",
+            f"--score {score} makes the scores of continuations the model's output, and {name} "
+            "measures plain texts",
+            f"Measure them without --score: lipaudit {name} MODEL --data TEXTS.",
         )
     return options.adapt_scores(net.changes)
 

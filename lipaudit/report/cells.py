@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from lipaudit.tables import Column
@@ -18,16 +21,16 @@ from lipaudit.tables.formats import write_math as write_math
 
 # Unicode superscripts, which need no markup; only LaTeX writes them in its own way.
 MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡ"
-STATUS = {
-    "certified": "Proven for every input of its domain, of a smoothed classifier with probability "
-    "1 - alpha each; it says nothing about others.",
-    "exact": "Computed at the samples X; it says nothing about other inputs. A norm may be "
-    "slightly too low, see within.",
-    "bound": "Proven upper bound, at the samples X only; it says nothing about other inputs.",
-    "estimate": "A statistical estimate: it can be too high or too low.",
-    "empirical": "What the attacks achieved: a stronger attack may achieve more. It is never a "
-    "guarantee.",
-}
+
+
+@cache
+def read_words() -> dict[str, Any]:
+    """Return the words of pages and their meanings: the tables of words.toml."""
+    file = files("lipaudit.report").joinpath("words.toml")
+    return tomllib.loads(file.read_text("utf-8"))
+
+
+STATUS: Mapping[str, str] = read_words()["status"]
 """How far a figure is proven, and what it does not say."""
 
 
@@ -62,26 +65,16 @@ def list_footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
 # Columns of pages
 
 
-HEADINGS: Mapping[str, Column] = {
+FORMATS = {
+    "texts": "s",
+    "counts": "d",
+    "others": "",
+}
+"""Formats of the headings of words.toml, by the name of their table."""
+HEADINGS: dict[str, Column] = {
     column.label: column
     for column in (
-        Column.text("head", "LAYER.HEAD, a layer or the model. Both are counted from 0."),
-        Column.text("model", "The checkpoint, as given for MODEL."),
-        Column.text("fact", "What a report says of its model, data and run."),
-        Column.text("figure", "A column of a section, with the attack or radius where needed."),
-        Column.text("for comparison", "The same figure of known models, on their own data."),
-        # samples
-        Column.text("sample", "A sample by the first characters of its id, a hash of its values."),
-        Column.text("place", "Where a sample is: file of a folder, line of a table, or index."),
-        Column.text("broken", "Smallest radius, for each norm, at which an attack broke it."),
-        Column("value", "The value for the sample on this page.", format=""),
-        Column("all", "Median over all samples, or the share of yes.", format=""),
-        Column("from the worst", "Rank of a sample among all; 1 is the worst.", format=""),
         # bounds
-        Column.text("bound", "An upper bound on a norm, by its name; in a chart its value."),
-        Column.text("status", "How far a figure is proven. Of a report: complete or partial."),
-        Column.text("holds", "Where a bound holds: at the samples X, or on a set of inputs."),
-        Column.count("heads", "Number of heads with a finite value."),
         Column("median", "Median of bound / exact over the heads.", unit="×", domain=""),
         Column("largest", "Largest bound / exact over the heads.", unit="×", domain=""),
         # attention maps
@@ -102,36 +95,20 @@ HEADINGS: Mapping[str, Column] = {
             format=".1%",
             status="estimate",
         ),
-        # comparisons and the gate
-        Column.text("metric", "What a rule judges: a column and a statistic."),
-        Column.text("rule", "A check of the gate: METRIC[@SELECTOR][:STATISTIC] OP LIMIT."),
-        Column.text("row", "The row of a section that a rule judges: a head, an attack."),
-        Column.text("verdict", "Such as pass or regressed: see `lipaudit explain regressed`."),
-        Column("old", "Value of the first report, on the shared samples.", format=""),
-        Column("new", "Value of the report compared with the first.", format=""),
-        Column("baseline", "Value of the report to compare with.", format=""),
-        Column("current", "Value of the judged report, on the shared samples.", format=""),
-        Column.text("change", "New against old: relative (%), in points (pp) or a difference."),
-        Column.text("paired", "The tested change: median over samples, for heads geometric mean."),
-        Column.text("limits", "Interval of the paired change, for each row alone, at 1 - alpha."),
-        Column.text("95% limits", "Interval of the paired change, for each figure alone."),
-        Column.count("samples", "Number of shared samples."),
-        Column.text("group", "A group of samples: --group-column names the column."),
+        # comparisons
         Column("p (groups)", "p-value of: no change, for all groups.", format=".2g", domain=""),
-        Column.text("predictions", "How the prediction of a sample moved between two reports."),
-        Column.text("share", "Of predictions: share of the samples that both reports have."),
-        Column.text("outcome", "Of a ranking: best, behind the best or not distinguishable."),
-        Column.count("lost", "Samples that were right, robust or certified and no longer are."),
-        Column.count("gained", "Samples that are right, robust or certified and were not."),
         Column("McNemar", "Exact p-value of: as many lost as gained.", format=".2g", domain=""),
-        Column.text("became", "The sample's result in the first and in the other report."),
         Column("p (Holm)", "p-value of: no change, for all heads.", format=".2g", domain=""),
-        Column("stands", "Whether the change is proven, corrected over all heads.", format=""),
-        # several models
-        Column.count("rank", "1 for the best model and all not distinguishable from it."),
         Column("difference", "Paired, from the best model, with corrected limits.", domain=""),
     )
 }
+for _table, _meanings in read_words()["headings"].items():
+    for _label, _text in _meanings.items():
+        HEADINGS[_label] = Column(
+            _label,
+            _text,
+            format=FORMATS[_table],
+        )
 """Columns of the sections that a page makes: comparisons, rankings, verdicts, samples."""
 
 

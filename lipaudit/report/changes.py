@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lipaudit.gate.comparison import Pair, Ranking, SampleChange
+from lipaudit.gate.rules import find_words
 from lipaudit.gate.verdicts import Verdict, format_change
-from lipaudit.measures import list_headlines
+from lipaudit.measures import find_column, list_headlines
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Bar, Block, Forest, Paragraph
 from lipaudit.report.document import show_example
 from lipaudit.tables import Column, Report
-from lipaudit.tables.formats import name_sample
+from lipaudit.tables.formats import name_sample, write_math
 from lipaudit.tables.trials import TrialKey
 
 MOVED = ("regressed", "improved")
@@ -61,7 +62,7 @@ def write_answer(pair: Pair) -> str:
     refused = len(pair.verdicts) - len(judged)
     sentences = []
     if leading is not None and leading.change and leading.status not in MOVED:
-        change = f"{leading.subject} {write_values(leading)}"
+        change = f"{leading.subject} {write_arrows(leading.values)}"
         sentences.append(f"{pair.new}: {change}, not proven with {leading.samples} samples.")
     if parts:
         sentences.append(f"{pair.new} is {'; and '.join(parts)}.")
@@ -80,7 +81,7 @@ def _name_figures(verdicts: Sequence[Verdict]) -> str:
     Other figures have only their metric (`bounds.exact:each`), which is no text for a sentence.
     """
     worded = [verdict for verdict in verdicts if not verdict.subject.startswith(verdict.metric)]
-    named = [f"{verdict.subject} ({write_values(verdict)})" for verdict in worded[:NAMED]]
+    named = [f"{verdict.subject} {write_arrows(verdict.values)}" for verdict in worded[:NAMED]]
     others = len(verdicts) - len(named)
     if others:
         count = "1 figure" if others == 1 else f"{others} figures"
@@ -103,9 +104,9 @@ def _find_leading(verdicts: Sequence[Verdict]) -> Verdict | None:
 # By size
 
 
-def write_values(verdict: Verdict) -> str:
-    """Return a figure before and after the change."""
-    return verdict.values.replace("->", "→")
+def write_arrows(text: str) -> str:
+    """Write the arrows of verdicts as pages do: `64.8% → 51.6%`."""
+    return text.replace("->", "→")
 
 
 def _read_paired(verdict: Verdict) -> float:
@@ -116,6 +117,33 @@ def _read_paired(verdict: Verdict) -> float:
 def read_change(verdict: Verdict) -> float | None:
     """Return the paired change, else the change of the two figures."""
     return verdict.change if verdict.paired is None else verdict.paired
+
+
+COLUMN_NAMES = {
+    "attention.g1": "bound g1 of attention rows",
+    "attention.softmax_norm": "softmax norm of attention rows",
+    "bounds.sharp": "bound sharp",
+    "bounds.layers.exact": "layer norm before W_O",
+    "bounds.layers.exact_out": "layer norm with W_O",
+}
+"""Names of columns whose headings need their table."""
+
+
+def name_metric(metric: str) -> str:
+    """Return the words for a metric in a picture, else the heading of its column."""
+    column, _, stat = metric.partition(":")
+    measure, _, name = column.rpartition(".")
+    words = find_words(measure, name) or COLUMN_NAMES.get(column)
+    if not words:
+        words = write_math(find_column(column).label)
+    if stat == "p95":
+        words += ", p95"
+    return words
+
+
+def name_change(verdict: Verdict) -> str:
+    """Return what changed, as a picture names it."""
+    return verdict.subject.replace(verdict.metric, name_metric(verdict.metric))
 
 
 def draw_changes(changes: Iterable[tuple[str, Verdict]], title: str = "") -> list[Block]:
@@ -196,7 +224,7 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
         value=_scale(value, unit),
         low=_scale(verdict.low, unit),
         high=_scale(verdict.high, unit),
-        text=f"{write_values(verdict)}, {change}",
+        text=f"{write_arrows(verdict.values)}, {change}",
         colour=COLOURS.get(verdict.status, GREY),
         limit=bound,
     )

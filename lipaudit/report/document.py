@@ -519,14 +519,12 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         if pictures:
             chapters.append(Chapter("pictures", "What does the sample look like?", pictures))
         facts["sample"] = sample
-        if report.places.get(sample):
-            facts["place"] = report.places[sample]
-        if report.texts.get(sample):
-            facts["text"] = report.texts[sample]
+        known = {"place": report.places, "group": report.groups, "text": report.texts}
+        facts |= {name: texts[sample] for name, texts in known.items() if sample in texts}
         what = f"sample {sample[:CHARACTERS]}"
-    known = opening.list_facts(report)
-    facts["model"] = known["model"]
-    facts["data"] = known["data"]
+    of_run = opening.list_facts(report)
+    facts["model"] = of_run["model"]
+    facts["data"] = of_run["data"]
     gaps = opening.describe_gaps(report)
     notes = opening.list_top_notes(report)
     start = opening.open_page(None, gaps, facts.items(), notes)
@@ -561,6 +559,7 @@ def record_sample(report: Report, sample: str) -> dict[str, Any]:
     record: dict[str, Any] = {
         "id": sample,
         "place": report.places.get(sample, ""),
+        "group": report.groups.get(sample, ""),
         "text": report.texts.get(sample, ""),
         "figures": [],
     }

@@ -20,9 +20,12 @@ from lipaudit.report.changes import (
     describe_flip,
     draw_changes,
     draw_ranking,
+    name_change,
+    name_metric,
     read_change,
     show_flipped,
     write_answer,
+    write_arrows,
 )
 from lipaudit.report.document import list_names, list_warnings, make_pages, open_several
 from lipaudit.report.groups import count_part, show_group_changes, show_movement, write_movement
@@ -200,7 +203,7 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
         shown = judged[: 2 * FEW]
         columns = BRIEF_CHANGES
     else:
-        found += draw_changes((verdict.subject, verdict) for verdict in judged)
+        found += draw_changes((name_change(verdict), verdict) for verdict in judged)
     moved = {i for i, verdict in enumerate(shown) if verdict.status in MOVED}
     title = ""
     if len(shown) < len(judged):
@@ -263,7 +266,7 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
     proven = sum(head.stands for head in changes)
     found: list[Block] = [Paragraph(f"{proven} of {len(changes)} changes are proven: {OF_HEADS}")]
     strong = {i for i, head in enumerate(shown) if head.stands}
-    title = f"Heads that moved most{count_part(shown, ranked)}, by {first}"
+    title = f"Heads that moved most{count_part(shown, ranked)}, by {name_metric(first)}"
     found += tabulate_rows(columns, rows, title, strong=strong)
     return found + maps
 
@@ -289,7 +292,8 @@ def _map_changes(metric: str, heads: Mapping[tuple[int, int], HeadChange]) -> Bl
     how = {"%": "+.1%", "pp": "+.1f", "": "+.3g"}[unit]
     meaning = "New value over old value, sample by sample."
     change = Column("change", meaning, unit.strip("%"), how, status=column.status)
-    return map_heads(f"{metric}: change of every head", values, change, centre=0.0)
+    title = f"How {name_metric(metric)} changed in every head"
+    return map_heads(title, values, change, centre=0.0)
 
 
 def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Block]:
@@ -384,15 +388,37 @@ def list_models(
 
 def describe_ranking(ranking: Ranking) -> str:
     """Describe which models are best, behind or not distinguishable; empty if not ranked."""
-    outcomes = group_values(((m.outcome, m.reason), m.model) for m in ranking.models)
+    figures = _read_ranked(ranking)
+    pairs = list[tuple[tuple[str, str], str]]()
+    criterion = ""
+    for model in ranking.models:
+        name = model.model
+        if figures.get(name):
+            name += f" ({figures[name]})"
+        pairs.append(((model.outcome, model.reason), name))
+        if model.difference is not None:
+            criterion = f" by {name_change(model.difference)}"
     sentences = []
-    for (outcome, reason), models in outcomes.items():
+    for (outcome, reason), names in group_values(pairs).items():
         because = ""
         if reason:
             because = f" ({reason})"
+        lead = outcome.capitalize()
+        if outcome == "best":
+            lead += criterion
         if outcome:
-            sentences.append(f"{outcome.capitalize()}: {', '.join(models)}{because}.")
+            sentences.append(f"{lead}: {', '.join(names)}{because}.")
     return " ".join(sentences)
+
+
+def _read_ranked(ranking: Ranking) -> dict[str, str]:
+    """Return the figure of each model that was compared with the best, and that of the best."""
+    figures: dict[str, str] = {}
+    for model in ranking.models:
+        if model.difference is not None:
+            best, _, figures[model.model] = model.difference.values.partition(" -> ")
+            figures.setdefault(ranking.models[0].model, best)
+    return figures
 
 
 # Judgements
@@ -457,7 +483,7 @@ def make_judgement_page(judgement: Judgement) -> Document:
         tone = "open"
     elif not all(verdict.proven for verdict in judgement.verdicts):
         tone = "open"
-    reason = judgement.reason.removeprefix(f"{ending}: ")
+    reason = write_arrows(judgement.reason).removeprefix(f"{ending}: ")
     text = f"{ending.upper()} (exit code {judgement.exit_code}): {reason}"
     if judgement.outcome != "pass":
         text += f". Verdicts: {judgement.counts}."
@@ -534,13 +560,13 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
         }
         rows.append(row | verdict.texts)
         if verdict.remark or rank_verdict(judgement, verdict) < 2:
-            points.append(("", verdict.line, ""))
+            points.append(("", write_arrows(verdict.line), ""))
     for rule, listed, passed in groups:
         more = "more " if listed else ""
         for status, count in passed.items():
             row = {"verdict": status, "rule": rule, "row": f"{count} {more}rows"}
             rows.append(row | dict.fromkeys(TEXTS, ""))
-    found = draw_changes((verdict.subject, verdict) for verdict in verdicts)
+    found = draw_changes((name_change(verdict), verdict) for verdict in verdicts)
     if points:
         found.append(Points(tuple(points[:MOST])))
     found += tabulate_rows(VERDICTS, rows)

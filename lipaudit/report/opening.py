@@ -21,6 +21,7 @@ from lipaudit.tables.summary import (
     list_shared_notes,
     list_warnings,
 )
+from lipaudit.tables.trials import parse_radius
 from lipaudit.tables.weakest import find_worst
 
 SEED = "seed"
@@ -183,11 +184,16 @@ def _describe_attacked(
     Args:
         clean: the figure of the accuracy without attack, if there is one.
         attacked: the accuracy under attack in every ball, the smallest ball first.
-        broken: those of these figures that are proven to be below the clean accuracy. The first
-            one is described; without any, the largest ball.
+        broken: those of these figures that are proven to be below the clean accuracy. Of each
+            norm the smallest ball counts, and of these the one that leaves the fewest samples;
+            without any, the largest ball.
     """
     if broken:
-        weakest = broken[0]
+        smallest = {row.norm: row for row in reversed(broken)}
+        weakest = min(
+            smallest.values(),
+            key=lambda row: (row.value, float(parse_radius(row.radius))),
+        )
         verdict = "not robust there"
     else:
         weakest = attacked[-1]

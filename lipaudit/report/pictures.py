@@ -12,7 +12,7 @@ from typing import Any
 
 from lipaudit.measures.attention_rows import CLASSES
 from lipaudit.report import blocks, cells
-from lipaudit.report.blocks import Block, Cells, Curve, Table
+from lipaudit.report.blocks import Block, Cells, Curve, Paragraph, Table
 from lipaudit.report.rows import (
     Sections,
     add_model,
@@ -23,7 +23,7 @@ from lipaudit.report.rows import (
 )
 from lipaudit.tables import Column, Row, Section
 from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, wilson
-from lipaudit.tables.plugins import collect, load_object
+from lipaudit.tables.plugins import blame_package, collect, load_object
 from lipaudit.tables.trials import WORST, find_layer, is_repeat
 
 VISIBLE = 0.005
@@ -377,9 +377,15 @@ DRAWINGS: dict[str, Callable[[Sections], Iterable[Block]]] = {
 """What a section may show besides the tables, maps and histograms of its columns, by name."""
 
 
-def find_drawing(name: str) -> Callable[[Sections], Iterable[Block]]:
-    """Return the function of a picture or table that a section declares, also a wing's."""
+def draw_declared(name: str, sections: Sections) -> Iterator[Block]:
+    """Yield a picture or table that a section declares; of a package's that fails, the reason."""
     if name in DRAWINGS:
-        return DRAWINGS[name]
-    drawing: Callable[[Sections], Iterable[Block]] = load_object(collect(str, "drawings")[name])
-    return drawing
+        yield from DRAWINGS[name](sections)
+        return
+    place = collect(str, "drawings")[name]
+    drawing: Callable[[Sections], Iterable[Block]] = load_object(place)
+    try:
+        yield from drawing(sections)
+    except Exception as error:
+        fault = blame_package(place, "failed", error)
+        yield Paragraph(f"No picture: {fault.message}. {fault.advice}")

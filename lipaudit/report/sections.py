@@ -16,7 +16,7 @@ from lipaudit.measures import layouts, load_measures
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import EXTREME, Block, Paragraph
 from lipaudit.report.opening import SEED, format_setting
-from lipaudit.report.pictures import DRAWINGS, find_drawing
+from lipaudit.report.pictures import DRAWINGS, draw_declared
 from lipaudit.report.rows import (
     Sections,
     add_model,
@@ -130,7 +130,10 @@ def list_settings(section: Section) -> list[str]:
 
 
 def _find_idle_settings(section: Section) -> set[str]:
-    """Return the settings without an effect, such as those of attacks that did not run."""
+    """Return settings without an effect, and those that few people change with their default.
+
+    Such as the settings of attacks that did not run.
+    """
     measure = load_measures().get(section.measure)
     if measure is None:  # of a plug-in that is not installed
         return set()
@@ -139,8 +142,12 @@ def _find_idle_settings(section: Section) -> set[str]:
     except UsageError:  # of another version
         return set()
     # An option has an effect if it needs no other one, or if its need is fulfilled.
-    known = options.options().values()
-    return {each.name for each in known if each.need and not each.need.holds(options)}
+    idle = set()
+    for each in options.options().values():
+        is_usual = each.rare and section.settings.get(each.name) == each.default
+        if is_usual or (each.need and not each.need.holds(options)):
+            idle.add(each.name)
+    return idle
 
 
 def show_sections(sections: Sections) -> Iterator[Block]:
@@ -170,7 +177,7 @@ def show_sections(sections: Sections) -> Iterator[Block]:
     tables = list(tabulate(measured, display.columns, display.by))
     yield from tables
     for name in display.drawings:
-        yield from find_drawing(name)(measured)
+        yield from draw_declared(name, measured)
     for name in display.histograms:
         yield from count_samples(measured, name)
     if display.columns and "" in measured and first.rows:

@@ -1,7 +1,7 @@
 """The topics of `lipaudit explain`: one for every name on pages, in tables and in JSON.
 
-Most topics are columns, measures and options, which describe themselves. The words that no
-column explains stand at the end.
+Most topics are columns, measures and options, which describe themselves. words.toml explains the
+other words.
 """
 
 from __future__ import annotations
@@ -171,12 +171,13 @@ def _describe_column(group: str, section: str, name: str, column: Column) -> Top
 def _list_attacks() -> Iterator[Topic]:
     """Yield the attacks with their norms, then the presets."""
     group = "Attacks"
+    known = cells.read_words()["attacks"]
     for name, kind in attack_kinds().items():
-        meaning = ATTACKS.get(name, f"An attack of the package {kind.package}.")
+        meaning = known.get(name, f"An attack of the package {kind.package}.")
         norms = f"Norms: {', '.join(kind.norms)}."
         yield Topic(group, name, name, meaning, (norms,))
     for name in sorted(RESERVED):
-        yield Topic(group, name, name, ATTACKS[name])
+        yield Topic(group, name, name, known[name])
 
 
 def _list_headlines() -> Iterator[Topic]:
@@ -193,7 +194,13 @@ def _list_headlines() -> Iterator[Topic]:
 
 def _list_words() -> Iterator[Topic]:
     """Yield the words that nothing else explains, those of wings last."""
-    sources = [GROUPS, *(wing.topics for wing in load_wings().values())]
+    headings = {label: column.meaning for label, column in cells.HEADINGS.items()}
+    of_pages = {"How far a figure is proven": cells.STATUS, "Words of pages": headings}
+    sources = [
+        of_pages,
+        cells.read_words()["words"],
+        *(wing.topics for wing in load_wings().values()),
+    ]
     for groups in sources:
         for group, meanings in groups.items():
             for name, meaning in meanings.items():
@@ -217,120 +224,3 @@ def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
             for value in option.values():
                 meaning = values.get(value, option.help)
                 yield Topic("", value, f"{value}, a value of {title}", meaning)
-
-
-# Words that no column, bound or option explains
-
-
-ATTACKS: Mapping[str, str] = {
-    "fgsm": "One step of size eps along the sign of the gradient (Goodfellow et al. 2015).",
-    "pgd": "Projected gradient steps from a random start (Madry et al. 2018).",
-    "apgd-ce": "PGD with automatic step sizes on the cross-entropy (Croce and Hein 2020).",
-    "apgd-dlr": "APGD on the difference of logits ratio, which ignores the scale of the logits.",
-    "apgd-t": "APGD on the difference of logits ratio, towards one other class after the other.",
-    "fab-t": "Searches the nearest point of one class after the other (Croce and Hein 2020).",
-    "square": "Random squares, without a gradient (Andriushchenko et al. 2020).",
-    "words": "Replaces words of a text, at most eps of them.",
-    "characters": "Changes characters of a text, at most eps of them.",
-    "suffix": "Adds at most eps tokens to a text: greedy coordinate gradient (Zou et al. 2023).",
-    "random": "Adds eps random tokens to a text, as often as suffix tries some.",
-    "patch": "Puts any values into at most eps patches of an image, where gradients are largest.",
-    "autoattack": "The preset standard.",
-    "standard": "AutoAttack: apgd-ce, apgd-t, fab-t and square (Croce and Hein 2020).",
-    "quick": "apgd-ce and apgd-t with 20 steps and 3 targets: a weaker, faster AutoAttack.",
-    "paper": "As Yudin et al. 2025: fgsm and pgd at 2/255 and 4/255, AutoAttack at 2/255.",
-    "custom": "Your own list of attacks, for example custom:apgd-ce,square.",
-    "clean": "No attack: accuracy on the samples as they are.",
-    "worst": "All attacks with this radius together: a sample is robust if no attack broke it.",
-}
-"""Attacks and presets of --attack."""
-
-GROUPS: Mapping[str, Mapping[str, str]] = {
-    "How far a figure is proven": cells.STATUS,
-    "Norms of attacks": {
-        "linf": "The largest change of any entry of the input, such as a pixel.",
-        "l2": "The Euclidean length of the change of the whole input.",
-        "l1": "The sum of the changes of all entries of the input.",
-        "token-l2": "The largest Euclidean length of the change of any token's embedding.",
-        "words": "How many words of a text are changed.",
-        "characters": "How many characters of a text are changed.",
-        "suffix": "How many tokens are added to a text.",
-        "patch": "How many patches of an image are changed, to any values.",
-    },
-    "Statistics of rules": {
-        "median": "Half of the values are below it, half above. In a rule: over the samples.",
-        "mean": "The mean. In a rule: over the samples; for a yes-or-no column the share of yes.",
-        "p95": "The 95th percentile. In a rule: over the samples.",
-        "max": "The largest value. In a rule: over the samples.",
-        "each": "In a rule: every row of the table is judged separately.",
-    },
-    "Verdicts of the gate": {
-        "unchanged": "Equal weights, and values that agree within the accuracy of the norms.",
-        "improved": "Better than the baseline by more than the limit of the rule, beyond chance.",
-        "pass": "The change is within the limit. --strict fails it where chance may hide more.",
-        "pass (proven)": "The 95% limits of the change are within the limit of the rule.",
-        "inconclusive": "Beyond the limit, but chance may explain it: measure more samples. "
-        "--strict fails it.",
-        "regressed": "Beyond the limit, and proven to be worse: the gate fails (exit code 1).",
-        "not proven": "Outcome of a gate: a rule is inconclusive, or --strict is not satisfied.",
-        "not comparable": "The two reports were measured in different ways (exit code 5).",
-        "error": "The current figures are unfinished, not finite or not converged (exit code 3).",
-    },
-    "Words of pages": {
-        **{label: column.meaning for label, column in cells.HEADINGS.items()},
-        "at X": "The figure holds at the measured samples X and says nothing about other inputs.",
-        "at the measured samples": "The figure says nothing about other inputs.",
-        "for any input with tokens of no larger norm than measured": "For every input of "
-        "as many tokens, each of norm at most R: the largest norm of a token of the sample.",
-        "for all inputs as short": "For every input of as many tokens of norm at most R.",
-        "for any input with tokens of norms at most r larger than measured": "For every "
-        "input of as many tokens, each of norm at most R + r.",
-        "within the distance r of the measured samples": "For every X' with ||X' - X||_F <= r.",
-        "of the weights": "The figure is computed from the weights alone, without samples.",
-        "in the ball": "The figure is about inputs within the radius around a sample. A certified "
-        "one holds for all of them, an empirical one for those that were tried.",
-        "all inputs, every ||x_i|| <= R": "For every input of as many tokens of norm at most R.",
-        "scorecard": "The main results of a report on one screen; `--details` prints all.",
-        "sensitivity through attention": "Share of the most sensitive direction that passes any "
-        "attention; then any MLP, and the head with the largest share.",
-        "of the largest": "The value of a head over that of the largest one, to compare two maps.",
-        "accuracy": "Share of the samples that are classified correctly.",
-        "confidence": "The probability of no false alarm of the gate over all rules together.",
-        "best": "The first model of a ranking. Others may not be distinguishable from it.",
-        "not distinguishable": "The limits of the difference contain 0, which proves no equality.",
-        "behind": "The paired samples show that the model is worse than the best.",
-        "not measured": "The model has no value for the metric of the ranking.",
-        "no finite limits": "Too few samples for a 95% interval, or norms became 0 or left 0.",
-        "pp": "Percentage points: the difference of two shares. From 50% to 40% are -10pp.",
-        "exit code": "0 good, 1 regression, 2 usage, 3 error, 4 data, 5 baseline, 6 unproven, "
-        "7 time limit.",
-        "weights": "How many parameters the model has, and a hash of their values.",
-        "quantised": "Which weights have few bits. The results are of the rounded weights.",
-        "data": "Source and number of the samples, and a hash of their list.",
-        "commit": "The commit of a repository on the Hugging Face Hub.",
-        "suite": "A hash of the ids of all samples: equal for equal samples in any order.",
-        "run": "Where and how it was computed: device, precision, seed, time.",
-        "command": "The command line that made the report.",
-        "reason": "Why a report was made the baseline.",
-        "partial": "The run was cut short, so some results are missing.",
-        "preprocessing": "How samples were scaled and cut before the model.",
-        "versions": "The programs that computed the figures.",
-        "shard": "A share of a run's samples, measured apart (--shard i/n --parts FOLDER).",
-        "LAYER.HEAD": "A head: index of the attention layer and of the head, both counted from 0.",
-    },
-    "Names in the JSON": {
-        "ids": "Ids of the samples: a hash of values and label.",
-        "affine": "A kind of head: q, k and v are affine in the input: the closed form applies.",
-        "local": "A kind of head: q, k or v are not affine, so bounds use their derivatives at X.",
-        "numerical": "A kind of head: its norm is computed numerically, and it has no bounds.",
-        "one input": "The norm is with respect to X, which queries, keys and values all read.",
-        "queries apart": "The norm is for two inputs: of queries, and of keys and values.",
-        "keys and values": "Only keys and values depend on the input; queries are learned.",
-        "module input": "The norm is with respect to these arguments of the module, together.",
-        "dense": "A method: the whole Jacobian was computed and decomposed (SVD).",
-        "lanczos": "A method: Jacobian products, which approach the norm from below.",
-        "max_steps": "Largest number of Lanczos steps for one norm.",
-        "logical_chunk": "Number of samples that share one random stream of an attack.",
-    },
-}
-"""The words that nothing else explains, by their heading in the index."""

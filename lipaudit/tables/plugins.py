@@ -147,9 +147,14 @@ def load_object(place: str) -> Any:
     try:
         return resolve_name(place)
     except Exception as error:
-        package = place.partition(":")[0].partition(".")[0]
-        text = f"{place} cannot be loaded: {type(error).__name__}: {error}"
-        raise UsageError(text, f"Update {package}, or uninstall it.") from error
+        raise blame_package(place, "cannot be loaded", error) from error
+
+
+def blame_package(place: str, fault: str, error: Exception) -> UsageError:
+    """Return the error of an object that a package declares as `module:object`."""
+    package = place.partition(":")[0].partition(".")[0]
+    text = f"{place} {fault}: {type(error).__name__}: {error}"
+    return UsageError(text, f"Update {package}, or uninstall it.")
 
 
 def explain_missing() -> str:

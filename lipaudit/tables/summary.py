@@ -278,6 +278,8 @@ def describe_survivors(figure: Row, attacks: Sequence[str]) -> Row:
     if len(attacks) <= FEW:
         attackers = ", ".join(attacks)
     sentence = f"{figure.value:.1%} survive {attackers} at {figure.ball}"
+    if figure.norm == attackers != "suffix":  # words, characters or patches are the attack, too
+        sentence = f"{figure.value:.1%} survive attacks that change {figure.ball}"
     if figure.low is None and figure.high is not None:  # not all attacks ran
         sentence = f"At most {sentence}"
     return figure.replace(sentence=sentence)

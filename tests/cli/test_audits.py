@@ -155,7 +155,7 @@ def test_three_models_are_ranked_on_one_screen():
     assert len(samples) == 1
     ranking = lipaudit.rank(list(reports.values()))
     assert ranking.model_dump_json(indent=2) + "\n" == Path("all.json").read_text()
-    assert f"Best: {ranking.models[0].model}." in " ".join(done.stdout.split())
+    assert f": {ranking.models[0].model} (" in " ".join(done.stdout.split())
     rows = list(csv.DictReader(Path("models.csv").read_text().splitlines()))
     assert [row["model"] for row in rows] == [model.model for model in ranking.models]
     assert {path.name for path in Path("run/1-demo").iterdir()} == {"report.json", "report.html"}
@@ -197,7 +197,7 @@ def test_a_model_of_which_nothing_could_be_measured_has_a_report_that_says_so(mo
     lost, *others = written().values()
     assert (lost.status, lost.failures["jacobian"].reason) == ("partial", "out of luck")
     assert all(report.status == "complete" for report in others)
-    assert "Best: demo:robust." in " ".join(done.stdout.split())
+    assert "Best by Jacobian norm: demo:robust (" in " ".join(done.stdout.split())
     assert "Not measured: demo." in " ".join(done.stdout.split())
 
 

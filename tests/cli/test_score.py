@@ -195,7 +195,7 @@ def test_the_jacobian_of_scores_is_that_of_the_plain_loop(run, folder):
 def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
     seen = run("check", table, "--score", "sum")
     assert (*seen["measures"],) == ("jacobian", "attack")
-    assert any("bounds does not support scores" in note for note in seen["notes"])
+    assert any("and bounds measures plain texts" in note for note in seen["notes"])
     assert {*seen["measures"].values()} == {len(TABLES[table])}
     assert all(each.startswith("line ") for each in seen["first"])
 
@@ -203,7 +203,7 @@ def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
-        ("bounds --score sum", 2, "bounds does not support scores"),
+        ("bounds --score sum", 2, "hint: Measure them without --score: lipaudit bounds MODEL"),
         ("certify --eps 0.1", 4, "scores continuations"),
         ("attack --attack words --target Rome", 2, "hint: Give one of its classes: A, B, C."),
         ("jacobian --score sum --to hidden", 4, "has no single output 'hidden' per sample"),

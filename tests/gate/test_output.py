@@ -141,7 +141,7 @@ def test_the_outcome_comes_first_then_warnings_then_what_failed(failed, format):
     text = write(failed.model_copy(update=update), format)
     text = " ".join(text.replace("\\", "").split()).replace("&lt;", "<")
     words = (
-        "FAILED (exit code 1): worse: head norm (layer 3 head 1) 0.9521 -",
+        "FAILED (exit code 1): worse: head norm (layer 3 head 1) 0.9521 →",
         "11 pass (proven), 1 regressed, 1 inconclusive",
         "base.json",
         "zero gradients",

@@ -95,8 +95,8 @@ def test_it_begins_with_what_changed_regressions_first(subject, before, after):
     assert words == sorted(words, key=order.index)
     answer = page.chapters[0].blocks[0].text
     robust = "new: robust accuracy (linf 0.1) 46.9% → 57.8%, not proven with 64 samples."
-    assert answer.startswith(f"{robust} new is worse in largest head norm (1.619 → 8.873), ")
-    assert "; and better in Jacobian norm (7.265 → 3.633). " in answer
+    assert answer.startswith(f"{robust} new is worse in largest head norm 1.619 → 8.873, ")
+    assert "; and better in Jacobian norm 7.265 → 3.633. " in answer
     assert answer.endswith("No proven change in 5 of 8 figures.")
     assert page.chapters[0].blocks[0].tone == "broken"
 
@@ -109,8 +109,8 @@ def test_an_answer_begins_with_robust_accuracy_where_it_is_better(subject):
             verdict = verdict.model_copy(update={"status": "improved"})
         verdicts.append(verdict)
     answer = write_answer(pair.model_copy(update={"verdicts": tuple(verdicts)}))
-    assert answer.startswith("new is better in robust accuracy (linf 0.1) (46.9% → 57.8%), ")
-    assert "; and worse in largest head norm (1.619 → 8.873)" in answer
+    assert answer.startswith("new is better in robust accuracy (linf 0.1) 46.9% → 57.8%, ")
+    assert "; and worse in largest head norm 1.619 → 8.873" in answer
 
 
 def test_changes_are_drawn_by_size_with_their_intervals_one_picture_for_a_unit(subject):
@@ -248,7 +248,7 @@ def test_heads_stand_by_how_much_they_moved(subject):
     assert cells["exact, new"] == pytest.approx(10 * cells["exact, old"], rel=0.05)
     assert heads.strong == {0}
     maps = blocks(subject.page(), "heads", Heatmap)
-    assert maps[0].title == "bounds.exact: change of every head"
+    assert maps[0].title == "How head norm changed in every head"
     assert [block.centre for block in maps] == [0.0] * len(maps)
     assert maps[0].values[1][1] == pytest.approx(9.0, rel=0.05)
 
@@ -319,7 +319,8 @@ def columns(ranking, reports) -> dict[str, list[object]]:
 def test_the_outcome_is_said_in_words(ranking, report):
     first, second, _ = (model.model for model in ranking.models)
     assert describe_ranking(ranking) == (
-        f"Best: {first}. Not distinguishable from the best: {second}. Behind the best: third."
+        f"Best by robust accuracy: {first} (62.5%). Not distinguishable from the best: "
+        f"{second} (62.5%). Behind the best: third."
     )
     apart = keep(report, report.section("attack"))
     ids = {"ids": tuple(f"{i:03x}" for i in range(24))}

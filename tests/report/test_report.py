@@ -139,13 +139,22 @@ def test_settings_that_are_off_or_the_run_s_own_are_not_listed(report):
 
 
 @pytest.mark.parametrize(
-    ("attack", "place"), [("fgsm,pgd", ""), ("suffix", "; suffix_place behind")]
+    ("attack", "place"), [("fgsm,pgd", ""), ("suffix", "; suffix_place before")]
 )
 def test_settings_of_attacks_that_did_not_run_are_not_listed(report, attack, place):
-    settings = {"eps": ["3" if place else "0.1"], "attack": attack, "suffix_place": "behind"}
+    settings = {"eps": ["3" if place else "0.1"], "attack": attack}
+    settings["suffix_place"] = "before" if place else "behind"
     section = report.section("attack").model_copy(update={"settings": settings})
     texts = [getattr(block, "text", "") for block in show_section(section)]
     assert f"Settings: eps {settings['eps'][0]}; attack {attack}{place}." in texts
+
+
+@pytest.mark.parametrize(("rivals", "listed"), [(16, ""), (3, "; rivals 3")])
+def test_defaults_of_options_that_help_does_not_show_are_not_listed(report, rivals, listed):
+    settings = {"norm": "2", "rivals": rivals}
+    section = report.section("jacobian").model_copy(update={"settings": settings})
+    texts = [getattr(block, "text", "") for block in show_section(section)]
+    assert f"Settings: norm 2{listed}." in texts
 
 
 @pytest.mark.parametrize("radii", [1, 2])

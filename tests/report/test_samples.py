@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from statistics import median
 
 import pytest
@@ -204,7 +205,9 @@ def test_a_terminal_lists_the_first_tokens_and_shows_one_text_whole(written):
 
 def test_the_command_shows_one_and_lists_the_worst(placed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.json").write_text(schema.dumps(placed))
+    groups = {"group": tuple("dark" if name == IDS[7] else "" for name in placed.samples["ids"])}
+    grouped = placed.model_copy(update={"samples": placed.samples | groups})
+    (tmp_path / "x.json").write_text(schema.dumps(grouped))
 
     def run(*args: str):
         return invoke("inspect", "x.json", *args, code=None, columns=80)
@@ -215,7 +218,8 @@ def test_the_command_shows_one_and_lists_the_worst(placed, tmp_path, monkeypatch
     shown = run("cat/7.png")
     assert max(map(len, shown.stdout.splitlines())) <= 80
     data = json.loads(run("cat/7.png", "-f", "json").stdout)
-    assert (data["id"], data["place"]) == (IDS[7], "cat/7.png")
+    assert (data["id"], data["place"], data["group"]) == (IDS[7], "cat/7.png", "dark")
+    assert re.search(r"^group +dark$", shown.stdout, re.MULTILINE)
     assert {"measure": "jacobian", "name": "norm", "value": NORMS[7]} in data["figures"]
     assert [each["id"] for each in json.loads(run("-f", "json").stdout)] == find_worst(placed)
     refused = run("nowhere.png")

@@ -146,5 +146,5 @@ def test_a_comparison_has_its_figures_and_a_map_of_its_heads():
     ]
     for name in PAGES:
         text = render(of_comparison(comparison, reports), name).decode()
-        shown = ["heat.heat: change of every head", "heat.heat:median", "spread.tension:median"]
+        shown = ["How T changed in every head", "heat.heat:median", "spread.tension:median"]
         assert [words for words in shown if words not in text] == []

@@ -17,6 +17,7 @@ from lipaudit.errors import UsageError
 from lipaudit.measures import AuditOptions, layouts, load_measures
 from lipaudit.tables.plugins import GROUP, collect, load_wings
 from tests.commands import installed, invoke, refuse, write_package
+from tests.gate import cases
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -138,6 +139,20 @@ def test_a_measure_with_strange_sections_is_refused(install, sections, drawings,
         layouts()
     assert reason in caught.value.message
     assert not drawings or "tightness, attention" in caught.value.message
+
+
+def test_a_picture_that_fails_leaves_the_page_and_names_its_package(install):
+    source = MEASURE.format(sections=("heat",), drawings=("flames",))
+    broken = "def draw(sections):\n    raise ValueError('no fire')\n    yield\n"
+    source = source.replace("fixed=dict()", "fixed=dict(), sample_columns=WARM")
+    place = "drawings={'flames': 'heat_of_heads_of_strangers:draw'}, measures"
+    columns = "from lipaudit.tables import Column\nWARM = {'warm': Column('warm', 'Warmth.')}\n"
+    install("heat-of-heads", columns + broken + source.replace("measures=(", f"{place}=("))
+    section = layouts()["heat"].section(samples={"ids": ("a",), "warm": (1.0,)})
+    report = cases.report(section)
+    page = lipaudit.render(report, "markdown").decode().replace("\\", "")
+    assert "No picture: heat_of_heads_of_strangers:draw failed: ValueError: no fire." in page
+    assert "Update heat_of_heads_of_strangers, or uninstall it." in page
 
 
 def test_a_headline_of_no_column_is_refused(install):

@@ -37,6 +37,7 @@ def list_public() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> object:
+    # Python calls this for a name that is not loaded yet: import its module and return the object.
     from pkgutil import resolve_name
 
     if name in PUBLIC:
@@ -44,7 +45,8 @@ def __getattr__(name: str) -> object:
     if name == "__all__":
         return ["__version__", *list_public()]
     text = f"module 'lipaudit' has no attribute {name!r}"
-    # Python asks for names like __path__, and before it imports a module of this folder.
+    # Python also asks for names like __path__, and for a module of this folder before it imports
+    # it. Then the answer is no, and there is no need to look for plug-ins.
     if name.startswith("_") or _is_module(name):
         raise AttributeError(text)
     from lipaudit.tables.plugins import explain_missing
@@ -56,6 +58,7 @@ def __getattr__(name: str) -> object:
 
 
 def _is_module(name: str) -> bool:
+    # Whether the package has a module or folder of this name.
     from importlib.util import find_spec
 
     spec = find_spec(f"{__name__}.{name}")

@@ -37,7 +37,10 @@ Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None
 
 
 def name_models(*models: AnyModel) -> list[str]:
-    """Return the names of models; a module is named by its class, several of one are numbered."""
+    """Return the names of models for reports: the checkpoint, or the class of a module.
+
+    Several modules of one class are numbered.
+    """
     names: list[str] = []
     class_names = set()
     for model in models:
@@ -79,6 +82,7 @@ def audit_request(
     """
     if measures is not None and not measures:
         raise UsageError("no measure was given", f"There are: {', '.join(load_measures())}.")
+    # Options of the audit, and of every run.
     of_audit, of_run = _split_options(options, AuditOptions, RunOptions)
     names: tuple[str, ...] | None = None
     if isinstance(measures, str):
@@ -103,13 +107,21 @@ def audit_request(
 def plan_audit(
     model: str, options: AuditOptions, run: RunOptions, *, demo: bool, command: str
 ) -> Request:
-    """Return the request for an audit.
+    """Return the request for an audit: the options of every measure that runs.
+
+    Args:
+        model: name of the model.
+        options: options of the audit.
+        run: options of every run.
+        demo: whether every model is a demo, whose defaults are used.
+        command: the command that the report records.
 
     Raises:
         UsageError: a radius, attack or norm is invalid.
     """
     plan = options.plan(demo=demo)
     counts = options.counts(demo=demo)
+    # Measures that the user did not ask for are left out if the model does not allow them.
     optional = {*plan} - options.required
     return Request(model, plan, run, counts, optional=optional, partial=True, command=command)
 
@@ -117,13 +129,21 @@ def plan_audit(
 def _split_options(
     options: Mapping[str, Any], *groups: type[Settings]
 ) -> tuple[dict[str, Any], ...]:
-    """Return the options of each group, by field name; the first group with a name takes it.
+    """Divide options from Python between groups; the first group that knows a name takes it.
+
+    Args:
+        options: the options, named as on the command line or as fields of a group.
+        groups: classes of options, such as those of a measure and those of every run.
+
+    Returns:
+        The options of each group, by field.
 
     Raises:
         UsageError: an option belongs to no group.
     """
-    # By name: the number of its group, and the field. Later entries replace earlier ones: those of
-    # the first group, and of options that can be typed (a measure has a seed, too, but not typed).
+    # By name: the number of its group, and the field. Later entries replace earlier ones, so the
+    # first group comes last. Options of the command line come after mere fields: `seed` is a field
+    # of a measure, but an option of the run.
     owners: dict[str, tuple[int, str]] = {}
     last_first = list(enumerate(groups))[::-1]
     for number, group in last_first:
@@ -173,7 +193,7 @@ class Outline:
 
 
 def outline_job(job: Job) -> Outline:
-    """Return the facts by which several models are compared."""
+    """Return the facts of a job by which `require_shared` compares several models."""
     net = job.net
     y = job.samples.batch.y
     return Outline(
@@ -188,7 +208,10 @@ def outline_job(job: Job) -> Outline:
 
 
 def require_shared(outlines: Sequence[Outline]) -> None:
-    """Refuse models that cannot be measured on the same samples.
+    """Check that several models can be measured on the same samples, before any is measured.
+
+    Args:
+        outlines: facts about each model and its samples.
 
     Raises:
         UsageError: a model is named twice.
@@ -221,18 +244,22 @@ def require_shared(outlines: Sequence[Outline]) -> None:
 
 
 def _compare_classes(first: Outline, other: Outline) -> str:
-    """Return why labels mean other classes in another model; empty if they may not."""
-    # Labels that differ were matched by name, so they mean the same.
+    """Return why the labels of the samples mean different classes in two models.
+
+    Empty if they mean the same, or if this cannot be decided.
+    """
+    # Numbers that differ between the models were found by class names, so they mean the same.
     if first.labels is None or first.labels != other.labels:
         return ""
     if first.classes and other.classes and first.classes != other.classes:
         return f"{first.model} has {first.classes} classes, {other.model} {other.classes}"
     reason = ""
-    for label in {*first.labels} - {-1}:
+    for label in {*first.labels} - {-1}:  # -1: a sample without a label
         names = _list_names(first, label)
         other_names = _list_names(other, label)
         if not names or not other_names or not {*names}.isdisjoint(other_names):
-            return ""  # one common name suffices
+            # One class with a common name, or without names, and the numbers may mean the same.
+            return ""
         name = ", ".join(names)
         other_name = ", ".join(other_names)
         reason = (
@@ -242,11 +269,11 @@ def _compare_classes(first: Outline, other: Outline) -> str:
 
 
 def _list_names(outline: Outline, label: int) -> list[str]:
-    """Return the names of a class; empty if it has only a number."""
+    """Return the names of a class in a model; empty if it has only a number."""
     known = dict(enumerate(outline.names or ()))
     text = known.get(label, "").casefold().replace("_", " ")
     names = []
-    # ImageNet has names like `tabby, tabby cat`: one common name suffices.
+    # ImageNet has several names for a class, like `tabby, tabby cat`.
     for piece in text.split(","):
         name = piece.strip()
         if name not in ("", f"label {label}"):
@@ -368,7 +395,7 @@ def audit(
     for name in name_models(*models):
         request = audit_request(name, measures, options, demo=demo, command="lipaudit.audit()")
         requests.append(request)
-    if requests[0].run.shard and len(models) == 1:
+    if requests[0].run.shard and len(models) == 1:  # some of the samples: no report yet
         with open_job(models[0], requests[0], data, input_shape=input_shape) as job:
             run_shard(job, observer)
         return None
@@ -446,7 +473,10 @@ def run_audits(
 
 
 def _report_failure(outline: Outline, error: Exception) -> Report:
-    """Return the report of a model that could not be measured: no section has figures."""
+    """Return the report of a model that could not be measured.
+
+    Every section has the reason in place of figures.
+    """
     failure = describe_failure(error)
     sections = []
     for name, options in outline.request.measures.items():
@@ -483,7 +513,7 @@ def open_job(
         request = replace(request, run=run)
         data = None
     options = load_options(request.run)
-    if data is not None:
+    if data is not None:  # arrays: their shapes help to load a model that declares no input
         options = replace(options, forms=lambda: list_forms(_split_data(data)[0]))
     try:
         with ExitStack() as opened:
@@ -535,7 +565,7 @@ def _require_possible(model: AnyModel | Net, request: Request) -> None:
 
 
 def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:
-    """Return samples and labels of x or (x, y)."""
+    """Return the samples and the labels of an argument `data`, which is x or a tuple (x, y)."""
     if not isinstance(data, tuple) or len(data) != 2:
         return _make_tensor(data), None
     x, y = data
@@ -545,7 +575,7 @@ def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _make_tensor(values: Any) -> Tensor:
-    """Return an array or nested list as a tensor on the host.
+    """Return a tensor, array or nested list as a tensor on the CPU.
 
     Raises:
         InputError: the values are not an array.

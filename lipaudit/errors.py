@@ -38,6 +38,7 @@ class LipauditError(Exception):
     exit_code = ExitCode.INTERNAL
 
     def __init__(self, message: str, advice: str = "", exit_code: int | None = None) -> None:
+        # Texts may quote a file: control characters must not reach the terminal.
         self.message, self.advice = visible(message), visible(advice)
         super().__init__(self.message)
         if exit_code is not None:
@@ -100,6 +101,7 @@ def visible(text: str, keep: str = "") -> str:
     # The common case, which C handles fast.
     if text.isprintable():
         return text
+    # Unicode categories: control and format characters, surrogates, line and paragraph separators.
     control = ("Cc", "Cf", "Cs", "Zl", "Zp")
     found = [c for c in set(text) - set(keep) if unicodedata.category(c) in control]
     return text.translate(
@@ -122,7 +124,9 @@ ALIKE = 0.85
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three known names similar to another one, the likeliest first.
+    """Return up to three of the known names that are similar to `name`, the likeliest first.
+
+    They are names with a similar beginning (`vit_tiny` for vit_tiny_patch16), then similar names.
 
     >>> similar("pdg", ["fgsm", "pgd", "square"])
     ['pgd']
@@ -135,7 +139,7 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
     # Reversed, so that of names that differ by case only the first one wins.
     spelled = {each.lower(): each for each in reversed(list(known))}
     near: list[str] = []
-    if len(word) > SHORT:
+    if len(word) > SHORT:  # the beginnings of short words are alike by chance
         by_start = {each[: len(word)]: each for each in spelled}
         near += (by_start[start] for start in get_close_matches(word, by_start, 3, ALIKE))
     near += get_close_matches(word, spelled, 3)
@@ -144,7 +148,7 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
 
 
 def few(names: Sequence[object], most: int = 4) -> str:
-    """Join the first few names."""
+    """Return the first few names in one text, and how many more there are."""
     more = ""
     if len(names) > most:
         more = f" and {len(names) - most} more"
@@ -173,10 +177,10 @@ def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) ->
 
 
 def neighbours(path: Path) -> list[str]:
-    """Return the paths beside a missing one, as known names for `suggestion`."""
+    """Return the paths in the folder of a missing file, as known names for `suggestion`."""
     try:
         return sorted(str(path.parent / each.name) for each in path.parent.iterdir())
-    except OSError:
+    except OSError:  # the folder is missing, too, or cannot be read
         return []
 
 
@@ -188,7 +192,8 @@ _DEVICE = re.compile("CUDA error|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error|HIP erro
 def out_of_memory(error: BaseException) -> bool:
     """Say whether an exception means that memory ran out, on the host or a device.
 
-    Only accelerators have a special exception; the host's allocator raises RuntimeError.
+    Only accelerators have a special exception. The host's allocator raises RuntimeError, which is
+    recognised by its text.
     """
     said = isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said
@@ -205,7 +210,7 @@ def of_machine(error: BaseException) -> bool:
     False
     """
     fault = isinstance(error, RuntimeError) and bool(_DEVICE.search(str(error)))
-    # Compared by name: this file must not import torch.
+    # The exception of torch is compared by name: this file must not import torch.
     device = type(error).__name__ == "AcceleratorError" or fault
     return out_of_memory(error) or device or isinstance(error, OSError)
 
@@ -263,6 +268,7 @@ def find_unmet_requirement() -> tuple[str, str] | None:
     except PackageNotFoundError:  # lipaudit runs from a checkout that is not installed
         return None
     for package in needed:
+        # Packages of an extra, and of another platform or Python, are not needed.
         if package.marker is not None and not package.marker.evaluate({"extra": ""}):
             continue
         found = "is not installed"
@@ -288,7 +294,9 @@ def list_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def find_user_error(error: BaseException) -> LipauditError | None:
-    """Return an exception as an error for users; None for a bug.
+    """Return an exception as an error that a user can act on; None if it can only be a bug.
+
+    Memory, torchvision, packages, files and devices have a hint of their own.
 
     Args:
         error: any exception.
@@ -299,7 +307,8 @@ def find_user_error(error: BaseException) -> LipauditError | None:
     if out_of_memory(error):
         advice = "Try --batch-size 1, --device cpu, fewer --samples, or a smaller model."
         return EvaluationError("out of memory" + (f" ({said})" if said else ""), advice)
-    # The operators of torchvision work with one version of torch only.
+    # The operators of torchvision work with one version of torch only: with another, the first
+    # use fails, and its error names the operator.
     if misfit := next((e for e in list_causes(error) if "torchvision::" in str(e)), None):
         return InputError(
             f"torchvision does not fit the installed torch: {first_line(misfit)}",
@@ -309,6 +318,7 @@ def find_user_error(error: BaseException) -> LipauditError | None:
         text = f"the model ended the program (SystemExit: {said})"
         return EvaluationError(text, "Let its code raise an exception in place of sys.exit.")
     if isinstance(error, ImportError):
+        # Message and advice: a requirement of lipaudit if one is not met, else Python's own words.
         words = f"a package is missing or too old: {said}", "Look for it: pip check"
         return InputError(*(find_unmet_requirement() or words))
     if isinstance(error, OSError):
@@ -327,9 +337,10 @@ def find_user_error(error: BaseException) -> LipauditError | None:
 
 
 def explain_error(error: BaseException) -> LipauditError:
-    """Return any exception as an error with a hint.
+    """Return any exception as an error with a hint, for the last line of a command.
 
-    An unexpected exception is a bug, or comes from a package that is too old.
+    An unexpected exception is reported as a bug, unless a package is missing or too old: it may
+    then come from there.
     """
     if (known := find_user_error(error)) is not None:
         return known

@@ -29,14 +29,19 @@ def dumps(report: Report) -> str:
     """
     document = json.loads(report.model_dump_json(by_alias=True))
     sections = document.pop("sections")
-    if not report.run.model.quantised:
+    if not report.run.model.quantised:  # the field is written for quantised weights only
         del document["run"]["model"]["quantised"]
+    # The summary is no field of a report: it is computed here.
     summary = json.loads(summarise(report).model_dump_json())
     return escape_controls(_layout(document | {"summary": summary, "sections": sections})) + "\n"
 
 
 def loads(text: str, *, name: str = "report") -> Report:
     """Read a report.
+
+    Args:
+        text: JSON, as `dumps` writes it.
+        name: what error messages call the report, such as its path.
 
     Raises:
         InputError: the text is not a report of this or the previous major version.
@@ -58,6 +63,7 @@ def loads(text: str, *, name: str = "report") -> Report:
             f"{name} is a shard that an earlier version wrote, with some of the samples",
             "Merge it with that version, or measure again with --shard i/n --parts FOLDER.",
         )
+    # The summary is computed again from the sections; `figures` keeps the rest of a stored one.
     document["figures"] = _list_figures(document.pop("summary", None))
     _complete(document)
     document["schema_version"] = SCHEMA_VERSION  # reports are written in this version
@@ -71,7 +77,7 @@ def loads(text: str, *, name: str = "report") -> Report:
 
 
 def to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON reads them, so that a fresh report equals a stored one."""
+    """Return values after a round trip through JSON: a fresh report then equals a stored one."""
     return json.loads(json.dumps(dict(values), default=str))
 
 
@@ -95,7 +101,7 @@ def load(path: Path | str) -> Report:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a report."""
+    """Return the JSON Schema of a report file: a report with a summary in place of `figures`."""
     schema = Report.model_json_schema(by_alias=True)
     schema["properties"]["summary"] = {"$ref": "#/$defs/Section"}
     del schema["properties"]["figures"]
@@ -103,17 +109,20 @@ def json_schema() -> dict[str, Any]:
 
 
 def _list_figures(summary: Any) -> list[Row]:
-    """Return the figures of a stored summary that this installation cannot compute again."""
+    """Return the rows of a stored summary that this installation cannot compute again.
+
+    They are of measures that are not installed here.
+    """
     if not isinstance(summary, dict):
         return []
     known = layouts()
     try:
         rows = SUMMARY.section(rows=summary.get("rows")).rows
         figures = [row for row in rows if find_section(row) not in known]
-        # The columns that describe them are checked as those of a section are.
+        # Check the columns that describe them, as those of a section: for the errors only.
         columns = {row.metric: asdict(describe_figure(row)) for row in figures}
         Section.model_validate({"measure": SUMMARY.name, "columns": columns})
-    except ValidationError:  # of an earlier version
+    except ValidationError:  # an earlier version wrote the summary in another form: leave it out
         return []
     return figures
 
@@ -133,7 +142,7 @@ def _complete(document: dict[str, Any]) -> None:
     known = layouts()
     is_first = str(document["schema_version"]).startswith("1.")
     for section in sections:
-        if not isinstance(section, dict):
+        if not isinstance(section, dict):  # damaged: the check of the report says so later
             continue
         layout = known.get(str(section.get("measure")))
         if layout is not None:
@@ -142,18 +151,22 @@ def _complete(document: dict[str, Any]) -> None:
             _add_columns(section, "sample_columns", layout.sample_columns)
         # Columns that were removed since, and those of a plug-in that is not installed.
         if is_first:
-            _add_columns(section, "columns", _tell_columns(section))
+            _add_columns(section, "columns", _derive_columns(section))
 
 
 def _add_columns(section: dict[str, Any], name: str, columns: Mapping[str, Any]) -> None:
+    # Add to the field `name` of a section the columns that it lacks; those it has stay.
     given = section.setdefault(name, {})
     if isinstance(given, dict):
         for key, column in columns.items():
             given.setdefault(key, column)
 
 
-def _tell_columns(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Derive columns from their names and their first cell that is not null."""
+def _derive_columns(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return descriptions of the columns of a section that has none, from its cells.
+
+    The first cell that is not null decides the format: a truth value, a text or a number.
+    """
     cells: dict[str, Any] = {}
     rows = section.get("rows")
     if not isinstance(rows, list):
@@ -168,14 +181,14 @@ def _tell_columns(section: Mapping[str, Any]) -> dict[str, Any]:
         format = ".3g"
         if isinstance(cell, bool):
             format = ""
-        elif isinstance(cell, str) and cell not in NON_FINITE:
+        elif isinstance(cell, str) and cell not in NON_FINITE:  # NaN is written as a text
             format = "s"
         columns[name] = {"label": name, "meaning": "", "format": format, "domain": ""}
     return columns
 
 
 def _read_integer(digits: str) -> int:
-    """Read an integer that a float can hold: all figures are drawn as floats.
+    """Read an integer of a JSON text; refuse one that is too large to be drawn as a float.
 
     Raises:
         ValueError: the integer is larger.
@@ -187,7 +200,12 @@ def _read_integer(digits: str) -> int:
 
 
 def _layout(value: Any, depth: int = 0) -> str:
-    """Indent objects; keep rows, columns, per-sample columns and arrays on one line each."""
+    """Return a value as indented JSON, with every row, column and array on one line.
+
+    Args:
+        value: plain values.
+        depth: how deep the value is inside the document, 0 for the document.
+    """
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if depth > 4 or len(flat) < 80 or _fits_one_line(value, depth):
         return flat

@@ -99,7 +99,7 @@ def compute_shares(
     """Return the shares of heads, layers and blocks in the Jacobian of f at every sample.
 
     The share of a part O, along an output direction u, is < (df/dO)^T u, (dO/dx) v > / sigma with
-    v = J^T u / |J^T u| and sigma = <u, J v> (see the top of this file).
+    v = J^T u / |J^T u| and sigma = <u, J v>: how much of sigma the paths through O carry.
 
     Args:
         net: the model.
@@ -107,7 +107,8 @@ def compute_shares(
         f: the map from x to the output, as in `linearize`.
         x: the samples, (samples, *in).
         directions: the u of each sample, (samples, directions, outputs), of any length.
-        tied: which directions count, (samples, directions): of several, shares are averaged.
+        tied: which directions count, (samples, directions). Shares are averaged over them, as over
+            the singular vectors of equal singular values.
 
     Raises:
         InputError: the model cannot be differentiated twice.
@@ -242,7 +243,7 @@ class _Graph:
         # The layer of each node that computed an attention output.
         self._layer_of: dict[Node, int] = {}
         for index, calls in self.layers.items():
-            if any(call.value is None for call in calls):
+            if any(call.value is None for call in calls):  # P and V are unknown
                 unsplit.append(index)
             for call in calls:
                 edges += [call.output, call.pattern, call.value]
@@ -272,11 +273,12 @@ class _Graph:
         surveyed: set[Address] = set()
         for other in self.sites:  # a module may have several layers
             surveyed.update(address for address in other.addresses if address.module == module)
+        # Other calls than in the survey: which of them is this layer is unknown.
         if not recorded <= surveyed or not recorded.issuperset(site.addresses):
             self.missing[site.index] = "its attention is not found in a pass with gradients"
             return
         calls = [recorder.calls[address] for address in site.addresses]
-        if any(call.output is None for call in calls):
+        if any(call.output is None for call in calls):  # the output of a call has no gradient
             self.missing[site.index] = NO_PATH
             return
         self.layers[site.index] = calls
@@ -390,8 +392,9 @@ class _Graph:
         def multiply(edge: GradientEdge, moving: GradientEdge | None = None) -> Tensor:
             """Return the product, entry by entry, of (df/dO)^T u and (dO'/dx) v.
 
-            O is at `edge`. O' is at `moving`, by default O itself: then the sum over entries is
-            |v|^2 times the share of O.
+            O is the tensor at `edge`. O' is that at `moving`, by default O itself: then the sum
+            over all entries is |v|^2 times the share of O. Zeros if the output does not depend on
+            O, or O' not on the input.
             """
             source = edge if moving is None else moving
             gradient = gradients.get((edge.node, edge.output_nr))
@@ -404,6 +407,7 @@ class _Graph:
         by_layer = {site.index: self._sum_heads(site, multiply, samples) for site in self.sites}
         heads = torch.cat([*by_layer.values()], 1)
         paths = self._sum_steps(by_layer, multiply, samples)
+        # Paths through at least one part of a kind: all paths without those around these parts.
         through = []
         for edges in self._list_kinds():
             through.append(square - self._pull_around(edges, leaf, u, v))
@@ -421,6 +425,7 @@ class _Graph:
         calls = [call for calls_of_layer in self.layers.values() for call in calls_of_layer]
         outputs = [call.output for call in calls]
         patterns = [call.pattern for call in calls]
+        # A layer that the output depends on was not found.
         if set(self.missing.values()) - {NO_PATH}:
             outputs = [None]
             patterns = [None]

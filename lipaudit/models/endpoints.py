@@ -222,8 +222,8 @@ def make_sample_function(
     Args:
         net: the model.
         batch: the samples at which the function is evaluated.
-        start: the input: pixels or embeddings. None, or attention layers (`layer:5`), whose
-            derivative starts further in: pixels of images, embeddings of texts.
+        start: the input: pixels or embeddings. With None, `layers` or `layer:5` it is that of the
+            whole model: pixels of images, embeddings of texts.
         target: the output, such as `logits` or `logits:5` (of the token at position 5). None: the
             default of `resolve_target`.
         place: the column of the token in each text, (samples,), in place of that position.

@@ -55,7 +55,7 @@ class _StoredProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, reference: WeightReference, is_transposed: bool) -> Tensor:
         ctx.reference = reference
         ctx.is_transposed = is_transposed
-        weight = reference.convert()
+        weight = reference.convert()  # freed after this product
         if is_transposed:
             return x @ weight
         return x @ weight.mT
@@ -296,6 +296,7 @@ class Linearization:
         units = torch.eye(self.outputs, dtype=self.output.dtype, device=self.output.device)
         units = units.view(-1, 1, *self.output.shape[1:])
         units = units.expand(-1, *self.output.shape)  # (outputs, batch, *out)
+        # Few enough rows at a time that they have about `TOGETHER` entries.
         parts = torch.split(units, max(1, TOGETHER // self.x.numel()))
         rows = torch.cat([self._pull_rows(part) for part in parts])  # (outputs, batch, *in)
         return rows.flatten(2).transpose(0, 1)

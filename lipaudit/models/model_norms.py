@@ -232,6 +232,8 @@ def _add_left(norms: JacobianNorms, left: Tensor, squares: Tensor, tol: float) -
     tied = relative >= 1 - tol
     tied[:, 0] = True  # also where all values are 0
     count = int(tied.sum(1).max())
+    # The gap between the two largest values, relative to the largest. A single value counts as if
+    # the second one were 0.
     if relative.shape[1] > 1:
         second = relative[:, 1]
     else:
@@ -253,9 +255,9 @@ def compute_margins(
     To first order, a sample x of class y reaches class j at the distance
     (f_y - f_j) / ||grad(f_y - f_j)||_q, with logits f and the norm q dual to that of the attack.
     The radius is the smallest of these over j. Classes j are examined in the order of f_y - f_j,
-    until no later one can be nearer. For that, all gradient norms are at most
-    G = sqrt(2) ||J|| for q = 2, and G = ||J^T e_y||_1 + max_i ||J^T e_i||_1 for q = 1, so that a
-    class is at a distance of at least (f_y - f_j) / G.
+    until no later one can be nearer: with the Jacobian J of f and basis vectors e_j, the gradient
+    J^T (e_y - e_j) has a norm of at most G = sqrt(2) ||J|| for q = 2, and
+    G = ||J^T e_y||_1 + max_i ||J^T e_i||_1 for q = 1. So class j is at least at (f_y - f_j) / G.
 
     Args:
         linear: the map to logits (batch, classes), linearised at the samples.

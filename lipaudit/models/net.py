@@ -354,8 +354,8 @@ class Net(ModelSpec):
         """Return the model as it runs under `torch.autocast`, with the gradients of this one.
 
         Rounding to 8 or 11 bits makes most small steps invisible, and gradients through it
-        underflow. So an attack sees the scores of the deployed arithmetic, and follows the
-        gradient of the exact one: a prediction counts as broken only in the former.
+        underflow. So an attack sees the scores under autocast, which decide whether a prediction
+        is broken, and follows the gradient of the model without rounding.
 
         Args:
             autocast: bfloat16 or float16.
@@ -448,13 +448,13 @@ class Net(ModelSpec):
         return self._watch_entry(replace_first)
 
     def _put_batch_first(self, states: Tensor) -> Tensor:
-        """Exchange the first two axes if the embedding has tokens first."""
+        """Return embeddings as (batch, tokens, width) if the model has (tokens, batch, width)."""
         if self.tokens_first:
             return states.transpose(0, 1)
         return states
 
     def _watch_entry(self, change: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-        """Pass each output of `entry` through `change` (None keeps it)."""
+        """Pass each output of the embedding module through `change`; None keeps the output."""
         if self.entry is None:
             raise ValueError("this model has no known embedding module")
         return self.entry.register_forward_hook(lambda _module, _args, out: change(out))

@@ -404,6 +404,7 @@ def read_form(spec: ModelSpec, passed: Activated, output: Tensor) -> OutputForm:
 
 def note_choice(spec: ModelSpec, result: Any) -> tuple[Note, ...]:
     """Return the note on a model that returns several tensors, of which one is measured."""
+    # Not if the description of the model chooses one, or if one is named `logits`.
     if spec.read is not None or not isinstance(result, tuple | list) or hasattr(result, "logits"):
         return ()
     shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)]

@@ -256,7 +256,14 @@ DEFERRED = torch.float8_e5m2
 
 
 def defer(compute: Callable[[], Tensor], shape: torch.Size) -> nn.Parameter:
-    """Return a parameter without memory, whose values `convert_on_read` computes on reading."""
+    """Return a parameter that takes no memory, because its values are computed when it is read.
+
+    This is for a module after `convert_on_read`.
+
+    Args:
+        compute: returns the values.
+        shape: their shape.
+    """
     # NaN, so that nothing can take the placeholder for values.
     weight = nn.Parameter(torch.tensor(torch.nan).to(DEFERRED).expand(shape), requires_grad=False)
     _deferred[weight] = compute
@@ -392,7 +399,7 @@ def lift_parameters(call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        """Call the model while its parameters are read as converted copies."""
+        """Call the model; while any such call runs, `parameters()` returns converted copies."""
         _Parameters.running += 1
         try:
             return call(*args)

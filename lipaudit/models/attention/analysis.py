@@ -115,6 +115,7 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
         kinds[:] = ["shared"] * 3
         raise NotClosedForm("one linear map is applied to each head separately")
     try:
+        # `relative`: the logits with their graph if they depend on q or k beyond q k^T, else None.
         attention, relative = read_product(call, batch, None)
     except NotClosedForm as obstacle:
         problems.append(obstacle.reason)

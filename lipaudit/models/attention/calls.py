@@ -225,6 +225,7 @@ class Explicit:
         for part in pulled:
             if part is None:  # the graph is cut between q k^T and the logits of this call
                 return None
+            # If the model computes k q^T, transpose its gradient to that of q k^T.
             parts.append(part.mT if self.is_transposed else part)
         if len(parts) == 1:
             whole = parts[0]
@@ -311,9 +312,10 @@ class AxisLayout:
     def _divide(
         self, t: Tensor, rows: tuple[Factor, ...], samples: int
     ) -> tuple[list[Factor], list[int]]:
-        """Return the factors (samples, windows, heads, tokens) of all axes but the last; sizes.
+        """Return the factors that make up all axes but the last, and the size of each.
 
-        Sizes that the layout leaves open follow from the shape of t.
+        A factor holds samples, windows, heads or tokens. Sizes that the layout leaves open follow
+        from the shape of t.
 
         Args:
             t: the tensor, with the axes of the model.

@@ -88,7 +88,7 @@ def add_inputs(
     heads = replace(
         attention,
         x=x,
-        x_kv=None if structure.joint else memory,
+        x_kv=None if structure.joint else memory,  # None: the input of the queries
         to_q=to_q,
         to_k=parts["k"].projection,
         to_v=parts["v"].projection,
@@ -187,11 +187,12 @@ def capture(
         EvaluationError: a selected layer did not run.
     """
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
-    cut = []
+    cut_sites = []
     for site in sites:
-        # A written-out softmax is recognised by a graph from q or k, also where no layer is read.
+        # The graph starts at the linear maps behind q, k and v of the layers to read. For a
+        # written-out softmax it always does, because it is recognised by a graph from q or k.
         if site.explicit or (projections and site.address in chosen):
-            cut.append(site)
+            cut_sites.append(site)
     # Layers that have not run yet. One that the model skips for this batch stays here.
     pending = dict(chosen)
     results = list[Result]()
@@ -206,8 +207,8 @@ def capture(
         if not pending:
             raise _AllRead
 
-    # The linear maps behind q, k and v of these layers: only there the graph is cut.
-    cut_at = frozenset().union(*(site.sources for site in cut))
+    # The linear maps at which the graph is cut.
+    cut_at = frozenset().union(*(site.sources for site in cut_sites))
     tracer = Tracer(visit, cut_at=cut_at, loops=(site.loop for site in sites))
     with suppress(_AllRead), fork_random(net.module), exact_arithmetic(net.device):
         run(net, batch, tracer)
@@ -295,7 +296,7 @@ class OutputMap:
 
     def divide(self, heads: int) -> Tensor:
         """Return W_O of each head, (heads, d_v, channels out)."""
-        # A row for each channel of the concatenated heads, in their order.
+        # The rows of the weight in the order of the heads' channels, times the factor of each.
         weight = read_weight(self.reference)[self.order] * self.gain[:, None]
         return torch.unflatten(weight, 0, (heads, -1))
 
@@ -400,7 +401,7 @@ class Site:
 
     @property
     def module_input(self) -> str:
-        """Return the name of its module's inputs, with respect to which numerical norms are."""
+        """Return the name of its module's inputs, for norms by differentiating the module."""
         if not self.inputs:  # the module cannot run alone: there is no norm
             return MODULE_INPUT
         return f"{MODULE_INPUT} ({', '.join(self.arguments)})"
@@ -469,6 +470,7 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     size = 1 / (1 + forward_error(heads).to(u) / AGREES)
     u, pulled = sketched_vjp_x(heads, u, size, sketches)
     u = u.to(call.output)
+    # For each input: the first projection that reads it, whose tokens are the rows of the result.
     readers = {"x": queries, "x_kv": memory}
     closed_form = [(readers[name][0], z) for name, z in pulled.items()]
     # By autograd, for each input: a group of projections that read it. If a linear map serves

@@ -241,7 +241,7 @@ class AttentionMode(TorchFunctionMode):
         if out.requires_grad and out.ndim > 2 and self._may_be_logits(a, b):
             # The edge, not the tensor: a model may scale or mask its logits in place.
             self._products.append(_Product(get_gradient_edge(out), a, b))
-            del self._products[:-_PRODUCTS]
+            del self._products[:-_PRODUCTS]  # keep the latest
         return out
 
     def _may_be_logits(self, a: Tensor, b: Tensor) -> bool:

@@ -72,6 +72,7 @@ def find_layouts(call: AttentionCall, samples: int) -> tuple[AxisLayout, ...]:
     if any(leaf.origin.reads_token_parts for behind in leaves.values() for leaf in behind):
         return ()
     try:
+        # Which vectors of q, k and v change with a channel or a token of these maps.
         moved = {name: _move_inputs(t, leaves[name]) for name, t in tensors.items()}
         leading = []
         for axis, size in enumerate(call.q.shape[:-2]):
@@ -124,7 +125,7 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
         tokens = is_read.any(1).nonzero()
         if not len(tokens):
             continue
-        middle = int(tokens[len(tokens) // 2])
+        middle = int(tokens[len(tokens) // 2])  # one of the tokens that t depends on
         moved.rows.append(_find_moved(source, row=middle))
         whole = _find_moved(source)
         weight = None if linear is None else linear.weight
@@ -306,7 +307,7 @@ def _find_spans(is_marked: Tensor) -> list[_Span]:
     """
     spans: list[_Span] = []
     stride = 1
-    remaining = is_marked
+    remaining = is_marked  # the marks along the factors that are not found yet
     while not remaining.all():
         # Skip inner factors of which all indices are marked: they make equal blocks. In the
         # example these are blocks of 3.

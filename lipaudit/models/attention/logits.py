@@ -83,6 +83,7 @@ def read_product(
         to_q=None,
         to_k=None,
         to_v=None,
+        # The sample of each window: every sample has as many, one after the other.
         sample=torch.arange(windows, device=q.device) * len(batch) // windows,
         **fields,
     )

@@ -160,7 +160,7 @@ def _linearize_layer(layer: Layer) -> Linearization:
 
 
 def _zero_padding(rows: Tensor, layer: Layer) -> Tensor:
-    """Set the rows of padded queries to zero: they are not outputs."""
+    """Set the rows of padded queries to zero, as they are not outputs: (windows, queries, d)."""
     valid = layer.attention.valid
     if valid is None:
         return rows
@@ -361,7 +361,7 @@ def compute_residual_norms(
     calls: dict[Residual, tuple[nn.Module, list[Any], TreeSpec]] = {}
 
     def copy_arguments(frame: trace.Frame) -> None:
-        """Copy the arguments of a residual's module call, before the call can change them."""
+        """Copy the arguments of a residual block's call, before the call can change them."""
         residual = by_call.get((frame.name, frame.number))
         if residual is not None:
             copies = tree_map(

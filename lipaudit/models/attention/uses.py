@@ -69,6 +69,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self.lines: dict[str, str] = {}
         self._where = where
+        # The marks of tensors by the address of their memory, which the reference keeps in use.
         self._marks: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def beyond(self, modules: Iterable[str]) -> list[str]:

@@ -49,7 +49,7 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
         InputError, EvaluationError: as in `survey`.
     """
     sample = _take_sample(net, batch)
-    if net.surveys:
+    if net.surveys:  # forget those of other weights
         weights = _fingerprint_weights(net.module)
         net.surveys[:] = [earlier for earlier in net.surveys if earlier.weights == weights]
     result: Survey

@@ -337,7 +337,7 @@ class Surveyor(Tracer):
         """
         loop_modules = {module for module, moved in self._moved.items() if len(moved) > 1}
         for layer in self.layers.values():
-            if len(layer.first[0]) == 0:
+            if len(layer.first[0]) == 0:  # a single window, not one for each sample
                 loop_modules.add(layer.site.module)
         others = [layer for layer in self.layers.values() if layer.site.module not in loop_modules]
         for index, layer in enumerate(others):
@@ -398,7 +398,9 @@ def _has_axes_of_queries(call: AttentionCall) -> bool:
 
 
 def _has_part_of_queries(layer: Surveyed, group: Sequence[Surveyed]) -> bool:
-    """Say whether a layer has only a part of the queries: another one has others, for its keys.
+    """Say whether a layer has only a part of the queries of an attention.
+
+    It does if another layer of the group has other queries for the same keys.
 
     Args:
         layer: a layer of the group.
@@ -421,7 +423,9 @@ def _is_shared(q: Tensor) -> bool:
 
 
 def _reads_as_tokens(source: graph.Probed, heads: int) -> bool:
-    """Say whether W_O reads the heads of a layer like tokens: one channel holds several heads.
+    """Say whether W_O reads the heads of a layer as if they were tokens.
+
+    It does if the first channel of its input comes from the same channel of several heads.
 
     Args:
         source: the input of W_O, (rows, channels), as a function of the heads' outputs.
@@ -537,7 +541,7 @@ def _share_maps(a: Surveyed, b: Surveyed) -> bool:
 def _share_input(a: Surveyed, b: Surveyed) -> bool:
     """Say whether one line of code makes two attention calls whose queries read the same tensor.
 
-    Origins have linear maps in calls of one head only.
+    Only calls of one head count: the origins of others are stored without their linear maps.
     """
     roots = []
     for layer in (a, b):

@@ -464,6 +464,7 @@ def _add_product_symbols(
     # coefficient in every entry of the values of an attention: heads x keys x width.
     room = _MOST_COEFFICIENTS // (heads * queries * heads * keys * width)
     layers = min(room, keys * sum(len(coefficients) for _, coefficients in pairs))
+    # No more symbols per row than channels are too few to be better than slack.
     if symbols.norm != "linf" or layers <= width or not worthwhile < radius.sum() < math.inf:
         return None
     if symbols.order == 1 and not symbols.many_symbols:  # at order 2 there are many without these
@@ -551,6 +552,7 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     keys = x.shape[-1]
     rounded = constant.to(dtype)  # any constant is valid
     constant = rounded.to(DOUBLE)
+    # The coefficients of -sum_k P_k constant.
     row_sums, block_sums = x.map_coefficients(lambda t: t.sum(-1, keepdim=True))
     product.dense[: len(row_sums)] -= row_sums * rounded
     removed = [block.map_coefficients(lambda t: -t * rounded) for block in block_sums]

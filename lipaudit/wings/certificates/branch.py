@@ -170,6 +170,7 @@ def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
         # Each unit of a multiplier adds -m to the coefficient of eps.
         multiplier = of_errors.clamp_min(0) / problem.offset[layer]
         is_flat = problem.slope[layer] < 0.5
+        # y[0] are the multipliers of h >= 0, y[1] those of h >= z.
         y[0, :, layer] = torch.where(is_flat, multiplier, 0.0)
         y[1, :, layer] = torch.where(is_flat, 0.0, multiplier)
     return Nodes(which, state, y)
@@ -296,6 +297,12 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
     For y >= 0, margin + sum y constraint is no larger than the margin where the constraints (<= 0)
     hold. It is affine in the symbols e, so its minimum is its constant less the dual norm of its
     coefficients (weak duality).
+
+    Args:
+        problem: rows centre + slopes @ e +- spread, one for each margin and each of k ReLUs.
+        which: (b,), the margin to bound on each of b parts of the ball.
+        y: (2, b, k), a multiplier for each of the two constraints of a ReLU.
+        effects: what a unit of each multiplier adds to the coefficients of z and of 1 + eps.
     """
     relus = problem.relus
     margins = problem.margins

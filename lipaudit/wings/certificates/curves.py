@@ -431,9 +431,9 @@ def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) ->
 
 def elu(input: Form, alpha: float | int = 1.0, inplace: bool = False) -> Form:
     """Return x where x > 0, else alpha (e^x - 1)."""
-    if alpha == 1:
+    if alpha == 1:  # the only alpha for which the slope does not jump at 0
         return relax(input, ELU)
-    # The slope jumps at 0, so this is no smooth function: relu(x) + alpha (exp(min(x, 0)) - 1).
+    # relu(x) + alpha (exp(min(x, 0)) - 1).
     below = relax(cast("Form", input.clamp(None, 0.0)), EXP)
     return add(F.relu(input), scale(add(below, -1.0), alpha))
 

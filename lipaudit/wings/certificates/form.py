@@ -281,6 +281,7 @@ class Form(Tensor):
         """Return the coefficients (symbols, entries) of entries where a mask (*shape) is True."""
         stack = self.dense.new_zeros(self.symbol_count, int(mask.sum()))
         stack[: len(self.dense)] = self.dense[:, mask]
+        # Blocks store coefficients of errors sparsely: they are added to the rows of their symbols.
         for block in self.blocks:
             block.select_entries(mask).add_to(stack)
         return stack
@@ -377,9 +378,13 @@ class Form(Tensor):
         return form
 
     def take_content_of(self, result: Form) -> None:
-        """Take over the content of a result that is written into this form."""
+        """Replace the content of this form by that of a result, for a write in place.
+
+        Its memory object stays: it counts the writes, by which other views know that they are
+        stale.
+        """
         memory = self.memory
-        # Cached radii and ranges belong to the old content: they go with it.
+        # Cached radii and ranges belong to the old content: they are removed, too.
         self.__dict__.clear()
         self.__dict__.update(result.__dict__)
         self.memory = memory

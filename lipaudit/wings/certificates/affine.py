@@ -320,7 +320,10 @@ def convolve(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Form:
-    """Return the convolution of a form over one or two axes, with options as in torch."""
+    """Return the convolution of a form over one or two axes, with options as in torch.
+
+    It is a linear map, applied to the centre and to the coefficients of every symbol.
+    """
     if input.ndim != weight.ndim:
         raise NoRuleError("a convolution without a batch axis")
     if weight.ndim == 3:  # over one axis: as one over two, the first of size one
@@ -352,8 +355,8 @@ def convolve(
     constant = None
     if bias is not None:
         constant = bias.view(-1, 1, 1)
-    x = x.symbolize_slack()
-    roundings = weight[0].numel() + 1
+    x = x.symbolize_slack()  # the map mixes entries: symbols can cancel, slack cannot
+    roundings = weight[0].numel() + 1  # an entry is a sum over one kernel
     return linear_map(x, convolve_stack, weight, roundings=roundings, constant=constant)
 
 
@@ -406,7 +409,10 @@ def reduce_axes(
     dtype: Any = None,
     mean: bool = False,
 ) -> Form:
-    """Return the sum or the mean of a form over axes; numpy's name `axis` works, too."""
+    """Return the sum or the mean of a form over axes; numpy's name `axis` works, too.
+
+    It is a linear map, applied to the centre and to the coefficients of every symbol.
+    """
     require_real(dtype)
     axes = read_axes(axis if dim is None else dim, input.ndim)
     count = torch.Size(input.shape[axis] for axis in axes).numel()
@@ -572,7 +578,10 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
 
 
 def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
-    """Put a constant into the entries where a mask is True; their coefficients and slack are 0."""
+    """Return a form with a constant in the entries where a mask is True.
+
+    There its coefficients and slack are 0.
+    """
     mask = mask.bool()
     unchanged = ~mask
     input = broadcast(input, mask.shape)

@@ -225,6 +225,7 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
     certificates = []
     for choice in combinations(range(places), k):
         inside = select_places(torch.tensor([choice], device=x.device), x, proof.patch)
+        # Any values inside the chosen patches, the image outside of them.
         low = torch.where(inside, lowest, x)
         high = torch.where(inside, highest, x)
         certificate = _prove_box(net, sample, label, low, high, proof)
@@ -253,7 +254,7 @@ def _prove_box(
     in the pixel that moves the smallest margin most: half its width times the gradient at the
     centre. The mean gradient is added, as a wide pixel may be flat at the centre.
     """
-    parts = [(low, high)]
+    parts = [(low, high)]  # boxes that are still to be proven
     nodes = 0
     smallest = math.inf
     limited = replace(proof, nodes=min(proof.nodes, NODES_PER_BOX))
@@ -280,6 +281,7 @@ def _prove_box(
         gradient = pull((z, margin), torch.ones_like(margin)).abs()
         if float(margin.detach()) < 0:  # the centre gets another class
             return Certificate(False, "broken", float(margin.detach()), nodes)
+        # Cut in two at the centre of the pixel with the largest effect.
         pixel = (radius * (gradient + gradient.mean())).flatten().argmax()
         cut = centre.view(-1)[pixel]
         below = high.clone()

@@ -451,9 +451,10 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
         "places": places,
         "seconds": seconds,
     }
-    if options.counted != "patch":
+    if options.counted != "patch":  # only patches have places
         values["places"] = [math.nan] * len(radii)
     if options.radius:
+        # No radius for a misclassified sample; 0 if no ball was certified.
         values["radius"] = math.nan
         if bracket.correct:
             values["radius"] = max(bracket.certified_radius, 0.0)
@@ -465,7 +466,12 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
 
 
 def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
-    """Make the section `certify`, a row per ball, and with `--radius` the section of radii."""
+    """Return the section `certify`, a row per ball, and with `--radius` the section of radii.
+
+    Args:
+        parts: the results of the batches, arrays with an entry per sample.
+        options: the options of the run.
+    """
     import numpy as np
 
     arrays = base.join_arrays(parts)
@@ -498,7 +504,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
 
 
 def _summarise_radii(arrays: dict[str, Values], options: CertifyOptions) -> Section:
-    """Make the section of radii, one row, from the values of all samples."""
+    """Return the section of radii: one row, from the results of all samples by name."""
     import numpy as np
 
     correct = arrays["correct"]

@@ -60,8 +60,8 @@ def add_denoiser(net: Net, reference: str) -> Net:
     denoiser = load_denoiser(reference).to(net.device, net.dtype)
     advice = "A denoiser takes noisy samples and returns samples of their shape and type."
 
-    # Takes the place of `Net.call`, which runs the model on samples x.
     def call_behind_denoiser(x: Tensor, mask: Tensor | None) -> Any:
+        """Run the model on denoised samples, in place of `Net.call`; require their shape."""
         with explain_failure(f"the denoiser {reference} failed", advice):
             z = denoiser(x)
         returned = _describe(z)

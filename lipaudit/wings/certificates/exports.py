@@ -94,6 +94,7 @@ def encode_files(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, b
 
     files: dict[Path, bytes] = {}
     if options.export is not None:
+        # Models and properties, and instances.csv with a line MODEL,PROPERTY,SECONDS for each.
         exported = _decode_files(parts, "exported")
         files = {options.export / name: content for name, content in exported.items()}
         lines = []
@@ -107,9 +108,11 @@ def encode_files(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, b
             lines.append(f"{model},{name},{options.seconds or TIMEOUT:g}\n")
         files[options.export / "instances.csv"] = "".join(lines).encode()
     if options.proofs is not None:
+        # An archive with one .npz file for each ball that was split.
         archive = io.BytesIO()
         with zipfile.ZipFile(archive, "w") as file:
             for name, content in _decode_files(parts, "proofs").items():
+                # ZipInfo has a fixed date: equal proofs make equal files.
                 file.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
         files[options.proofs] = archive.getvalue()
     return files

@@ -281,7 +281,7 @@ class Form(Tensor):
         """Return the coefficients (symbols, entries) of entries where a mask (*shape) is True."""
         stack = self.dense.new_zeros(self.symbol_count, int(mask.sum()))
         stack[: len(self.dense)] = self.dense[:, mask]
-        # Blocks store coefficients of errors sparsely: they are added to the rows of their symbols.
+        # Blocks store coefficients of errors sparsely: add them to the rows of their symbols.
         for block in self.blocks:
             block.select_entries(mask).add_to(stack)
         return stack
@@ -439,13 +439,14 @@ class Form(Tensor):
         """Apply the rule of a torch function; torch calls this in place of the function."""
         name = find_name(func)
         kwargs = dict(kwargs or {})
-        if name in METADATA:
+        if name in METADATA:  # such as the shape: torch can answer that itself
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         forms = list_forms((args, kwargs))
         # Numbers of symbols mean something else in another pass; a stale view has old content.
         first = forms[0]
         if any(form.is_stale or form.symbols is not first.symbols for form in forms):
             raise NoRuleError(f"{name} of a tensor that was changed in place elsewhere")
+        # add_ is add, whose result is written into the first argument.
         is_in_place = name.endswith("_") or kwargs.get("inplace")
         name = name.removesuffix("_")
         result = _apply_rule(first.symbols, func, name, args, kwargs)

@@ -206,7 +206,7 @@ def batch_norm(
     gain = (running_var.to(DOUBLE) + eps).rsqrt()
     if weight is not None:
         gain = gain * weight.detach().to(DOUBLE)
-    shape = (-1, *[1] * (input.ndim - 2))
+    shape = (-1, *[1] * (input.ndim - 2))  # of the channels, broadcast over the axes behind
     centred = affine.sub(input, running_mean.view(shape))
     # Roundings of the gain, all in float64: a sum, the library's root and a product.
     scaled = affine.scale(centred, gain.view(shape), roundings=2 * LIBRARY_ULPS + 2)

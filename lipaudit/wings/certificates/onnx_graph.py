@@ -193,7 +193,10 @@ def _multiply(
     transA: int = 0,  # noqa: N803  (the attribute's name)
     transB: int = 0,  # noqa: N803
 ) -> Any:
-    """Return alpha a @ b + beta c, the operator Gemm."""
+    """Return alpha a @ b + beta c, the operator Gemm; factors of 1 are left out.
+
+    A product with 1 would take time and rounding on forms.
+    """
     if transA:
         a = a.mT
     if transB:

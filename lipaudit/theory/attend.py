@@ -90,14 +90,14 @@ class Anchored(NamedTuple):
 def mean_value(
     p: Float[Tensor, "*batch n m"], v: Float[Tensor, "*batch m dv"]
 ) -> Float[Tensor, "*batch 1 dv"]:
-    """Return z, the mean of the values under P, for c_ij = P_ij ((v_j - z) - (o_i - z)).
+    """Return z, the mean of the values v_j, weighted by the column sums of the attention map P.
 
-    Where rows of P sum to 1 or are 0 (no sink), subtracting z from all values leaves c_ij as it
-    is. But the rounding error of v_j - o_i falls: it is relative to the length of the values, and
-    that is now the distance between them. The gradients of logits multiply this error.
+    With v_j - z for v_j the differences v_j - o_i from the outputs o_i = sum_j P_ij v_j stay the
+    same if rows of P sum to 1 (no sink). But their rounding errors fall: they are relative to the
+    length of the values, which is now about the distance between them.
 
     Args:
-        p: P, or some of its rows: any weighted mean will do.
+        p: P, or some of its rows, for another weighted mean.
         v: values.
 
     >>> v = torch.full((1, 3, 2), 1e6, dtype=torch.float64)
@@ -320,7 +320,8 @@ class Attend:
             ds = self._push_logits(tangents, queries, keys)
             if ds is not None:
                 # The second sum. The key a with the largest P_ia adds dS_ia c_ia, with c_ia known
-                # without cancellation; the others add sum_j dp_ij v_j - (sum_j dp_ij) o_i.
+                # without cancellation. With dp_ij = P_ij dS_ij the other keys add
+                # sum_j dp_ij v_j - (sum_j dp_ij) o_i.
                 anchors = self._anchors(block)
                 largest = ds.gather(-1, anchors)
                 dp = ds.mul_(p).scatter_(-1, anchors, 0.0)
@@ -464,10 +465,11 @@ def linearize_attention(heads: Heads) -> Attend:
 
 
 def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
-    """Return the fields `slope` and `extra` of `Attend`: other logits than s q k^T (`Pairs`).
+    """Return the fields `slope` and `extra` of `Attend`, for logits other than s q k^T (`Pairs`).
 
-    A problem is one head on one batch row. Terms that several problems share are stored once,
-    with the index of its set for each problem.
+    `slope` is the derivative of a soft cap, `extra` has the terms that relative positions add to
+    the gradients in q or k. A problem is one head on one batch row. Terms that several problems
+    share are stored once, with the index of its set for each problem.
     """
     shape = heads.q.shape[:2]
     pairs = heads.pairs or Pairs()

@@ -314,15 +314,16 @@ def row_spread(at: Centred, length: Rows) -> Rows:
     # c_j = <v_j, o_i> - ||o_i||^2 / 2
     c = (at.v2.mT - at.w2).mul_(0.5)
     power, terms, total = sum_spread(at.p, at.gram, c)
-    # The terms add up to at most 3 (A + 2 W C); each is a sum of m terms of sums of m, off by at
-    # most (2 m + 32) u, 4 times which is allowed for the 3 and what A, C and W are off by
-    # themselves. What underflows is below the smallest number.
+    # The rounding error of the power. It is a sum of numbers whose sizes add up to at most 3
+    # `terms`. Each is a sum of m terms of sums of m, off by at most (2 m + 32) u. A factor of 4
+    # covers the 3 and the error of `terms` itself. Numbers that underflow are below the smallest.
     underflow = 8 * at.p.shape[-1] ** 2 * tiny
     error = 4 * rounding(at.p) * terms + underflow
     # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, where g is the Gram matrix of
     # the values and D^2 = diag w, w_j = P_ij^2. Errors of g and c change it by at most
-    # (|dg| + 2 |dc|) W. In units of ||v||^2 + ||o||^2 at most, g is off by (d_v + 4) u; w2 is
-    # raised by and off by less than rounding() each, c by half of that and a few u.
+    # (|dg| + 2 |dc|) `total`, the sum of the w_j. In units of ||v||^2 + ||o||^2 at most, g is off
+    # by (d_v + 4) u; w2 is raised by and off by less than rounding() each, c by half of that and a
+    # few u.
     unit = at.v2.amax(-2) + at.o2[..., 0]
     change = 3 * rounding(at.v) * total * unit
     root = (power + error).clamp_min(0.0).sqrt()
@@ -447,8 +448,8 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
     p = at.p
     precision = p.dtype
     if p.shape[-2] * p.shape[-1] > heads.policy.map_limit:
-        # Rounding entries to single precision costs u, where `nonnegative_norm` leaves
-        # 3 (n + m) u / 2 over.
+        # Single precision, to save memory. It is accurate enough: rounding an entry costs u, and
+        # `nonnegative_norm` raises its result by 3 (n + m) u / 2 more than it needs for itself.
         precision = torch.float32
     beta = torch.empty_like(p, dtype=precision)
     tokens = torch.arange(p.shape[-1], device=p.device)

@@ -181,8 +181,8 @@ def _describe_result(result: object, shape: torch.Size) -> TypeError:
 def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHead:
     """Return a Lipschitz constant of every head on the ball ||X' - X||_F <= r.
 
-    Any mask or position bias that does not depend on X. It is `sharp` at r = 0, grows linearly at
-    first and, once the logits move by 1 and more, like a power of r.
+    It holds with any mask or position bias that does not depend on X. It is `sharp` at r = 0,
+    grows linearly at first and, once the logits move by 1 and more, like a power of r.
 
     Args:
         heads: self-attention with affine (or constant) projections; others give NaN.
@@ -322,17 +322,18 @@ def _row_length(rows: Tensor) -> Tensor:
 def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Return a_ij and b_ij: on a ball of radius rho no log P_ij grows by more than its limit.
 
-    The limit is a_ij rho + b_ij ||A|| rho^2, A = s W_Q W_K^T. e_l are the moves of the tokens,
-    sum_l ||e_l||^2 <= rho^2. By the convexity of exp, log P_ij grows by at most the change of its
-    logit less the mean change of row i under P_i. With c_l = delta_jl - P_il that is
-    <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>, linear in the moves with a coefficient of length
-    a_ij, and e_i^T A sum_l c_l e_l, which is at most
+    The limit is a_ij rho + b_ij ||A|| rho^2, A = s W_Q W_K^T. Logit ij has the gradient
+    z_j = s W_Q k_j in token i and u_i = s W_K q_i in token j; E_i is the mean over the keys with
+    weights P_i. The tokens move by e_l, sum_l ||e_l||^2 <= rho^2. By the convexity of exp, log
+    P_ij grows by at most the change of its logit less the mean change of row i. With
+    c_l = delta_jl - P_il that is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>, linear in the moves
+    with a coefficient of length a_ij, plus e_i^T A sum_l c_l e_l, which is at most
     ||A|| (|c_i| ||e_i||^2 + ||e_i|| (sum_{l != i} c_l^2)^1/2 (rho^2 - ||e_i||^2)^1/2).
 
     Args:
         p: P, (batch, heads, n, m).
-        z: ||z_j - E_i z||, the gradient of logit ij in its query.
-        u: ||u_i||, the gradient of the logits of query i in their keys, (batch, heads, n, 1).
+        z: ||z_j - E_i z||, in the same shape.
+        u: ||u_i||, (batch, heads, n, 1).
     """
     identity = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
     others = _others(p)  # 1 - P_ij
@@ -340,8 +341,8 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     diagonal = p.diagonal(0, -2, -1)[..., None]
     c_i = diagonal * (1 - identity) + others * identity
     square = others.square() + _others(p.square())  # sum_l c_l^2
-    # a_ij^2 is an upper limit of the squared length of the coefficients of all e_l: c_l u_i, and
-    # of e_i z_j - E_i z + c_i u_i.
+    # a_ij^2 is an upper limit of the squared length of all coefficients: c_l u_i for e_l, and
+    # z_j - E_i z + c_i u_i for e_i.
     slope = z.square() + u.square() * square + 2 * z * u * c_i
     slope = slope.sqrt()
     # b_ij is the largest value of |c_i| x^2 + h x y for x^2 + y^2 = 1, h^2 = square - c_i^2: the
@@ -418,9 +419,9 @@ def bound_curvature(at: BallPoint, on: BallLimits) -> PerHead:
     """
     widest = at.w.amax(-1, keepdim=True)
     longest = widest + on.shift  # of v_j - o_i, on the whole ball
-    # The changes sigma_ij of the logits have a standard deviation of at most z x_i^1/2 + u y_i^1/2
-    # under P_i. Terms in (x_i y_i)^1/2 are collected in `mixed`, in y_i in `columns`, in x_i in
-    # `diagonal`.
+    # The changes of the logits of query i have a standard deviation of at most
+    # z x_i^1/2 + u y_i^1/2 under P_i (`on.z`, `on.u`). Terms in (x_i y_i)^1/2 are collected in
+    # `mixed`, in y_i in `columns`, in x_i in `diagonal`.
     mixed = at.wv * on.z + longest * on.z * on.u + at.a * on.v
     columns = 2 * at.wv * on.u + on.shift * on.u.square()
     columns = columns * on.spread

@@ -321,6 +321,7 @@ def forward_error(heads: Heads) -> PerHead:
     if heads.bias is not None and heads.bias.dtype != torch.bool:  # a mask moves no logit
         largest = []
         for start, stop in heads.row_blocks():
+            # Entries that are masks count as 0, also where they are -inf.
             bias = heads.bias_rows(start, stop).nan_to_num(0.0).abs()
             visible_bias = bias * heads.visible(start, stop)
             largest.append(visible_bias.amax(-1))
@@ -364,7 +365,7 @@ def ball_error(heads: Heads, r: float) -> PerHead:
     T(c) an upper limit of ||J|| within r, and T(d) the part that cancels in v_j - o_i. Both are
     computed for any attention map P, with ||P||^2 <= N: autograd subtracts o_i from every v_j, so
     that c_ij = P_ij (v_j - o_i), and d_ij in place of it in T(d), are at most 2 P_ij max ||v||, v
-    less its mean under P at X. So both have one limit.
+    less its mean under P at X. So T(c) and T(d) are at most the same number.
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)  # max ||s q_i||, max ||s k_j||
@@ -416,13 +417,13 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
         p = heads.rows(start, stop)
         if sink is None:
             sink_rows = None
-            if start == 0:
+            if start == 0:  # once: values less their mean, so that v_j - o_i cancels less
                 v = v - attend.mean_value(p, v)
         else:
             sink_rows = sink[:, :, start:stop]
         rows = attend.anchor_outputs(p, v, sink_rows)
-        # ||c_ij|| = P_ij ||v_j - o_i||; in the largest entry of each row (key a) the one that
-        # `anchor_outputs` computes without cancellation.
+        # ||c_ij|| = P_ij ||v_j - o_i||, from differences: products would lose half of the digits.
+        # In the largest entry of each row (key a) `anchor_outputs` has c_ij without cancellation.
         c = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
         c = c.scatter(-1, rows.key, vector_norm(rows.c, dim=-1, keepdim=True))
         # d_ij = 2 P_ij max ||v||, at key a 2 (1 - P_ia) max ||v||
@@ -441,7 +442,10 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
 
 
 def _bound_projections(heads: Heads) -> list[Tensor]:
-    """Return upper limits of ||Phi||_F for the queries, keys and values of each head."""
+    """Return upper limits of ||Phi||_F for the queries, keys and values of each head.
+
+    Phi_i = G_i W^T is the Jacobian of a projection at token i.
+    """
     limits = []
     for projection in projections(heads):
         # ||Phi_i||_F = ||G_i W^T||_F <= ||G_i||_F ||W||_F

@@ -491,7 +491,7 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: P
     parts = []
     for i in policy.chunks(local.shape[2], entries):
         images = triangle @ local[:, :, i] @ weight
-        if projection.local is not None:
+        if projection.local is not None:  # one image per token: those of others become zero
             images = images * used[..., i, None, None]
         # ||E^2||_F / ||E||_F <= ||E|| <= ||E^2||_F^(1/2)
         e = images @ images.mT

@@ -152,7 +152,7 @@ def map_norm(
     u = positive_vector(p.float(), steps).to(p)
     u = u @ p.mT @ p  # a last step removes errors of single precision
     u = u / vector_norm(u, dim=-1, keepdim=True)
-    u = u.nan_to_num(1.0).clamp_min(1e-30)
+    u = u.nan_to_num(1.0).clamp_min(1e-30)  # the upper bound needs u > 0
     # ||P u|| <= ||P|| <= (max_j (P^T P u)_j / u_j)^1/2, for ||u|| = 1
     image = u @ p.mT
     square = ((image @ p) / u).amax((-2, -1))

@@ -71,7 +71,7 @@ def jasmin_rows(
         >>> jasmin_rows(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]), 0)
         (tensor([ -0.6931, -13.8155]), tensor([ True, False]))
     """
-    if p.dtype in (torch.float16, torch.bfloat16):
+    if p.dtype in (torch.float16, torch.bfloat16):  # too few digits for 1 - p_(1)
         p = p.float()
     count = count_entries(p.shape[-1], k)
     return jasmin_of_largest(p.topk(count).values, k)
@@ -109,8 +109,8 @@ def jasmin_of_largest(
     if k == 1 or k < 0:
         raise ValueError(f"k is 0 or more than 1, not {k}")
     missing = max(2, k + 1) - top.shape[-1]
-    top = F.pad(top, (0, max(0, missing)))
-    penalty = _g(top, 1).clamp_min(EPS).log()
+    top = F.pad(top, (0, max(0, missing)))  # entries beyond the last key are 0
+    penalty = _g(top, 1).clamp_min(EPS).log()  # a one-hot row has g_1 = 0
     if k:
         penalty = penalty - (_g(top, k) + EPS).log()
     # A row counts if its (k + 1)-th largest entry is above 0.
@@ -146,10 +146,11 @@ def reduce_rows(
 def specformer(
     weight: Float[Tensor, "heads D d"], vector: Float[Tensor, "heads d"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "heads d"]]:
-    """Return sum_h sigma_1(W_h)^2 of the heads of one projection ([H24]), by power iteration.
+    """Return the sum of the squared spectral norms of the weights W_h of one projection ([H24]).
 
-    The gradient is that of sigma_1^2 at the vectors reached: 2 sigma u v^T. Kept from step to
-    step of the training, the vectors follow the weights: one product with W^T W is enough.
+    Each is ||W_h v||^2 with the vector v of a power iteration. v is kept from step to step of the
+    training and follows the weights, so one power step is enough. The gradient is that of the
+    squared norm at v.
 
     Args:
         weight: W of each head: its columns of the projection.

@@ -89,6 +89,7 @@ class Bound:
     place: int = 50
 
     def __post_init__(self) -> None:
+        # The name becomes a column and a key in JSON.
         if not _NAME.fullmatch(self.name):
             raise ValueError(
                 f"{self.name!r} is not a valid name of a bound: use letters, digits and _"

@@ -339,6 +339,7 @@ def _fit_heads(layer: Layer) -> Heads | str:
         return error.reason
     if not are_affine_everywhere(heads):
         return "it needs self-attention with affine projections"
+    # Where P > 0 the bias is no mask, and must be 0 but for rounding.
     p = heads.attention()
     bias = heads.bias_rows(0, heads.q.shape[2]).expand_as(p)
     if float(bias[p > 0].abs().max()) > NO_BIAS:

@@ -206,6 +206,7 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
     worst_rows: list[Cells] = []
     worst_notes: tuple[Note, ...] = ()
     for number, batch in enumerate(batches):
+        # Texts of any length fit; other models may take one size only.
         if number == 0 and "real" in options.modes and net.kind != "text":
             require_lengths(net, batch, options.lengths)
         if batch.start == 0:  # the batch with the first sample of the run
@@ -253,7 +254,7 @@ def _measure_lengths(
         )
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
     of_heads = list(bounds.measure(net, cuts, BoundsOptions(layers=options.layers, **how)))
-    # One rival: the first-order radius is not needed here.
+    # Rivals are the classes for which a radius is estimated, which is not needed here: at least 1.
     of_model = list(jacobian.measure(net, cuts, JacobianOptions(rivals=1, **how)))
     arrays: dict[str, Values] = {}
     missed = 0  # number of norms that did not converge

@@ -301,8 +301,8 @@ def find_height(rows: int, columns: int) -> int:
     fits = side >= 1
     if side > 1:
         for size in (rows, columns):
-            tiled = spare // 2 + size // side * side
-            fits = fits and tiled <= size
+            end_of_last = spare // 2 + size // side * side  # the offset, and whole squares
+            fits = fits and end_of_last <= size
     if fits:
         return rows
     missing = -rows % 5

@@ -522,7 +522,7 @@ def require_suitable(
                     f"{attack.name} cannot attack {samples}, the input of this model",
                     f"Use --attack {','.join(suitable)}.",
                 )
-            attack.kind.load()
+            attack.kind.load()  # raises if it cannot be imported
             norms = attack.kind.norms
             if trial.norm not in norms:
                 raise UsageError(

@@ -247,7 +247,7 @@ class AttackOptions(MeasureOptions):
                 f"--save-adv {self.save_adv} cannot store the results of all these attacks",
                 f"In separate runs, save changed texts to {TABLE}, other samples to .safetensors.",
             )
-        # The default number of queries of attacks on texts, if it is the same for all.
+        # The report records the number of queries of attacks on texts, if all have the same.
         queries = {attack.queries for trial in of_texts for attack in trial.attacks}
         most_queries = queries.pop() if len(queries) == 1 else self.queries
         # The norm is needed only if some attack searches balls. Without typed radii, attacks that
@@ -283,7 +283,7 @@ class AttackOptions(MeasureOptions):
         return self.save_adv is not None and self.save_adv.suffix != TABLE
 
     def identify(self) -> dict[str, Any]:
-        """Return all that figures depend on among the options; of files, the contents."""
+        """Return the options that figures depend on; a hash of its contents in place of a file."""
         from lipaudit.attacks.transfer import hash_file
 
         return dict(self) | {"transfer": [hash_file(path) for path in self.transfer]}

@@ -378,7 +378,7 @@ def _cast_inputs(heads: Heads) -> Heads:
     """Return heads with the inputs of P = softmax(scale q k^T + bias) in float64.
 
     The values v become empty, as P does not need them. The bias, which may be large, is cast row
-    by row later. Tensors are contiguous: each product q k^T would copy a view.
+    by row later. Tensors are made contiguous once, as each product q k^T would copy a view.
     """
     import torch
 

@@ -506,7 +506,7 @@ def class_names(net: Net, *columns: Values) -> dict[str, str]:
 
 
 def join_facts(parts: Sequence[Part], name: str) -> dict[Any, Any]:
-    """Return the entries of a dict that parts may have among their facts."""
+    """Return the entries of all dicts that parts have under a name among their facts."""
     joined: dict[Any, Any] = {}
     for part in parts:
         joined |= part.facts.get(name, {})

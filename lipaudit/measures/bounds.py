@@ -145,6 +145,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     notes = [*_write_notes(parts, measured, options)]
     places = _name_heads(facts["heads"])
     notes += below_by_rounding(places, base.sample_ids(parts), exact, bounds)
+    # The largest norm of a head on each sample; `fmax` skips NaN.
     largest = {"exact_max": np.fmax.reduce(exact, 1).tolist()}
     arrays = {"exact": exact}
     for name, bound in load_bounds().items():

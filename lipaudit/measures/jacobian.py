@@ -291,7 +291,8 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
                 of_blocks.append(norms)
                 facts["ends"].append(("block input", "block output", block.module, norms.method))
         if of_blocks:
-            for name in OF_BLOCKS:  # arrays (samples, rows behind the first)
+            # Arrays (samples, blocks): blocks of --from, then those of --per-layer.
+            for name in OF_BLOCKS:
                 columns = [getattr(norms, name) for norms in of_blocks]
                 values[f"block_{name}"] = torch.stack(columns, 1).numpy()
         yield Part(batch.ids, values, facts, blocks.notes)

@@ -172,7 +172,7 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
     for reason, alike in reasons.items():
         yield Note.warn("no-closed-form", f"no closed form for {_name_layers(alike)}: {reason}")
     yield from _note_inputs(selected)
-    # Layers with the same inputs of q and k: one note for each such group.
+    # One note for each group of layers that share their linear maps of q and k (`partners`).
     calls = {site.partners: site for site in selected if site.partners}
     for partners, site in calls.items():
         text = (

@@ -291,7 +291,7 @@ def _make_heads_section(
     # (samples, heads, 3): the share of a head, and how much of it passes its map and its values.
     values = _join(parts, "share_heads", (len(heads), len(OF_HEADS)))
     arrays = dict(zip(OF_HEADS, values.transpose(2, 0, 1), strict=True))  # (samples, heads)
-    arrays["carried"] = arrays["share"] * norm[:, None]
+    arrays["carried"] = arrays["share"] * norm[:, None]  # in the unit of the norm
     shares = arrays["share"][unique]
     ids = np.array(base.sample_ids(parts))[unique]
     # For each head, the id of the sample with its largest share; empty if all shares are NaN.
@@ -309,6 +309,7 @@ def _make_heads_section(
         samples=int(unique.sum()),
     )
     notes = [*base.notes(parts), *_write_notes(described)]
+    # For each sample: the shares of all attention, all maps and all MLPs together.
     totals = _join(parts, "share_totals", (len(OF_ALL),))
     figures = dict(zip(OF_ALL, totals.T, strict=True))
     figures["gap"] = _join(parts, "gap", ())

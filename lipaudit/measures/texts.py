@@ -329,7 +329,11 @@ def note_untried(parts: Sequence[Part], trial: Trial) -> Iterator[Note]:
 
 
 def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
-    """Note what changed texts keep of the original and what they do not."""
+    """Note the limits of attacks that change texts.
+
+    Meaning and label are not checked; some changes may not have been tried; and with many changes
+    nothing of a short text is left.
+    """
     of_texts = [trial for trial in trials if trial.norm in COUNTED]
     of_texts.sort(key=lambda trial: trial.radius.value)
     if not of_texts:

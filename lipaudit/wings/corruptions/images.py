@@ -365,7 +365,7 @@ def bend(
     moved = points + scale * moves
     # The affine map that takes the moved points back says where each pixel comes from.
     with_ones = np.column_stack([moved, np.ones(3)])
-    affine = np.linalg.solve(with_ones, points)
+    affine = np.linalg.solve(with_ones, points)  # (3, 2): two rows of a linear map, and a shift
     linear = affine[:2]
     shift = affine[2]
     grid = np.indices(sides)

@@ -61,6 +61,7 @@ def train(
     require_alone("a training", run)
     if run.autocast is not None:
         raise UsageError("--autocast has no effect on train: it runs in --dtype", "Leave it out.")
+    # For this command --classes is the number of classes of a new classifier.
     classes = run.classes
     run = run.model_copy(update={"classes": None})
     if classes is not None and (not classes.isdecimal() or int(classes) < 2 or run.prompt):

@@ -267,6 +267,7 @@ class SpecformerPenalty:
     """
 
     def __init__(self, net: Net, batch: Batch) -> None:
+        """Find the weights of all heads, by running the model on a batch; draw start vectors."""
         # Functions that return the current weights of q, k and v of each layer.
         self._weights = list(_find_weights(net, batch))
         generator = torch.Generator().manual_seed(0)
@@ -350,6 +351,7 @@ def _select_heads(columns: Tensor, first: int, count: int, where: str) -> Tensor
     Raises:
         InputError: a head has columns of several maps.
     """
+    # Each head must be inside of the map with all its columns, or outside with all of them.
     inside = (columns >= first) & (columns < first + count)
     heads = inside.all(1)
     if bool((inside.any(1) != heads).any()):

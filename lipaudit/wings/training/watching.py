@@ -441,7 +441,7 @@ def read_step(name: str) -> int | None:
     """
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
     stem = name.removesuffix(suffix).lower()
-    if SHARD.search(stem) or BESIDE.match(stem):
+    if SHARD.search(stem) or BESIDE.match(stem):  # a part of a checkpoint, or optimizer states...
         return None
     match = STEP.search(stem) or EPOCH.search(stem) or LAST.search(stem)
     if match:
@@ -462,6 +462,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, folder: Path, request: Request, to: Path) -> None:
+        """Name the reports, in the folder `to`, after the options of the request."""
         self.folder = folder
         self.request = request
         # Names of reports end in a hash of all options that change results: reports of other

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SHORT = 64  # tokens of a short sample
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -49,6 +51,14 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def is_short(self) -> bool:
+        """Say whether samples have few tokens: at most 64, or images of 128 x 128 pixels."""
+        tokens = self.x.shape[1]
+        if self.x.ndim > 3:
+            tokens = self.x[0, 0].numel() // 256  # patches of 16 x 16, the usual size
+        return tokens <= SHORT
 
     def __getitem__(self, index: slice) -> Batch:
         """Return the samples of a slice, as a batch."""

@@ -306,7 +306,7 @@ def run_measure(
     observer = findings.observer
     if run.autocast and options.deploys:  # --autocast rounds predictions, not norms and bounds
         net = net.deploy(run.autocast)
-    size = run.batch_size or kind.batch
+    size = run.batch_size or job.choose_batch(name)
     end = job.request.started + (run.time_limit or math.inf)
     # The first batch of the run, and the batches of this process.
     whole_first, batches = job.batches(name)

@@ -113,6 +113,15 @@ class Job:
         """Say whether batches that an earlier run finished are used."""
         return self.net.source != OWN and self.request.run.continues
 
+    def choose_batch(self, name: str) -> int:
+        """Return how many samples a measure gets at a time if no option says so."""
+        measure = load_measures()[name]
+        # Shards share a run batch by batch: large batches would leave some of them without work.
+        is_whole = self.request.run.shard is None
+        if measure.short_batch is not None and is_whole and self.samples.batch.is_short:
+            return measure.short_batch
+        return measure.batch
+
     def batches(self, name: str) -> tuple[Batch, list[Batch]]:
         """Return the first batch of a measure, and those of this process: all, or every n-th one.
 
@@ -123,7 +132,7 @@ class Job:
         """
         run = self.request.run
         measure = load_measures()[name]
-        size = measure.chunk or run.batch_size or measure.batch
+        size = measure.chunk or run.batch_size or self.choose_batch(name)
         samples = self.samples.batch[: self.counts[name]]
         first = samples[:size].trim()
         if measure.chunk:

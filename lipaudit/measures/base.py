@@ -226,6 +226,7 @@ class Measure:
         compute: yields a Part per batch.
         summarise: makes the sections from all parts, without side effects.
         batch: default number of samples at a time.
+        short_batch: the same for short samples (see `Batch.is_short`); None: `batch`.
         chunk: samples per Part, if the result depends on it; the batch size then goes to the
             options.
         encode_files: returns the contents of the files that its options ask for.
@@ -243,6 +244,7 @@ class Measure:
     compute: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
     summarise: Callable[[Sequence[Part], Any], list[Section]]
     batch: int
+    short_batch: int | None = None
     chunk: int | None = None
     encode_files: Callable[[Sequence[Part], Any], Mapping[Path, bytes]] = lambda _, _options: {}
     check: Callable[[Net, Batch, Any], object] = lambda _net, _batch, _options: None

@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from lipaudit.api import outline_job, require_shared
 from lipaudit.engine.execute import execute
@@ -58,6 +59,33 @@ def test_labels_of_another_model_are_refused_only_where_they_are_needed(tmp_path
     for optional in (frozenset(), frozenset(ATTACK)):
         with pytest.raises(InputError, match="not one of the model's 10 classes"):
             prepare(Request("demo", norms | ATTACK, strangers, optional=optional))
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ((3, 128, 128), 16),
+        ((3, 128, 144), 4),  # 72 patches of 16 x 16 pixels
+        ((1, 16, 64, 64), 4),  # a volume
+        ((64,), 16),
+        ((65,), 4),
+        ((64, 8), 16),
+    ],
+)
+def test_short_samples_are_measured_more_at_a_time(job, shape, size):
+    batch = replace(job.samples.batch, x=torch.zeros(len(job.samples.batch), *shape))
+    of_shape = replace(job, samples=replace(job.samples, batch=batch))
+    assert of_shape.choose_batch("bounds") == size
+    assert of_shape.choose_batch("jacobian") == load_measures()["jacobian"].batch
+    shard = replace(job.request, run=RunOptions(shard="1/2", parts="run"))
+    assert replace(of_shape, request=shard).choose_batch("bounds") == 4
+
+
+def test_the_batch_size_is_that_of_the_samples_or_of_the_option():
+    samples = {"bounds": BoundsOptions()}
+    for options, expected in (({}, [16, 4]), ({"batch_size": 8}, [8, 8, 4])):
+        job = prepare(Request("demo", samples, RunOptions(samples=20, **options)))
+        assert [len(batch) for batch in job.batches("bounds")[1]] == expected
 
 
 @pytest.fixture(scope="module")

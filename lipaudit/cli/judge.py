@@ -82,7 +82,7 @@ class Remeasure(Settings):
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Return the options, those of measures before the report."""
+        """Return the options by name: --report is the last one, behind those of measures."""
         known = super().options()
         known["report"] = known.pop("report")
         return known
@@ -102,7 +102,10 @@ class Remeasure(Settings):
 
 @cache
 def load_remeasure() -> type[Remeasure]:
-    """Return the options of a MODEL that is measured like a baseline, with those of measures."""
+    """Return the options of a MODEL that is measured like a baseline, with those of measures.
+
+    The latter, `measure.moved`, are paths of files that may have moved since, such as --transfer.
+    """
     fields: dict[str, Any] = {}
     for measure in load_measures().values():
         fields |= measure.moved

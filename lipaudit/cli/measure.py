@@ -208,7 +208,7 @@ def audit(
     with OnStderr(terminal) as observer:
         audits = api.run_audits(models, requests, observer=observer)
         for model, report in zip(models, audits, strict=True):
-            if report is None:
+            if report is None:  # this process measured a part for another one, which has it
                 continue
             reports[model] = report
             folder_of_model = folder

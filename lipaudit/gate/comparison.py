@@ -260,6 +260,7 @@ def _choose_statistics(before: Section, after: Section, name: str) -> list[str]:
         return ["mean"] if name in FLAGS else ["median", "p95"]
     if "layer" not in after.columns:  # rows that are no heads are few: each is compared
         return ["each"]
+    # As on the scorecard, if the column has a figure there.
     headline = find_headline(after.measure, name)
     return [headline.over_heads if headline else "median"]
 
@@ -318,6 +319,7 @@ def _list_figures(section: Section, name: str) -> list[float]:
 def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
     """Say which rows and samples of two sections are not compared."""
     measure = before.measure
+    # Rows and samples that did not converge in one of the two: their norms may be far too low.
     rows, samples = pairing.find_unsettled((before, after))
     which = list[str]()
     if samples:
@@ -381,7 +383,7 @@ def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
 def _find_refusal(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
     """Yield the verdict with the reason why figures cannot be compared, if there is one."""
     examined = examine(rule, new, old, lenient=True)
-    if isinstance(examined, Verdict):
+    if isinstance(examined, Verdict):  # else a list of what can be compared
         yield examined
 
 
@@ -633,6 +635,7 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
         change = _compare_two(rule, reports[i], reports[best], level)
         place = 1
         if change.status == "regressed":
+            # Behind all models with a better figure, and in any case behind the best.
             place = max(2, 1 + sum(worse[j] < worse[i] for j in ranked))
             outcome = "behind the best"
         elif worse[i] == worse[best]:

@@ -74,6 +74,9 @@ def examine(
 ) -> list[Contrast] | Verdict:
     """Return the contrasts of a rule, or the verdict that it cannot be judged.
 
+    A contrast has the old and new value of one row (a head, an attack) or per-sample column, and
+    the statistics of their change.
+
     Args:
         rule: the rule.
         current: the report to judge.
@@ -100,6 +103,15 @@ def _contrast_reports(
     rule: Rule, current: Report, baseline: Report, lenient: bool
 ) -> list[Contrast]:
     """Return the contrasts of a rule over the shared samples, in the order of the baseline.
+
+    A contrast has the old and new value of one row (a head, an attack) or per-sample column, and
+    the statistics of their change.
+
+    Args:
+        rule: the rule.
+        current: the report to judge.
+        baseline: the report to compare it with.
+        lenient: for a comparison: what a gate refuses is left out instead.
 
     Raises:
         EvaluationError: the current report is not complete, finite and converged.
@@ -256,7 +268,7 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
 
 
 def _keep_distinct(rule: Rule, contrasts: Sequence[Contrast]) -> list[Contrast]:
-    """Return the contrasts of a group, without repetitions.
+    """Return the contrasts (the rows that a rule judges) of one group, without repetitions.
 
     The accuracy without attack (RIGHT) is the same in the row of every attack: one is enough.
     """
@@ -266,7 +278,7 @@ def _keep_distinct(rule: Rule, contrasts: Sequence[Contrast]) -> list[Contrast]:
 
 
 def _rank_contrast(rule: Rule, contrast: Contrast) -> float:
-    """Return the sort key of a contrast: the largest change for the worse comes first.
+    """Return the sort key of a row that a rule judges: the largest change for the worse is first.
 
     Without a test it is the difference of the values; for an absolute limit, the worst value.
     """
@@ -470,7 +482,8 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
     stat = rule.stat
     least = statistics.LEAST.get(stat, FEWEST)
     if stat == "each" and pairing.is_mean(rule) and rule.limit.kind == "difference":
-        # The row is a mean, and differences add up: a median of flags that seldom change is 0.
+        # The row is a mean over samples, so its change is the mean of their changes. Their median
+        # would not do: it is 0 for yes-or-no values that seldom change.
         stat = "mean"
         least = statistics.LEAST["share"]
     if stat in ("median", "each"):

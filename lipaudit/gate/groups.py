@@ -65,7 +65,8 @@ def find_members(
         both = before[group] & new_ids
         if both:
             members[group] = frozenset(both)
-        # Otherwise a gate could pass because the hard samples of a group were left out.
+        # A gate needs 95% of the samples of a group (ALL_BUT_FEW): it must not pass because the
+        # hard ones were left out.
         few = len(both) < pairing.ALL_BUT_FEW * len(before[group])
         if few and not lenient:
             raise BaselineError(

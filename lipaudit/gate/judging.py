@@ -282,11 +282,13 @@ def _praises_loss(rule: Rule) -> bool:
 
 
 def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
-    """Return the figures of a contrast, and the verdict where it has no test.
+    """Return the verdict on one row of a rule: its figures; without a test also its final status.
+
+    A tested change has the status `pass` until the p-values of all rows are corrected.
 
     Args:
         rule: the rule.
-        contrast: the contrast.
+        contrast: the old and new value of the row, and their test if they have one.
         level: one-sided error probability of each limit of the change. The change alone, without
             the limit of the rule, is regressed or improved if its limits exclude 0.
     """
@@ -339,9 +341,9 @@ def _settle(
     """Decide a tested change: proven or not, within the limit or beyond it.
 
     Args:
-        verdict: its figures.
+        verdict: the figures of the row.
         rule: the rule.
-        contrast: the contrast, with a test.
+        contrast: the old and new value of the row, and the test of their change.
         adjusted: p-value of "no worse" over all rules and rows.
         alpha: error probability of the gate.
         level: level of one test among all, from which the needed samples are estimated.

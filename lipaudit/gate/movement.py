@@ -34,7 +34,7 @@ def describe_movement(current: Report, baseline: Report) -> Movement | None:
         new = current.section(old.measure)
         if new is None or not all("predicted" in section.samples for section in (new, old)):
             continue
-        try:
+        try:  # the indices of the shared samples in both sections
             takes = pairing.find_shared(old.measure, new.ids, old.ids, 0.0)
         except BaselineError:  # no sample is shared
             continue
@@ -54,6 +54,7 @@ def _compare_sections(
         old_take: their indices in the old one, in the same order.
     """
     count = len(old_take)
+    # Two models may number the same classes differently: names are compared if both have them.
     is_named = _has_names(new, new_take) and _has_names(old, old_take)
     after = _name_predictions(new, new_take, is_named)
     before = _name_predictions(old, old_take, is_named)

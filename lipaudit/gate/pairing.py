@@ -71,6 +71,7 @@ def read(
     take = list(range(len(section.ids)))
     if samples is not None:
         take = list(samples)
+    # By row or per-sample column: the figure, and the values of the samples behind it, (samples,).
     points: dict[Key, float] = {}
     pairs: dict[Key, Values] = {}
     if rule.per_sample:
@@ -242,11 +243,11 @@ def require_finite(rule: Rule, reading: RuleValues) -> None:
     Raises:
         EvaluationError: a value is NaN or infinite.
     """
-    # A radius is infinite where the gradient is 0.
+    # A radius may be infinite: it is the margin over the gradient norm, which may be 0.
     is_bad = np.isnan if rule.column == RADIUS.column else lambda values: ~np.isfinite(values)
     for name, point in reading.points.items():
-        behind = reading.pairs.get(name, np.array([point]))
-        bad = max(int(is_bad(behind).sum()), int(is_bad(np.array(point))))
+        of_samples = reading.pairs.get(name, np.array([point]))
+        bad = max(int(is_bad(of_samples).sum()), int(is_bad(np.array(point))))
         if bad == 1:
             raise EvaluationError(f"{rule.metric}: 1 value is not finite")
         if bad:
@@ -263,8 +264,8 @@ def find_contradiction(section: Section, column: str) -> str:
     # A sample that is repeated in the data counts once.
     distinct = [i for i, name in enumerate(section.ids) if not trials.is_repeat(name)]
     for name, about in section.columns.items():
-        how = about.reduction
-        # Ratios and weighted means are not checked, and columns that the rule does not read.
+        how = about.reduction  # how a cell is computed from samples
+        # Other columns are not checked, nor are ratios and weighted means.
         if how is None or how.per or column not in (name, how.values):
             continue
         if how.weights in section.arrays:
@@ -448,7 +449,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
     Raises:
         BaselineError: the report lacks the values of each sample.
     """
-    how = rule.about.reduction
+    how = rule.about.reduction  # the statistic over samples, and the array of their values
     metric = f"{rule.measure}.{rule.column}"
     if how == RIGHT and "correct" in section.samples:  # accuracy without attack
         flags = np.array(section.samples["correct"], dtype=float)[take]

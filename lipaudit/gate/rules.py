@@ -146,7 +146,7 @@ def _read_selector(text: str, table: Layout | Section) -> tuple[tuple[str, ...],
     group = ""
     selector = []
     for word in words:
-        # A table may have a column of that name.
+        # `group=NAME` names a group, unless the rows have a column `group`.
         if word.startswith(GROUP) and "group" not in table.columns:
             group = word.removeprefix(GROUP)
         else:
@@ -170,6 +170,7 @@ def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Sect
     is_relative = not rule.about.signed and all(value >= 0 for value in values)
     limit = "+0pp" if is_share else "+0%" if is_relative else "+0"
     op: Literal["<=", ">="] = "<=" if rule.about.better == "lower" else ">="
+    # The text is printed beside verdicts: a comparison names the metric alone.
     return replace(rule, text=rule.metric, op=op, limit=_read_limit(limit, metric))
 
 
@@ -294,9 +295,10 @@ def choose_rules(*reports: Report) -> tuple[Rule, ...]:
     sections = [section for report in reports for section in report.sections]
     # A figure that several sections have, such as clean accuracy, is judged once.
     chosen: dict[str, Rule] = {}
+    # The main figures of all measures, some with a default rule, by the names of their sections.
     for name, headline in list_headlines():
         owners = [section for section in sections if section.measure == name]
-        if headline.labelled:
+        if headline.labelled:  # only sections of labelled samples have the figure
             owners = [section for section in owners if headline.column in section.samples]
         if owners and headline.rule and headline.name not in chosen:
             chosen[headline.name] = parse_rule(headline.rule)

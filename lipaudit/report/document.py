@@ -130,7 +130,12 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
 
 
 def _make_brief(report: Report, main: Section) -> Document:
-    """Return the page of a single measure on one screen: its tables, and what they are of."""
+    """Return the page of a report of a single measure for one screen: tables and warnings.
+
+    Args:
+        report: the report.
+        main: the section of the measure; others are parts of it.
+    """
     first: list[Block] = []
     gaps = opening.describe_gaps(report)
     if gaps:
@@ -365,7 +370,7 @@ def choose_sample(report: Report, text: str) -> str:
 
 
 def _find_named(every: Sequence[str], places: Mapping[str, str], text: str) -> list[str]:
-    """Return the samples with this id; without one those at this place; else with this beginning.
+    """Return the ids of the samples that a text names: an id, else a place, else how ids begin.
 
     A place is also named by its number, or by the name of its file: 7 for "index 7", 7.png for
     "cat/7.png".
@@ -404,7 +409,7 @@ SHADES = {"margin": "share of the gradient", "direction": "share of the steepest
 
 
 def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
-    """Show samples that were kept: pictures and adversarial examples, and shaded tokens."""
+    """Show what a report stores of samples: pictures, adversarial examples and shaded tokens."""
     shown: list[Block] = []
     attack = report.section("attack")
     examples = attack.examples if attack else {}

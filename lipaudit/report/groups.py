@@ -45,7 +45,7 @@ def show_groups(report: Report) -> list[Block]:
     for figures in list_group_figures(report):
         first = figures[0]
         column = find_column(first.metric)
-        if first.metric.endswith(":mean"):
+        if first.metric.endswith(":mean"):  # of yes-or-no values: a share
             column = replace(column, format=".1%")
         rows = list[Cells]()
         for figure in figures[:MOST]:
@@ -65,7 +65,7 @@ def show_groups(report: Report) -> list[Block]:
 
 
 def count_part(shown: Sequence[object], all_of_them: Sequence[object]) -> str:
-    """Say how many are shown, unless all are."""
+    """Return how many of all are shown, in brackets; nothing if all are."""
     if len(shown) == len(all_of_them):
         return ""
     return f" ({len(shown)} of {len(all_of_them)})"
@@ -80,7 +80,7 @@ def show_group_changes(pair: Pair, most: int) -> list[Block]:
         proven = set[int]()
         for i, verdict in enumerate(verdicts[:most]):
             row = read_verdict(verdict)
-            row["paired"] = row["paired"] or row["change"]
+            row["paired"] = row["paired"] or row["change"]  # the latter without a test
             rows.append(row)
             if verdict.p_adjusted is not None and verdict.p_adjusted <= ALPHA:
                 proven.add(i)

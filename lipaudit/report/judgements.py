@@ -361,12 +361,18 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
 def list_models(
     ranking: Ranking, reports: Sequence[Report], most: int | None = None
 ) -> tuple[dict[str, Column], list[Cells]]:
-    """Return the columns of a ranking, up to `most` of scorecards, and a row for every model."""
+    """Return the columns of a ranking, and a row for every model.
+
+    Args:
+        ranking: the ranking, with the main figures of every model.
+        reports: the reports, in the order given, which is the order of the figures.
+        most: largest number of figures; None: all.
+    """
     figures: dict[str, Column] = {}
     summaries = {model.model: model.summary for model in ranking.models}
     for name in model_labels(reports):
         for figure in summaries[name].rows:
-            # No figure may replace a cell of the ranking.
+            # With this prefix, a figure called `rank` does not replace the rank of the model.
             figures.setdefault(f"figure {figure.figure}", describe_figure(figure))
     columns = pick_columns("model")
     if ranking.criterion:

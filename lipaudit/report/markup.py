@@ -138,7 +138,11 @@ def _measure_column(head: str, texts: Sequence[str], *, is_text: bool) -> float:
 
 
 def _find_place(end: float) -> str:
-    """Return the class of `APPEARS` of a column that ends at this pixel."""
+    """Return the style class of a column that ends at this pixel.
+
+    It is the class of the smallest width in `APPEARS` at which the column fits; `f0` for none:
+    then the column appears only if a reader asks for all columns.
+    """
     for name, width in APPEARS.items():
         if width >= end:
             return name

@@ -101,7 +101,7 @@ def list_common_notes(report: Report) -> list[Note]:
     """Return the notes that all measures share; of a single measure, its warnings."""
     notes = list_shared_notes(report)
     measures = [section for section in report.sections if "." not in section.measure]
-    if len(measures) < 2:
+    if len(measures) < 2:  # its other notes are in its own chapter
         notes = [note for note in notes if note.level == "warning"]
     return notes
 
@@ -268,23 +268,29 @@ def list_obstacles(report: Report) -> dict[str, str]:
 
 
 def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, str]]:
-    """Yield steps and the command for each, the most urgent first, as points of a list."""
+    """Yield what to do next, the most urgent first: no mark, a sentence and a command.
+
+    Args:
+        report: the report.
+        summary: its main figures.
+    """
     command = report.run.command
     # A merge says itself which shards to run again.
     if report.status != "complete" and not command.startswith(MERGES):
         resume = f"{command.removesuffix(RESUME)}{RESUME}"
         yield "", "Measure the missing results.", resume
     model = report.run.model.spec
-    how = spell_options(report.run.options)  # the gate reads them from the baseline
+    options = spell_options(report.run.options)  # the gate reads them from the baseline
+    # Advice by reason: random weights or data (NOISE), or an accuracy at chance (CHANCE).
     obstacles = list_obstacles(report)
     steps: list[tuple[str, Sequence[str]]] = []
     noise = [advice for code, advice in obstacles.items() if code in NOISE]
     if noise:
-        steps.append((" ".join(noise), ("audit", model, *how, "--data", "DATA")))
+        steps.append((" ".join(noise), ("audit", model, *options, "--data", "DATA")))
     elif CHANCE in obstacles:
-        steps.append((obstacles[CHANCE], ("check", model, *how, *_spell_data(report))))
+        steps.append((obstacles[CHANCE], ("check", model, *options, *_spell_data(report))))
     else:
-        steps += _suggest_attack(report, summary, how)
+        steps += _suggest_attack(report, summary, options)
     saved = find_file(command)
     file = saved or FILE
     save = ""
@@ -310,7 +316,7 @@ def _suggest_attack(
     jacobian = report.section("jacobian")
     if jacobian is None or not find_figures(summary, NORM) or report.section("attack"):
         return
-    row = next(row for row in jacobian.rows if not row.module)
+    row = next(row for row in jacobian.rows if not row.module)  # of the whole model
     if row.to != "logits":
         return
     data = ["--data", "LABELLED"]

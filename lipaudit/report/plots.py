@@ -161,6 +161,7 @@ def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
     import numpy as np
 
     count = len(block.places)
+    # The ends of the parts that are drawn, above and below zero, for each bar.
     above = np.zeros(count)
     below = np.zeros(count)
     for index, (label, heights) in enumerate(block.parts.items()):
@@ -186,7 +187,7 @@ def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
 
 def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
     """Draw points and lines; with very many points, only those of the largest y have tooltips."""
-    most = MOST_TIPS // sum(not series.guide for series in block.series)
+    most = MOST_TIPS // sum(not series.guide for series in block.series)  # tooltips of a series
     for index, series in enumerate(block.series):
         _draw_series(axes, block, index)
         if not series.guide:
@@ -202,7 +203,7 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
         across += series.x
         up += (*series.y, *series.low, *series.high)
     frames.set_axis(axes, "x", finite(across), block.x, log=block.log)
-    if block.y.format.endswith("%") and not block.log:
+    if block.y.format.endswith("%") and not block.log:  # a share: from 0 to 100%
         frames.set_ends(axes, "y", (0.0, 1.02), block.y)
     else:
         frames.set_axis(axes, "y", finite(up), block.y, log=block.log)
@@ -219,7 +220,7 @@ def _draw_series(axes: Axes, block: Curve, index: int) -> None:
     place = index if series.colour is None else series.colour
     colour = choose_colour(place)
     look: dict[str, Any] = {"label": visible(series.label), "color": colour}
-    if series.guide:
+    if series.guide:  # a thin line for comparing slopes, such as y = x
         look |= {"color": INK, "linewidth": 0.7, "linestyle": choose_line(index)}
     elif block.joined:
         look["linestyle"] = choose_line(index)
@@ -228,6 +229,7 @@ def _draw_series(axes: Axes, block: Curve, index: int) -> None:
             look["marker"] = MARKERS[index % len(MARKERS)]
     else:
         look |= {"linestyle": "", "alpha": 0.8, "markeredgewidth": 0}
+        # Colours repeat after seven series; the same colour then gets another marker.
         look["marker"] = MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
         look["rasterized"] = len(series.x) > MANY
     axes.plot(series.x, series.y, **look)
@@ -290,6 +292,7 @@ def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
         _draw_bar(axes, row, bar)
         yield f"{bar.label}: {bar.text}", (low, high), (row - 0.9, row + 0.3)
     axes.set_ylim(len(block.bars) - 0.5, -1.0)
+    # Lines without points, which only appear in the legend.
     for place, word in block.legend.items():
         axes.plot([], [], color=choose_colour(place), label=word, **MARK)
     if any(bar.limit is not None for bar in block.bars):

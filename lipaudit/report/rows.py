@@ -73,7 +73,14 @@ def map_heads(
     column: Column,
     centre: float | None = None,
 ) -> blocks.Heatmap:
-    """Arrange values by layer and head."""
+    """Return a map of values by layer and head, blank where a layer has no such head.
+
+    Args:
+        title: printed above the map.
+        values: the value of each head, by layer and head.
+        column: formats the values.
+        centre: the neutral value of a scale with two sides, such as 0 of changes.
+    """
     layers = sorted({layer for layer, _ in values})
     heads = sorted({head for _, head in values})
     matrix = []

@@ -26,6 +26,7 @@ def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> tuple[
         models: labels of the models, if the page shows several.
     """
     known = list(chapters)
+    # The maps of layers and heads by their unit; square maps of attention have their own scale.
     maps: dict[str, list[Heatmap]] = {}
     for block in chain.from_iterable(chapter.blocks for chapter in known):
         if isinstance(block, Heatmap) and not block.square:

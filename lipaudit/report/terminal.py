@@ -204,7 +204,7 @@ LEAST = 8
 
 
 def _write_grid(grid: Grid, width: int, *, cut: bool = False) -> Iterator[RenderableType]:
-    """Write a table; if it is too wide, split it into pieces that repeat the keys.
+    """Write a table; if it is too wide, split it into pieces that repeat the names of the rows.
 
     Args:
         grid: the table.
@@ -292,7 +292,11 @@ def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> lis
 
 
 def split_columns(widths: Sequence[int], *, keys: int, width: int) -> list[list[int]]:
-    """Group columns so that no group is wider than `width`; every group repeats the keys."""
+    """Return the indices of columns in groups that are at most `width` wide.
+
+    Every group repeats the first `keys` columns, which name the rows. A single column that is too
+    wide is a group of its own.
+    """
     lead = sum(widths[:keys]) + GAP * keys
     groups: list[list[int]] = [[]]
     used = lead

@@ -78,6 +78,7 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     Compound names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`) give a topic for each
     part, except radii and other values.
     """
+    # Without the limit of a rule (<= +5%), and without the arguments in `module input (x, y)`.
     name = ARGUMENTS.sub("", LIMIT.sub("", text)).strip() or text
     # A name may contain signs (g1/||M||): try the whole before its parts.
     whole = _find_named(text, known) or _find_named(name, known)

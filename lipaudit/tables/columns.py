@@ -144,7 +144,7 @@ class Column:
     def norm(
         cls, label: str, meaning: str, values: str, stat: Statistic = "median", **how: Any
     ) -> Column:
-        """Return the column of a statistic of norms, which are better lower."""
+        """Return the column of a statistic over norms (array `values`), which are better lower."""
         return cls(label, meaning, better="lower", reduction=Reduction(stat, values), **how)
 
     def read(self, name: str, value: Any) -> Any:

@@ -87,7 +87,7 @@ def write_math(label: str) -> str:
 
 
 def describe_domain(column: Column, *, brief: bool = False) -> str:
-    """Return where a figure holds, in words; in a few for a cell."""
+    """Return where a figure holds, in words; `brief` for a cell of a table."""
     if brief and column.domain in BRIEF_DOMAINS:
         return BRIEF_DOMAINS[column.domain]
     return DOMAINS.get(column.domain) or write_math(f"for {column.domain}")

@@ -162,7 +162,7 @@ SUMMARY = Layout(
 
 
 def describe_figure(row: Row) -> Column:
-    """Return the column of a figure on a scorecard."""
+    """Return the column that describes a figure of the summary: label, unit, format, domain."""
     known = {name: row[name] for name in DESCRIPTION}
     known["better"] = row.better or None
     return Column(label=row.figure, **known)
@@ -174,7 +174,7 @@ def find_figures(summary: Section, name: str) -> list[Row]:
 
 
 def find_section(row: Row) -> str:
-    """Return the section of a figure."""
+    """Return the section of a figure: `attack` of the metric `attack.robust@linf,2/255`."""
     metric, _, _ = row.metric.partition("@")
     section, _, _ = metric.rpartition(".")
     return section
@@ -217,9 +217,9 @@ def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> I
     """Yield the figure of a row with its limits, nothing without a figure.
 
     Args:
-        headline: the headline.
-        section: the section.
-        row: the row.
+        headline: names the column, and how the figure is shown.
+        section: the section of the row.
+        row: a row of an attack, a ball or a flag.
         remarks: what follows the limits in the text; by default the number of samples.
     """
     name = headline.column

@@ -116,6 +116,7 @@ def parse_range(text: str) -> tuple[Radius, ...]:
         advice = "Write it as START:STOP:COUNT, for example 0:8/255:9, with START below STOP"
         advice += f" and a COUNT from 2 to {_MOST}."
         raise UsageError(f"{text!r} is not a range of radii", advice)
+    # Radii between the ends are spelled with the denominator of STOP, if it has one: 2/255.
     _, slash, divisor = stop.text.partition("/")
     step = (stop.value - start.value) / (count - 1)
     inside = []

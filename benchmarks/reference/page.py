@@ -23,26 +23,21 @@ WIDTH = 118
 INTRODUCTION = """# Coverage of models
 
 Which timm and transformers models does lipaudit read, and are the numbers right?
-Every timm family and every transformers model type is built small: about two layers, random
-weights, no bias, norm or position table at zero. Each is measured on two samples or more; texts
-have two lengths. The test compares each number with a dense Jacobian, which autograd computes in
-float64 with the model's own code. It covers the first, middle and last attention layer, and the
-whole model:
+Every timm family and every transformers model type is built small, with random weights.
+Each is compared with dense Jacobians, which autograd computes in float64 with the model's own
+code, in the first, middle and last attention layer and for the whole model:
 
-* exact norms of every head and layer, to 1e-6 in float64 and 1e-3 in float32;
+* exact norms of every head, layer and model, to 1e-6 in float64 and 1e-3 in float32;
 * every bound: none may be below the true norm by more than rounding (1e-12 in float64);
-* attention statistics, against the map that the model computes;
-* the norm of the whole model's Jacobian.
+* attention statistics, against the map that the model computes.
 
-Models that cast to float32 inside are checked to 1e-4, their bounds to 1e-5.
+Models that cast to float32 inside are checked to 1e-4, their bounds to 1e-5. `lipaudit check`
+says how your model is read, and why it is refused.
 
 ```
-python -m pytest -m reference -n 0
-python -m benchmarks.reference --write
+python -m pytest -m reference -n 0          fails on a crash or a wrong number
+python -m benchmarks.reference --write      writes this page; resumes with --kept FILE
 ```
-
-The first command fails on a crash or a wrong number. The second writes this page and can resume
-(`--kept FILE`).
 """
 
 
@@ -93,14 +88,15 @@ def _partial(rows: Iterable[Row]) -> str:
 
 
 def _grouped(rows: Iterable[Row]) -> str:
-    """Return the models without any figure, by outcome and reason."""
+    """Return numbers and first names of the models without any figure, by outcome and reason."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if not row["layers"] and row["outcome"] in ("refused", "unfinished", "ok"):
             why = generic(*row["reasons"][:1])
             reasons.setdefault(f"{row['outcome']}{why and ', '}{why}", []).append(row["name"])
-    lines = [f"* {reason}: {', '.join(names)}" for reason, names in sorted(reasons.items())]
-    return "\n".join(fill(line, "  ") for line in lines) + "\n"
+    groups = sorted(reasons.items())
+    lines = [f"* {reason} ({len(names)}): {', '.join(names)}" for reason, names in groups]
+    return "\n".join(textwrap.shorten(line, WIDTH, placeholder=" ...") for line in lines) + "\n"
 
 
 def fill(text: str, indent: str = "") -> str:

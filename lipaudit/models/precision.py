@@ -193,7 +193,7 @@ def can_autocast(device: torch.device, name: str) -> bool:
         with torch.autocast(device.type, dtype=dtype):
             product = ones @ ones
         return product.dtype == dtype
-    return False
+    return False  # torch has raised an error
 
 
 def borrow_gradient(values: Tensor, exact: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
     Other devices are not used: reading the state of a GPU takes memory, which may be missing.
     """
     seeded = [device] if device.type in SEEDED else []  # besides the CPU
-    kind = device.type if seeded else "cuda"
+    kind = device.type if seeded else "cuda"  # `fork_rng` wants a type, also for no device
     with torch.random.fork_rng(seeded, device_type=kind), ExitStack() as undo:
         undo.callback(np.random.set_state, np.random.get_state())
         np.random.seed(seed % 2**32)

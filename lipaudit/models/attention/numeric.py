@@ -313,6 +313,7 @@ def start_after(net: Net, residual: Residual, f: Function, x: Tensor) -> Functio
     """
 
     def run(z: Tensor, index: Tensor) -> Tensor:
+        # z in place of the output of the block, whose own output is computed and dropped.
         with _change_outputs(net, [residual], lambda *_: z):
             return f(x[index], index)
 

@@ -245,7 +245,7 @@ def find_token_rows(source: Probed) -> Tensor:
     has_effect = token >= 0
     if (torch.bincount(token[has_effect]) > 1).any():  # several rows affect one token
         raise NotClosedForm("depends on several tokens", "mixing")
-    if has_effect.sum() < number.numel():
+    if has_effect.sum() < number.numel():  # some token depends on no row
         raise NotClosedForm("has tokens that do not come from the input", "partial")
     # Rows in the order of their tokens; those without an effect come first.
     without_effect = int((~has_effect).sum())

@@ -108,7 +108,9 @@ class Surveyor(Tracer):
     ) -> None:
         super().__init__(uncut_maps=uncut_maps, loops=loops)
         self.batch = batch
+        # Linear maps at which another pass should not cut the graph, to read more layers.
         self.next_uncut: set[Address] = set()
+        # Products of keys and learned queries, which look like linear maps of the keys.
         self.scores: set[Address] = set()
         self.layers: dict[Address, Surveyed] = {}
         # For each module: for all its calls, whether they change with the second sample.

@@ -160,16 +160,17 @@ class Tracer(AttentionMode):
         loops: Iterable[Loop | None] = (),
     ) -> None:
         super().__init__(on_attention)
-        self.cut_at = cut_at
+        self.cut_at = cut_at  # the ops at which to cut; None: at all linear maps of the input
         self.uncut_maps = uncut_maps
         self.call_stack = call_stack or CallStack()
-        self.origins = Origins()
-        self.loops: dict[Address, Loop] = {}
+        self.origins = Origins()  # for each leaf at a cut, the op whose output it is
+        self.loops: dict[Address, Loop] = {}  # by the address of each of their calls
         for loop in loops:
             if loop is not None:
                 self.loops |= dict.fromkeys(loop.addresses, loop)
+        # Linear maps by ops that also multiply two activations, such as matmul.
         self.products: set[Address] = set()
-        self._waiting: dict[Address, AttentionCall] = {}
+        self._waiting: dict[Address, AttentionCall] = {}  # calls of loops that are not complete
 
     def input(self, t: Tensor) -> Tensor:
         """Return the model's input, or a text's embeddings; as a leaf if this pass cuts here."""

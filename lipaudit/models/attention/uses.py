@@ -66,9 +66,9 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-        self.lines: dict[str, str] = {}
-        self._where = where
+        self.counts: Counter[str] = Counter()  # uses of attention by module
+        self.lines: dict[str, str] = {}  # the line of code of the first use, by module
+        self._where = where  # returns the name of the running module
         # The marks of tensors by the address of their memory, which the reference keeps in use.
         self._marks: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -98,6 +98,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         marks = self._compute_marks(name, args, given, out)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
+                # Indices and boolean masks depend on the sample, but are no pairs.
                 is_number = t.is_floating_point() or t.is_complex()
                 self.mark(t, marks if is_number else _SAMPLE)
         return out
@@ -115,7 +116,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out: its result.
         """
         if name.startswith(_FUSED):
-            if all(given[:3]):
+            if all(given[:3]):  # q, k and v depend on the sample
                 return self._count_use()
             return _SAMPLE
         if name in _PRODUCTS:
@@ -131,6 +132,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
             # Each entry of the result depends on a pair of entries of two tensors.
             if len(sizes) == 2 and out.numel() > max(sizes) and all(given[:2]):
+                # Weights times values, before a sum over the keys.
                 if marks & _PAIR and name == "mul":
                     return self._count_use()
                 return marks | _OUTER

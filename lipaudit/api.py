@@ -101,6 +101,7 @@ def audit_request(
             fields = {field: getattr(planned, field) for field in planned.model_fields_set}
             (of_measure,) = _split_options(given, kind)
             plan[name] = kind.parse(fields | of_measure)
+    # Measures that the model or the data do not allow are left out, with a note.
     return replace(request, measures=plan, optional={*plan})
 
 

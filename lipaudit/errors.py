@@ -67,6 +67,7 @@ class StructureError(EvaluationError):
     """
 
     def __init__(self, layer: int, module: str, reason: str) -> None:
+        # On some sample the layer is not built as on the first one, by which it was surveyed.
         super().__init__(
             f"attention layer {layer} ({module}): {reason}",
             "The structure of this layer depends on the data. Leave it out with --layers.",
@@ -247,7 +248,8 @@ def explain_failure(what: str, advice: str, *kinds: type[BaseException]) -> Iter
     except LipauditError:
         raise
     except caught as error:
-        # A damaged file may claim any size: its reader names `Exception`, which includes memory.
+        # Faults of memory or device pass through, unless `kinds` includes them: readers of files
+        # pass `Exception`, because a damaged file may ask for any amount of memory.
         if of_machine(error) and not isinstance(error, OSError) and not kinds:
             raise
         reason = ": ".join(filter(None, (type(error).__name__, first_line(error))))

@@ -47,8 +47,10 @@ def loads(text: str, *, name: str = "report") -> Report:
         InputError: the text is not a report of this or the previous major version.
     """
     try:
-        document = from_json(text, allow_inf_nan=False)  # nor lone surrogates, nor deep nesting
-        json.loads(text, parse_int=_read_integer)  # again, for integers that no float holds
+        # This reader refuses NaN, lone surrogates and deep nesting, the second one integers that
+        # are too large for a float.
+        document = from_json(text, allow_inf_nan=False)
+        json.loads(text, parse_int=_read_integer)
     except ValueError as error:
         advice = "Check that the file is complete."
         raise InputError(f"{name} is not JSON: {error}", advice) from None

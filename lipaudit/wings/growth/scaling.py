@@ -530,7 +530,8 @@ def _widen(fit: Row, rows: Sequence[Row]) -> Row | None:
     """
     import numpy as np
 
-    # How many times larger than the best search the norm may be, by its range.
+    # How many times larger than the best search the norm may be, by its range. A missing norm is
+    # NaN, and counts as disagreement.
     errors = np.array([(row.norm_high or math.nan) / (row.norm or math.nan) for row in rows])
     if not (errors <= AGREED).all():
         return None

@@ -53,9 +53,9 @@ class Adversary:
         return -self.eigenvalue
 
     def gap(self, radius: float) -> float:
-        """Return how far the logit of token 1 is above that of any other token, for every query.
+        """Return how far a follower's logit of token 1 is above its logits of all other tokens.
 
-        It is 2 R^2 gamma + tilt R.
+        It is 2 R^2 gamma + tilt R. Followers are all tokens but the first.
         """
         # A follower f R u sees x by s <W_Q f R u, W_K x> = lambda f R <u, x>: token 1 is ahead by
         # lambda R^2 f (lead - f): lambda R^2 / 4 for (1, 1/2), -2 lambda R^2 for (-1, 1).

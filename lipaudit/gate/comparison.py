@@ -666,7 +666,7 @@ def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> 
     if isinstance(examined, Verdict):  # it says why the two cannot be compared
         return examined
     verdict = judge_change(rule, examined[0], level)
-    # Without limits nothing was tested, so the two models cannot be told apart.
+    # Without limits nothing was tested: the two models cannot be compared.
     if verdict.low is None and verdict.status != "unchanged":
         return verdict.model_copy(update={"reason": "the reports keep it of no sample"})
     return verdict

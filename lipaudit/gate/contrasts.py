@@ -454,8 +454,9 @@ def _stack_rows(old: RuleValues, new: RuleValues) -> tuple[Values, Values] | Non
 def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidence:
     """Return the test of "no worse" for the change of one figure, as docs/guide/gate.md lists.
 
-    Shares of yes-or-no values get McNemar's exact test, means and 95th percentiles exchanges of
-    old and new values with bootstrap limits, and all other figures the sign test.
+    Shares of yes-or-no values have McNemar's exact test. Means and 95th percentiles have random
+    exchanges of old and new values, with bootstrap limits. Other figures have the sign test; a
+    maximum over samples is refused.
 
     Args:
         rule: the rule, whose statistic and limit choose the test.

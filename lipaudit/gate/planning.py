@@ -64,8 +64,8 @@ def describe_power(baseline: Report, alpha: float = ALPHA) -> Iterator[str]:
 def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:
     """Return in words the smallest change that a rule proves in 9 of 10 runs.
 
-    Shares of samples (accuracies) are judged by McNemar's test, a statistic over samples (of norms
-    and radii) by the sign test, each head by a sign test corrected for the number of heads.
+    Shares of samples (accuracies) are judged by McNemar's test, medians over samples (of norms and
+    radii) by the sign test. Heads have a sign test each, corrected for the number of heads.
 
     Args:
         rule: a default rule. A change below its limit is allowed, even if it is proven.
@@ -98,7 +98,7 @@ def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:
 def _see_drop(drop: float, n: int, z_level: float) -> bool:
     """Say whether McNemar's test sees a drop of a share in 9 of 10 runs.
 
-    The condition is D sqrt(n) >= z_level sqrt(s) + z_power sqrt(s - D^2), where s = 2 CHURN + D is
+    The condition is D sqrt(n) >= z_level sqrt(s) + z_power sqrt(s - D^2). Here s = 2 CHURN + D is
     the share of samples that change sides (right to wrong or back), CHURN each way by chance.
     Source: Connor, Biometrics 43 (1987) 207.
 

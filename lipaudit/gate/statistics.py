@@ -72,8 +72,8 @@ class Evidence:
 def judge_median(changes: Values) -> Evidence:
     """Judge the median of paired changes by the sign test.
 
-    The lower limit is the k-th smallest change, the upper one the k-th largest, with the largest k
-    such that P(B <= k - 1) <= level for B ~ Binomial(n, 1/2). Exact for every continuous
+    The lower limit is the k-th smallest of the n changes, the upper one the k-th largest. k is the
+    largest number with P(B <= k - 1) <= level for B ~ Binomial(n, 1/2). Exact for every continuous
     distribution, conservative with ties. Infinite changes (a norm became 0, or left 0) count like
     any other.
     Source: Conover, Practical Nonparametric Statistics, 3rd ed., sections 3.2 and 3.4.
@@ -232,9 +232,9 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
     """Judge the change of a share from its paired table: exact McNemar test, Bonett-Price limits.
 
     McNemar's one-sided p-value is P(B >= worse) for B ~ Binomial(worse + better, 1/2). The limits
-    are those of D = (worse - better) / (n + 2) with the Laplace estimates (worse + 1) / (n + 2)
-    and (better + 1) / (n + 2), which work without discordant pairs, too; they contain 0 unless
-    McNemar's test rejects it.
+    are those of Bonett and Price: a normal interval around the difference of the two shares
+    (worse + 1) / (n + 2) and (better + 1) / (n + 2). The added pairs give it a width even if no
+    sample changed. The limits contain 0 unless McNemar's test rejects it.
     Sources: McNemar, Psychometrika 12 (1947) 153; Bonett and Price, J. Educ. Behav. Stat. 37
     (2012) 479.
 
@@ -344,8 +344,8 @@ def correct_by_holm(p_values: Mapping[Name, float]) -> dict[Name, tuple[float, i
     """Adjust p-values by Holm's step-down procedure.
 
     The smallest of k p-values is multiplied by k, the next by k - 1, and so on; none becomes
-    smaller than the one before it. Rejecting at most alpha then errs with probability <= alpha,
-    over all hypotheses.
+    smaller than the one before it. Whoever rejects the hypotheses with an adjusted p-value of at
+    most alpha rejects any true one with a probability of at most alpha.
 
     Args:
         p_values: the p-value of each hypothesis, of any test.

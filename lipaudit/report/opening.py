@@ -183,10 +183,10 @@ def _describe_attacked(
 
     Args:
         clean: the figure of the accuracy without attack, if there is one.
-        attacked: the accuracy under attack in every ball, the smallest ball first.
-        broken: those of these figures that are proven to be below the clean accuracy. Of each
+        attacked: the accuracy under attack in every ball, by norm, then by radius.
+        broken: the figures among them that are proven to be below the clean accuracy. Of each
             norm the smallest ball counts, and of these the one that leaves the fewest samples;
-            without any, the largest ball.
+            without any, the last ball.
     """
     if broken:
         smallest = {row.norm: row for row in reversed(broken)}

@@ -314,7 +314,7 @@ def _draw_map(
     if attended:
         where = f"sample {attended.sample[:12]}"
     # The map of many tokens is stored as means over square blocks, of which the last one may be
-    # narrower. So an entry stands for `block` queries and keys.
+    # narrower. So an entry is the mean over `block` queries and keys.
     tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
     block = math.ceil(int(tokens) / max(values.shape))
     title = f"Attention map of head {head}, {where}"
@@ -341,9 +341,9 @@ def _draw_map(
 def draw_rows(sections: Sections) -> Iterator[blocks.Heatmap]:
     """Draw, for each layer, how many attention rows have a small or large statistic.
 
-    For a row p of an attention map these are its two largest entries together, p(1) + p(2), and
-    the bound g1 over the norm of the row's softmax Jacobian M = diag(p) - p p^T. CLASSES has the
-    lower ends of the ranges that rows are counted in.
+    One statistic of a row p is the sum of its two largest entries, p(1) + p(2). The other is the
+    bound g1 over the norm of the softmax Jacobian M = diag(p) - p p^T. CLASSES has the lower ends
+    of the ranges in which rows are counted.
     """
     titles = {
         "top_two": ("p(1) + p(2)", "How much of a row do its two largest entries hold?"),

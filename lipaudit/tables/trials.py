@@ -218,7 +218,7 @@ class TrialKey:
 
 
 def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
-    """Return the worst case of every ball, with the trials whose examples lie in this ball.
+    """Return the worst case of every ball, with the trials whose examples are in this ball.
 
     These are all trials of the same norm with the same or a smaller radius.
 

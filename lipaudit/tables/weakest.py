@@ -123,11 +123,11 @@ def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
 
 
 def _is_inside(inner: TrialKey, outer: TrialKey) -> bool:
-    """Say whether a ball around a sample is known to lie inside another one around it."""
+    """Say whether a ball around a sample is known to be inside another ball around it."""
     if inner.norm not in INSIDE or outer.norm not in INSIDE:
         return False
     # The norms of INSIDE never grow from one to the next: l1 >= l2 >= token-l2 >= linf. So a ball
-    # of one norm lies in the ball of the same radius of every later norm.
+    # of one norm is inside the ball of the same radius of every later norm.
     if INSIDE.index(inner.norm) > INSIDE.index(outer.norm):
         return False
     return inner.radius.value <= outer.radius.value

@@ -98,7 +98,7 @@ class Several(Extent):
         """
         if self.rank_by is None:
             return
-        from lipaudit.gate.comparison import ORDER, make_rule
+        from lipaudit.gate.ranking import ORDER, make_rule
 
         if self.rank_by != ORDER:
             make_rule(self.rank_by)

@@ -1,30 +1,27 @@
-"""Several reports beside each other: what changed from the first one, and which is the best.
+"""Several reports beside each other: what changed from the first one.
 
-Both compare figures sample by sample, and report the verdicts of `judging`.
+Figures are compared sample by sample, with the verdicts of `judging`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import permutations
 from typing import Any, Literal
 
 import numpy as np
 
-from lipaudit.errors import BaselineError, LipauditError, UsageError
+from lipaudit.errors import BaselineError, UsageError
 from lipaudit.gate import conditions, pairing, statistics
 from lipaudit.gate.contrasts import TOLERANCE, Contrast, examine
 from lipaudit.gate.judging import judge_change
 from lipaudit.gate.movement import describe_movement
-from lipaudit.gate.pairing import Key
-from lipaudit.gate.rules import EACH, Rule, no_change, parse_rule
-from lipaudit.gate.statistics import ALPHA, LEVEL, Movement
+from lipaudit.gate.rules import EACH, Rule, no_change
+from lipaudit.gate.statistics import ALPHA, Movement
 from lipaudit.gate.verdicts import Verdict
-from lipaudit.measures import find_headline, list_headlines, summarise
-from lipaudit.tables import Note, Report, Section, model_labels
+from lipaudit.measures import find_headline
+from lipaudit.tables import Report, Section, model_labels
 from lipaudit.tables.columns import Float, Frozen, order
 from lipaudit.tables.trials import FLAGS, TrialKey, parse_column
 
@@ -481,278 +478,3 @@ def _rank_sample(change: SampleChange) -> tuple[int, float]:
         return balance, math.inf
     _, norm = change.figures["jacobian.norm"]
     return balance, -order(norm)
-
-
-# Ranking
-
-
-EXAMPLE = "Such as attack.robust@linf,4/255 or jacobian.norm:p95."
-Standing = Literal[
-    "best",
-    "not distinguishable from the best",
-    "behind the best",
-    "not comparable",
-    "not measured",
-    "",
-]
-ORDER = "order"
-"""Word in place of a metric: models are not ranked and keep the given order."""
-
-
-class Ranked(Frozen):
-    """One model in a ranking.
-
-    Attributes:
-        model: its name.
-        rank: 1 for the best model and those not distinguishable from it, else the place by the
-            figure; None without a rank.
-        outcome: the rank in words; empty without a ranking.
-        reason: why the model is not comparable.
-        difference: the verdict on its difference from the best model; None for the best.
-        summary: its figures, as on the scorecard.
-    """
-
-    model: str
-    rank: int | None = None
-    outcome: Standing = ""
-    reason: str = ""
-    difference: Verdict | None = None
-    summary: Section
-
-
-class Ranking(Frozen):
-    """Several models, the best first.
-
-    Attributes:
-        criterion: the metric of the ranking, as rules name it; empty if there is none and the
-            models keep the given order.
-        ball: the ball of an accuracy.
-        better: better direction of the metric.
-        compared: number of models compared with the best.
-        models: the models.
-        notes: notes on the order.
-    """
-
-    criterion: str = ""
-    ball: str = ""
-    better: Literal["lower", "higher"] = "lower"
-    compared: int = 0
-    models: tuple[Ranked, ...]
-    notes: tuple[Note, ...] = ()
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """A metric that can rank models, in one ball, and the figure of each model by its index."""
-
-    rule: Rule
-    name: Key
-    figures: dict[int, float]
-
-
-def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
-    """Rank models by accuracy under attack, else certified, else by the median Jacobian norm.
-
-    Each model is compared with the best as in `compare`: by Bonett and Price's limits for an
-    accuracy, by the sign test for the median ratio of norms. With n models the limits are
-    one-sided at 2.5% / (n - 1). So, by the union bound, a model that no other beats is called
-    behind with a chance of at most 2.5%, whichever model is taken as the best. Accuracy under
-    attack means the smallest ball that most models have.
-
-    Args:
-        reports: one report per model, with shared samples.
-        by: another metric, as rules name it: `attack.robust@linf,4/255`; or `order` to keep the
-            given order without ranks.
-
-    Raises:
-        UsageError: there are no reports, or none has the metric.
-    """
-    if not reports:
-        raise UsageError("no reports were given to rank", "Give the reports of the models.")
-    names = model_labels(reports)
-    # `by_place` has a note for each model whose samples have other ids: they are matched by their
-    # place in the data.
-    matched, by_place = pairing.match_samples(reports, names)
-    criteria = _list_criteria(reports, by)
-    # The fields of `Ranked` by index of the model; one that cannot be compared has no rank.
-    found = _rank_models(criteria[0], matched) if criteria else {}
-    known: dict[str, Any] = {}
-    compared = sum("rank" in fields for fields in found.values()) - 1  # all but the best
-    if compared >= 1:
-        rule = criteria[0].rule
-        name = criteria[0].name
-        known["compared"] = compared
-        known["criterion"] = rule.metric
-        known["better"] = "lower" if rule.worse > 0 else "higher"
-        if isinstance(name, TrialKey):
-            known["ball"] = name.ball
-        for i in range(len(names)):
-            found.setdefault(i, {"outcome": "not measured"})
-    else:  # in the given order, with the reasons of models that cannot be compared
-        refused = {i: fields for i, fields in found.items() if "reason" in fields}
-        found = {i: refused.get(i, {}) for i in range(len(names))}
-    models = list[Ranked]()
-    for i, fields in found.items():
-        models.append(Ranked(model=names[i], summary=summarise(reports[i]), **fields))
-    notes = (Note.info("paired-by-place", text) for text in by_place.values())
-    return Ranking(models=tuple(models), notes=tuple(notes), **known)
-
-
-def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, dict[str, Any]]:
-    """Return the fields of `Ranked` for each model that has the metric, by index, best first.
-
-    Models that cannot be compared with the ranked ones come last, with the reason.
-
-    Args:
-        criterion: the metric, and the figure of each model.
-        reports: the reports of all models, with shared samples.
-    """
-    rule = criterion.rule
-    # With this sign the larger figure is the worse one.
-    worse = {i: rule.worse * figure for i, figure in criterion.figures.items()}
-    models = sorted(worse, key=lambda i: (worse[i], i))
-    # Pairs of models that cannot be compared, with the reason. Both orders are tried: an attack
-    # that one model has in addition is no obstacle if that model is the new one.
-    apart: dict[frozenset[int], str] = {}
-    for i, j in permutations(models, 2):
-        reason = _compare_two(rule, reports[i], reports[j]).reason
-        if reason:
-            apart[frozenset((i, j))] = reason
-    # Ranked are all models that can be compared with the model of the fewest such pairs. If the
-    # best figure decided, a model with other attacks could leave all others unranked.
-    base = min(models, key=lambda i: sum(i in pair for pair in apart))
-    ranked = [i for i in models if frozenset((i, base)) not in apart]
-    # Bonferroni's correction for the comparisons of all others with the best.
-    level = LEVEL / max(1, len(ranked) - 1)
-    best, *others = ranked
-    for i in others:  # the model with the best figure may not be the best sample by sample
-        if _compare_two(rule, reports[i], reports[best], level).status == "improved":
-            best = i
-    found: dict[int, dict[str, Any]] = {best: {"rank": 1, "outcome": "best", "difference": None}}
-    for i in ranked:
-        if i == best:
-            continue
-        change = _compare_two(rule, reports[i], reports[best], level)
-        place = 1
-        if change.status == "regressed":
-            # Behind all models with a better figure, and in any case behind the best.
-            place = max(2, 1 + sum(worse[j] < worse[i] for j in ranked))
-            outcome = "behind the best"
-        elif worse[i] == worse[best]:
-            outcome = "best"
-        else:
-            outcome = "not distinguishable from the best"
-        found[i] = {"rank": place, "outcome": outcome, "difference": change}
-    places = sorted(found, key=lambda i: (i != best, found[i]["rank"]))
-    entries = {i: found[i] for i in places}
-    # A single ranked model among several was compared with none: it has no rank either.
-    outside = [i for i in models if i not in ranked or ranked == [i] != models]
-    for i in outside:
-        reason = next(apart[pair] for pair in apart if i in pair)
-        entries[i] = {"outcome": "not comparable", "reason": reason}
-    return entries
-
-
-def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:
-    """Return the verdict on the change from the old model to the new one.
-
-    Args:
-        rule: names the figure; it allows no change.
-        new: the report of one model.
-        old: the report of another.
-        level: one-sided error probability of each limit of the change.
-    """
-    examined = examine(rule, new, old, lenient=True)
-    if isinstance(examined, Verdict):  # it says why the two cannot be compared
-        return examined
-    verdict = judge_change(rule, examined[0], level)
-    # Without limits nothing was tested: the two models cannot be compared.
-    if verdict.low is None and verdict.status != "unchanged":
-        return verdict.model_copy(update={"reason": "the reports keep it of no sample"})
-    return verdict
-
-
-def make_rule(metric: str) -> Rule:
-    """Return the rule that compares models by a metric.
-
-    Args:
-        metric: as rules name it: `attack.robust@linf,4/255`, `jacobian.norm:p95`.
-
-    Raises:
-        UsageError: the metric does not exist, has no better direction, or is not a single figure.
-    """
-    plain = parse_rule(f"{metric} <= +0")  # any limit: only the metric is read
-    fault = ""
-    if not plain.about.better and plain.column not in FLAGS:
-        fault = "has no better direction"
-    elif plain.stat == "each":
-        fault = "has one value per row"
-    elif plain.stat == "max":
-        fault = "varies too much by chance (a maximum)"
-    elif plain.group:
-        fault = "is of a group of samples"
-    if fault:
-        raise UsageError(f"models cannot be ranked by {metric}: it {fault}", EXAMPLE)
-    return no_change(metric)
-
-
-def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]:
-    """Return the metrics that can rank the models; first those that most models have.
-
-    Args:
-        reports: the reports of all models.
-        by: the only metric to rank by, or `order` for none; None: the usual ones.
-
-    Raises:
-        UsageError: no report has the metric `by`, or it is several figures.
-    """
-    if by == ORDER:
-        return []
-    # A figure that several sections have, such as robust accuracy, ranks once.
-    usual: dict[str, str] = {}
-    for name, headline in list_headlines():
-        if headline.ranks and any(report.section(name) for report in reports):
-            usual.setdefault(headline.name, f"{name}.{headline.column}")
-    metrics = [by] if by else usual.values()
-    found = list[Criterion]()
-    for metric in metrics:
-        found += _read_criteria(metric, reports)
-    if by and not found:
-        raise UsageError(f"no report has {by}", EXAMPLE)
-    if by and len(found) > 1:
-        names = "; ".join(str(each.name) for each in found)
-        raise UsageError(f"{by} matches several values: {names}", EXAMPLE)
-    return sorted(found, key=lambda criterion: -len(criterion.figures))
-
-
-def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion]:
-    """Yield a criterion for every ball in which a model has the metric, the smallest ball first.
-
-    A metric without balls, such as a norm, gives one criterion.
-    """
-    rule = make_rule(metric)
-    # By row or ball, then by index of the model.
-    figures = dict[Key, dict[int, float]]()
-    for i, report in enumerate(reports):
-        section = report.section(rule.measure)
-        if section is None:
-            continue
-        with suppress(LipauditError):  # raised if nothing matches
-            for name, value in pairing.read(rule, section).points.items():
-                figures.setdefault(name, {})[i] = value
-
-    for name in sorted(figures, key=_order_by_size):
-        each = rule
-        if isinstance(name, TrialKey):
-            if not float(name.radius):  # in the ball of radius 0 nothing is attacked
-                continue
-            if not rule.selector:
-                each = replace(rule, selector=(name.norm, name.radius.text))
-        yield Criterion(each, name, figures[name])
-
-
-def _order_by_size(name: Key) -> tuple[str, float]:
-    """Return the sort key of a figure: those without a ball first, then by norm and radius."""
-    if not isinstance(name, TrialKey):
-        return "", 0.0
-    return name.norm, float(name.radius)

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lipaudit.gate.comparison import Pair, Ranking, SampleChange
+from lipaudit.gate.comparison import Pair, SampleChange
+from lipaudit.gate.ranking import Ranking
 from lipaudit.gate.rules import find_words
 from lipaudit.gate.verdicts import Verdict, format_change
 from lipaudit.measures import find_column, list_headlines

@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, get_args
 
-from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
+from lipaudit.gate.comparison import Comparison, HeadChange, Pair
+from lipaudit.gate.ranking import Ranking
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus, format_change
 from lipaudit.measures import find_column
 from lipaudit.report import blocks

@@ -19,7 +19,8 @@ from lipaudit.report.blocks import Cells
 from lipaudit.tables import Column, Report
 
 if TYPE_CHECKING:
-    from lipaudit.gate.comparison import Comparison, Ranking
+    from lipaudit.gate.comparison import Comparison
+    from lipaudit.gate.ranking import Ranking
     from lipaudit.gate.verdicts import Judgement, Verdict
 
 JSON = "json"

@@ -204,8 +204,9 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
             }
             names = base.class_names(net, arrays["label"], arrays["votes"][:, 0].argmax(1))
             yield Part((batch.ids[i],), arrays, {"classes": names})
-            # The next sample's time starts where this one's ended.
-            start += seconds
+            # The time between this part and the request for the next one is the caller's, who
+            # writes the part to disk: it is not time of the next sample.
+            start = time.perf_counter()
 
 
 def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[Tensor]:

@@ -311,9 +311,6 @@ LEGEND = """
 * **bounds**: `hu`, `castin`, `mean_field` and `appendix_c` need affine self-attention without
   sinks, and logits that are linear in q k^T. `lipaudit bounds` names what is missing.
 
-A model may keep samples, windows, heads and tokens in any order, and several in one axis: the
-projections show which is which. Where W_O contradicts, the layer is named and has no figures.
-
 `--dtype float64` computes attention, norms and bounds in float64, even where the model's code
 casts to float32. Attacks run the model with its casts, so their losses have seven digits.
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.models.net import LoadOptions, ModelSpec, Net
-from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.loader import assemble
+from lipaudit.models.sources.transformer_inputs import describe_transformers
 
 TEXT = {
     "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

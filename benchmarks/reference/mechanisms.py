@@ -19,8 +19,8 @@ from lipaudit.data.batch import Batch
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import LoadOptions, Net
-from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.loader import assemble
+from lipaudit.models.sources.transformer_inputs import describe_transformers
 from lipaudit.theory.heads import Heads, are_affine_everywhere
 from tests.models.attention import own_modules
 

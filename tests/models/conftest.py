@@ -11,8 +11,8 @@ from lipaudit.data.batch import Batch
 from lipaudit.models.attention.capture import Site
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import LoadOptions, ModelSpec, Net
-from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.loader import assemble
+from lipaudit.models.sources.transformer_inputs import describe_transformers
 from tests.nets import TEXT
 
 Weights = tuple[list[tuple[torch.Tensor, torch.Tensor | None]], torch.Tensor]

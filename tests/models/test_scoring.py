@@ -9,7 +9,7 @@ from lipaudit.data.continuations import pack
 from lipaudit.errors import InputError
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.classifiers import score_continuations
-from lipaudit.models.sources.huggingface import describe_transformers
+from lipaudit.models.sources.transformer_inputs import describe_transformers
 from tests.nets import hf_net
 
 pytestmark = pytest.mark.rounding

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from lipaudit.models.net import LoadOptions, ModelSpec
-from lipaudit.models.sources.huggingface import describe_transformers
+from lipaudit.models.sources.transformer_inputs import describe_transformers
 from tests.nets import TEXT, seeded
 from tests.simulated import device
 

@@ -31,7 +31,7 @@ from lipaudit.errors import InputError, UsageError, explain_failure, few
 from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic, lift_parameters, widen_half
 from lipaudit.models.requirements import agree
-from lipaudit.models.sources import text_models
+from lipaudit.models.sources import text_models, transformer_outputs
 from lipaudit.tables import Note
 
 # The prompt of Radford et al.
@@ -163,7 +163,7 @@ def make_zero_shot(
         Args:
             result: the output of the image tower, and a mask.
         """
-        features = widen_half(text_models.read_tower(*result))
+        features = widen_half(transformer_outputs.read_tower(*result))
         weight, bias = embed_classes(features.device, features.dtype)
         return F.normalize(features, dim=-1) @ weight.T + bias
 
@@ -192,7 +192,7 @@ def _embed_texts(module: Any, ids: dict[str, Tensor], dtype: torch.dtype) -> Ten
     for start in range(0, len(ids["input_ids"]), TEXTS):
         chunk = {key: value[start : start + TEXTS] for key, value in ids.items()}
         output = module.get_text_features(**chunk)
-        features.append(text_models.read_tower(output, None))
+        features.append(transformer_outputs.read_tower(output, None))
     embeddings = torch.cat(features).to(dtype)
     return F.normalize(embeddings, dim=-1)
 
@@ -215,7 +215,7 @@ def _require_cosines(
     two_texts = {key: value[:2] for key, value in ids.items()}
     logits = module(pixel_values=blank, **two_texts).logits_per_image
     output = module.get_image_features(pixel_values=blank)
-    image = F.normalize(text_models.read_tower(output, None), dim=-1)
+    image = F.normalize(transformer_outputs.read_tower(output, None), dim=-1)
     difference = logits - image @ weight[:2].T - bias
     size = logits.abs().max().clamp(min=1)
     if not difference.abs().max() <= DEVIATION * size:  # NaN is refused, too

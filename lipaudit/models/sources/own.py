@@ -156,7 +156,7 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "")
 
         return describe_timm(module, options)
     if is_transformers:
-        from lipaudit.models.sources.huggingface import describe_transformers
+        from lipaudit.models.sources.transformer_inputs import describe_transformers
 
         return describe_transformers(module, options)
     if options.input_size is not None:

@@ -1,15 +1,4 @@
-"""Texts for models of transformers: tokens, pairs, padding; and which output is measured.
-
-The output:
-
-* ``...ForImageClassification`` and ``...ForSequenceClassification``: the logits.
-* Causal language models: the logits of the next token, at the last real token.
-* Models with an image tower and a text tower: the projected features of the tower that `--tower`
-names, as `get_image_features` and `get_text_features` return them.
-* Models of sound that decode to text: the encoder's features.
-* All others, mostly encoders: features, the mean of the last hidden state over the real tokens
-(for sentence encoders the pooling and normalisation of their own files). A note names heads in the
-file that are not used.
+"""Texts for models of transformers: tokens, pairs and padding.
 
 Many classifiers find the last token of a text by its id: the last one that is not
 `config.pad_token_id`. A text in a batch has to give the same output as alone. If the configuration
@@ -22,7 +11,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
@@ -31,195 +19,20 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.attacks.text import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
 from lipaudit.errors import InputError, explain_failure
-from lipaudit.models.net import NO_DECISION, ModelSpec, NextToken
-from lipaudit.models.sources.weight_files import read_json
+from lipaudit.models.net import ModelSpec, NextToken
+from lipaudit.models.sources.transformer_outputs import (
+    LANGUAGE_MODELS,
+    choose_output,
+    choose_pooling,
+    describe_classes,
+    has_head,
+    is_classifier,
+)
 from lipaudit.tables import Note
-
-# (result, mask) -> features of each text.
-Pooling = Callable[[Any, Tensor | None], Tensor]
-
-# Supported classifiers by the ending of their class name, with the auto class that loads each.
-CLASSIFIERS = {
-    "ForImageClassification": "AutoModelForImageClassification",
-    "ForImageClassificationWithTeacher": "AutoModelForImageClassification",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForAudioClassification": "AutoModelForAudioClassification",
-}
-LANGUAGE_MODELS = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM"}
-# Supported heads by the ending of their class name, with the auto class that loads each.
-HEADS = CLASSIFIERS | LANGUAGE_MODELS
-# Problem types of classifiers that make no single decision, with a description.
-UNDECIDED = {
-    "multi_label_classification": "is a multi-label model",
-    "regression": "predicts numbers, not classes",
-}
-# Input of each tower.
-TOWERS = {"image": "pixel_values", "text": "input_ids"}
-# A setting of sentence-transformers, such as pooling_mode_mean_tokens.
-SWITCH = re.compile(r"pooling_mode_(.*?)(_tokens?)?")
-
-
-def has_head(module: Any) -> bool:
-    """Say whether a model's output comes from a head; otherwise it is features."""
-    return type(module).__name__.endswith(tuple(HEADS))
-
-
-def is_classifier(module: Any) -> bool:
-    """Say whether a model's output is class logits."""
-    return type(module).__name__.endswith(tuple(CLASSIFIERS))
-
-
-def describe_classes(module: Any) -> dict[str, Any]:
-    """Return the fields of a `ModelSpec` about classes: whether it has some, and their names.
-
-    The placeholders LABEL_0, LABEL_1, ... are not names. The outputs of multi-label models and of
-    regressions do not decide for one class: they count as features, and a note says so.
-    """
-    name = type(module).__name__
-    has_classes = is_classifier(module)
-    problem = str(getattr(module.config, "problem_type", None))
-    facts: dict[str, Any] = {"architecture": name, "classifier": has_classes}
-    if has_classes and problem in UNDECIDED:
-        text = (
-            f"{name} {UNDECIDED[problem]} (problem_type in config.json), so it has no "
-            "accuracy and no margins. Its outputs are measured as features"
-        )
-        return facts | {"classifier": False, "notes": (Note.warn(NO_DECISION, text),)}
-    labels = module.config.id2label or {}  # a file may hold null
-    names = [str(labels.get(i, f"LABEL_{i}")) for i in range(len(labels))]
-    if has_classes and not all(name.startswith("LABEL_") for name in names):
-        facts["labels"] = tuple(names)
-    return facts
-
-
-def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
-    """Average the last hidden state over the real tokens, or over space for feature maps.
-
-    Raises:
-        InputError: the result has no last hidden state, or its padding is unknown.
-    """
-    hidden = getattr(result, "last_hidden_state", None)
-    if hidden is None:
-        raise InputError(
-            f"a {type(result).__name__} has no last hidden state to use as features",
-            "Name the class as transformers does (...ForSequenceClassification), or write a py: "
-            "factory that returns ModelSpec(..., read=lambda result: TENSOR).",
-        )
-    # (samples, tokens, width); a feature map has four axes, of which the two equal ones are
-    # spatial.
-    if hidden.ndim == 4:
-        channels_last = hidden.shape[1] == hidden.shape[2] != hidden.shape[3]
-        if channels_last:
-            hidden = hidden.flatten(1, 2)
-        else:
-            hidden = hidden.flatten(2).transpose(1, 2)
-    if mask is None:
-        return hidden.mean(1)
-    if mask.shape[1] != hidden.shape[1]:
-        raise InputError(
-            f"the last hidden state has {hidden.shape[1]} tokens for texts of {mask.shape[1]}, so "
-            "padding cannot be recognised",
-            "Give texts of one length, as token ids in an .npz file.",
-        )
-    weight = mask.to(hidden.dtype)[:, :, None]
-    return (hidden * weight).sum(1) / weight.sum(1)
-
-
-def _read_next_token(result: Any, mask: Tensor | None) -> Tensor:
-    """Return the logits of the token after each text, (samples, vocabulary)."""
-    logits: Tensor = result.logits
-    if mask is None:
-        return logits[:, -1]
-    # Texts are padded behind their last tokens.
-    samples = torch.arange(len(logits), device=logits.device)
-    last = mask.long().sum(1) - 1
-    return logits[samples, last]
-
-
-def read_tower(result: Any, mask: Tensor | None) -> Tensor:
-    """Return the projected features in the result of a tower, not normalised.
-
-    These are `pooler_output` of `get_image_features` and `get_text_features`. A tower without it
-    gives the mean of its last hidden state, and the mask is not used.
-    """
-    pooled: Tensor | None = getattr(result, "pooler_output", None)
-    if pooled is None:
-        return mean_pooling(result, None)
-    return pooled
-
-
-def choose_output(
-    module: Any, tower: str | None, pooling: Pooling = mean_pooling
-) -> Callable[[Any], Tensor]:
-    """Return the function from (result, mask) to the measured output.
-
-    Args:
-        module: the model.
-        tower: the measured tower of a model with two, image or text; None for others.
-        pooling: makes the features of a model without a head: (result, mask) -> features.
-    """
-    read = pooling
-    if tower is not None:
-        read = read_tower
-    elif is_classifier(module):
-        read = _read_classes
-    elif has_head(module):
-        read = _read_next_token
-    return lambda result_and_mask: read(*result_and_mask)
-
-
-def _read_classes(result: Any, mask: Tensor | None) -> Tensor:
-    """Return the logits of the classes.
-
-    They are the first item of a tuple, if the configuration asks for tuples (`return_dict`).
-    """
-    logits: Tensor = result.logits if hasattr(result, "logits") else result[0]
-    return logits
-
-
-def choose_pooling(path: Path | None) -> Pooling:
-    """Return the pooling that a directory of sentence-transformers prescribes, else the mean.
-
-    Raises:
-        InputError: the pooling is neither the mean nor the first token.
-    """
-    if path is None or not (path / "modules.json").is_file():
-        return mean_pooling
-    file = path / "1_Pooling" / "config.json"
-    with explain_failure(f"the pooling in {path} cannot be read", "Copy or download it again."):
-        modules = read_json(path / "modules.json")
-        # Class names of the steps behind each other: Transformer, Pooling, perhaps Normalize.
-        steps = {module["type"].rpartition(".")[2] for module in modules}
-        settings = {"pooling_mode": "mean"}
-        if file.is_file():
-            settings = read_json(file)
-        # Older files have a switch for each mode, in place of `pooling_mode`.
-        modes = []
-        for key, value in settings.items():
-            switch = SWITCH.fullmatch(key)
-            if switch and value:
-                modes.append(switch[1])
-        mode = str(settings.get("pooling_mode", "+".join(modes)))
-    poolings: dict[str, Pooling] = {
-        "mean": mean_pooling,
-        "cls": lambda result, _mask: result.last_hidden_state[:, 0],
-    }
-    unknown = steps - {"Transformer", "Pooling", "Normalize"}
-    if unknown or mode not in poolings:
-        raise InputError(
-            f"{path} pools its tokens in a way that is not supported: {unknown or mode}",
-            "Remove modules.json to read the mean over tokens, or write a py: factory.",
-        )
-    pooling = poolings[mode]
-    if "Normalize" not in steps:
-        return pooling
-    return lambda result, mask: F.normalize(pooling(result, mask), dim=1)
-
 
 # Number of texts whose token ids are cached.
 READINGS = 2**14

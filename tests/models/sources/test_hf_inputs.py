@@ -13,7 +13,7 @@ from lipaudit.models.endpoints import make_sample_function
 from lipaudit.models.linearize import linearize
 from lipaudit.models.model_norms import compute_jacobian_norms
 from lipaudit.models.sources.loader import LoadOptions, load_net
-from lipaudit.models.sources.text_models import mean_pooling
+from lipaudit.models.sources.transformer_outputs import mean_pooling
 from tests.models.sources.cases import BART, PIXELS, SMALL, T5, build, configure, numbered, refused
 
 WIDE = LoadOptions(dtype="float64", device="cpu")

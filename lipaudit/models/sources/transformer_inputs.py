@@ -1,0 +1,266 @@
+"""Inputs of models of transformers: images and sound; texts are in `text_models`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lipaudit.data.image_files import Resizing
+from lipaudit.errors import InputError, UsageError, explain_failure
+from lipaudit.models.net import LoadOptions, ModelSpec
+from lipaudit.models.sources.classifiers import make_zero_shot
+from lipaudit.models.sources.text_models import describe_texts, find_text_config
+from lipaudit.models.sources.timm import list_synsets
+from lipaudit.models.sources.transformer_outputs import (
+    choose_output,
+    describe_classes,
+    has_head,
+)
+from lipaudit.tables import Note
+
+# Input of each tower.
+TOWERS = {"image": "pixel_values", "text": "input_ids"}
+
+
+def describe_transformers(
+    module: Any, options: LoadOptions, *, path: Path | None = None
+) -> ModelSpec:
+    """Describe the input of a model of transformers, and the output that is measured.
+
+    Tokenizer, image processor and pooling are read from `path`.
+
+    Raises:
+        InputError: the model takes other inputs than images, text or sound.
+        UsageError: a model with two towers needs the option `tower`, or lacks that tower.
+    """
+    for config in (module.config, find_text_config(module.config)):
+        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if not hasattr(config, key):  # the code of transformers asks every model for them
+                setattr(config, key, None)
+    find_text_config(module.config).use_cache = False  # no passes over texts one token at a time
+    tower = options.tower
+    name = type(module).__name__
+    if options.class_names:  # --classes: a zero-shot classifier of images
+        _require_image_text(module, options)
+        spec = describe_images(module, options, path, "image")
+        return make_zero_shot(module, spec, options.prompts, path)
+    _require_tower(module, tower)
+    input_name = module.main_input_name
+    if tower is not None:
+        input_name = TOWERS[tower]
+    if input_name == "pixel_values":
+        return describe_images(module, options, path, tower)
+    if input_name == "input_ids":
+        return describe_texts(module, path, tower)
+    if input_name in ("input_values", "input_features"):
+        return describe_sounds(module)
+    raise InputError(
+        f"{name} takes {input_name}: neither images, text nor sound",
+        "Write a py: factory that returns a ModelSpec of kind tokens.",
+    )
+
+
+def _require_image_text(module: Any, options: LoadOptions) -> None:
+    """Raise UsageError if --classes cannot make a classifier of a model."""
+    for part in ("get_image_features", "get_text_features", "logit_scale"):
+        if not hasattr(module, part):
+            raise UsageError(
+                f"{type(module).__name__} is no image-text model, so --classes cannot make a "
+                "classifier of it",
+                "Leave --classes out.",
+            )
+    if options.tower:
+        raise UsageError(
+            "--tower measures features, and --classes a classifier", "Leave one of them out."
+        )
+
+
+def _require_tower(module: Any, tower: str | None) -> None:
+    """Raise UsageError if a model lacks the chosen tower, or has two and none was chosen."""
+    name = type(module).__name__
+    towers = [kind for kind in TOWERS if hasattr(module, f"get_{kind}_features")]
+    if tower is None and len(towers) > 1:
+        raise UsageError(
+            f"{name} has an image tower and a text tower, and none was chosen",
+            "Add --tower image, --tower text, or --classes NAMES.txt for a zero-shot classifier.",
+        )
+    if tower is not None and tower not in towers:
+        known = "none"
+        if towers:
+            known = f"only {' and '.join(towers)}"
+        raise UsageError(f"{name} has no tower {tower!r}: it has {known}", "Leave --tower out.")
+
+
+# Number of audio samples in one second at the usual 16 kHz.
+SECOND = 16_000
+# Number of spectrogram frames in one second, for models without a fixed length.
+FRAMES = 100
+
+
+def describe_sounds(module: Any) -> ModelSpec:
+    """Describe the input of a model of waveforms or spectrograms.
+
+    Raises:
+        InputError: the configuration does not give their shape.
+    """
+    config = module.config
+    input_name = module.main_input_name
+
+    def read_size(name: str) -> int:
+        """Return a positive number of the configuration; 0 if it has none of this name."""
+        value = getattr(config, name, None)
+        return value if isinstance(value, int) and value > 0 else 0
+
+    bands = read_size("num_mel_bins")
+    positions = read_size("max_source_positions")
+    channels = read_size("input_channels") or 1
+    # The width of a frame, by the names of several families.
+    width = (
+        read_size("feature_projection_input_dim")
+        or read_size("input_feat_per_channel") * channels
+        or bands
+    )
+    shape: tuple[int, ...]
+    if input_name == "input_values" and hasattr(config, "frequency_stride"):
+        shape = config.max_length, config.num_mel_bins  # patches of a spectrogram
+    elif input_name == "input_values":
+        shape = (SECOND,)
+    elif bands and positions:  # like Whisper: bands first, two frames per position
+        shape = bands, 2 * positions
+    else:
+        shape = FRAMES, width
+    if 0 in shape:
+        raise InputError(
+            f"{type(module).__name__} takes {input_name}, and its configuration does not give "
+            "their shape",
+            "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
+        )
+    call = module
+    # Without a head, the output is the features of the encoder: a decoder would need a text.
+    if config.is_encoder_decoder and not has_head(module):
+        call = module.get_encoder()
+    return ModelSpec(
+        module,
+        shape,
+        kind="tokens",
+        call=lambda x, mask: (call(**{input_name: x}), mask),
+        read=choose_output(module, None),
+        **describe_classes(module),
+    )
+
+
+RAW_PIXELS = Note.warn(
+    "raw-pixels",
+    "no preprocessor_config.json: pixels in [0, 1] are not normalised. If the model was "
+    "trained otherwise, give --mean and --std",
+)
+
+
+def describe_images(
+    module: Any, options: LoadOptions, path: Path | None, tower: str | None
+) -> ModelSpec:
+    """Describe the image input of a model; its processor is read from `path`.
+
+    Raises:
+        InputError: the processor cannot be loaded, or returns patches in place of an image.
+    """
+    processor: Any = None
+    if path is not None and (path / "preprocessor_config.json").is_file():
+        from transformers import AutoImageProcessor
+
+        with explain_failure(
+            f"the image processor in {path} cannot be loaded",
+            "Install the missing library, or update transformers. Or remove "
+            "preprocessor_config.json and give --mean and --std.",
+        ):
+            processor = AutoImageProcessor.from_pretrained(
+                path, trust_remote_code=False, local_files_only=True
+            )
+    shape = options.image_shape(_image_shape(module, processor))
+    steps = {}
+    # The processor resizes to its own size, so --input-size replaces it. Its bicubic resizing may
+    # leave [0, 1].
+    if processor is not None and not options.input_size:
+        steps[type(processor).__name__] = lambda image: _process(processor, image).clamp(0, 1)
+    call = module
+    if tower is not None:
+        call = getattr(module, f"get_{tower}_features")
+    facts = describe_classes(module)
+    if options.class_names:
+        facts |= {"classifier": True, "labels": options.class_names}
+    # Without a normalisation, the model gets pixels in [0, 1]: a note says so.
+    if processor is None and not (options.mean and options.std):
+        facts["notes"] = (RAW_PIXELS, *facts.get("notes", ()))
+    labels = facts.get("labels", ("",))
+    # A model with ImageNet's 1000 classes is recognised by the first one.
+    if len(labels) == 1000 and labels[0].startswith("tench"):
+        facts["aliases"] = list_synsets()
+    return ModelSpec(
+        module,
+        shape,
+        prepare=Resizing(shape, steps),
+        call=lambda x, mask: (call(pixel_values=x), mask),
+        read=choose_output(module, tower),
+        **_read_normalisation(processor),
+        **facts,
+    )
+
+
+def _read_normalisation(processor: Any) -> dict[str, Any]:
+    """Return the mean and std of an image processor for pixels in [0, 1]; nothing without one.
+
+    For a pixel x in [0, 1] the processor computes (255 f x - mean) / std, where f is its
+    `rescale_factor`, nearly always 1/255. Mean and std divided by 255 f give the same value for x.
+    """
+    if processor is None:
+        return {}
+    scale = 255.0
+    if processor.do_rescale:
+        scale = 255 * processor.rescale_factor
+    mean = (0.0,)
+    std = (1.0,)
+    if processor.do_normalize:
+        mean = processor.image_mean
+        std = processor.image_std
+    return {
+        "mean": tuple(value / scale for value in mean),
+        "std": tuple(value / scale for value in std),
+    }
+
+
+def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
+    """Return (channels, height, width) as the processor makes them, else by the configuration."""
+    if processor is not None and processor.do_resize:
+        from PIL import Image
+
+        shape = tuple(_process(processor, Image.new("RGB", (256, 256))).shape)
+        if len(shape) != 3:
+            raise InputError(
+                f"the processor of {type(module).__name__} makes patches of shape {shape}, not "
+                "pixels",
+                "Write a py: factory that returns a ModelSpec of kind tokens.",
+            )
+        return shape[0], shape[1], shape[2]
+    configs = [module.config]
+    for part in ("vision_config", "backbone_config"):  # the configuration of the vision part
+        configs.append(getattr(module.config, part, None))
+
+    def find_setting(*names: str, default: Any) -> Any:
+        """Return the first value of one of these names in the configurations."""
+        values = (getattr(config, name, None) for config in configs for name in names)
+        return next(filter(None, values), default)
+
+    size = find_setting("image_size", default=224)
+    if not isinstance(size, (tuple, list)):
+        size = (size, size)
+    height, width = size
+    return find_setting("num_channels", "in_channels", default=3), height, width
+
+
+def _process(processor: Any, image: Any) -> Tensor:
+    """Return the pixels that a processor makes of an image, in [0, 1]: not yet normalised."""
+    return processor(
+        image, return_tensors="pt", do_rescale=True, rescale_factor=1 / 255, do_normalize=False
+    )["pixel_values"][0]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lipaudit.errors import BaselineError, UsageError
-from lipaudit.gate import conditions, pairing, statistics
+from lipaudit.gate import conditions, pairing, readings, statistics
 from lipaudit.gate.contrasts import TOLERANCE, Contrast, examine
 from lipaudit.gate.judging import judge_change
 from lipaudit.gate.movement import describe_movement
@@ -317,7 +317,7 @@ def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
     """Say which rows and samples of two sections are not compared."""
     measure = before.measure
     # Rows and samples that did not converge in one of the two: their norms may be far too low.
-    rows, samples = pairing.find_unsettled((before, after))
+    rows, samples = readings.find_unsettled((before, after))
     which = list[str]()
     if samples:
         which.append(f"{len(samples)} of {len(before.ids)} samples")
@@ -411,7 +411,7 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
         p_values = np.minimum(1.0, 2 * np.minimum(p_of_all, p_of_large))
         for contrast, p in zip(tested, p_values, strict=True):
             adjusted[contrast.name] = float(p)
-    rows = pairing.index_rows(section)
+    rows = readings.index_rows(section)
     for contrast in examined:
         name = contrast.name
         fields = dict(judge_change(rule, contrast)) | {"p_adjusted": adjusted.get(name)}

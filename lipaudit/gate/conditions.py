@@ -12,7 +12,7 @@ from typing import Any
 
 from lipaudit import schema
 from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
-from lipaudit.gate import pairing
+from lipaudit.gate import pairing, readings
 from lipaudit.gate.rules import Rule, choose_rules
 from lipaudit.measures import load_measures
 from lipaudit.tables import Report, Section
@@ -114,7 +114,7 @@ def find_problems(report: Report) -> list[str]:
     """
     reasons = list[str]()
     for section in report.sections:
-        fault = pairing.find_fault(report, section)
+        fault = readings.find_fault(report, section)
         if fault:
             reasons.append(fault)
     rules: tuple[Rule, ...] = ()
@@ -124,7 +124,7 @@ def find_problems(report: Report) -> list[str]:
         judged = report.section(rule.measure)
         assert judged is not None
         try:
-            pairing.read_trusted(rule, report, judged)
+            readings.read_trusted(rule, report, judged)
         except LipauditError as error:
             reasons.append(error.message)
     if not report.sections:

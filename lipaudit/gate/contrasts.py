@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
-from lipaudit.gate import conditions, groups, pairing, statistics
-from lipaudit.gate.pairing import Key, RuleValues
+from lipaudit.gate import conditions, groups, pairing, readings, statistics
+from lipaudit.gate.readings import Key, RuleValues
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import DIGITS, FEWEST, Evidence, Values
 from lipaudit.gate.verdicts import Verdict, VerdictStatus
@@ -126,7 +126,7 @@ def _contrast_reports(
     if new is None:
         raise BaselineError(f"the current report has no section {rule.measure}")
     # The current report comes first: a run that failed is an error, whatever the baseline is.
-    points = pairing.read_trusted(rule, current, new, lenient=lenient).points
+    points = readings.read_trusted(rule, current, new, lenient=lenient).points
     if rule.limit.kind == "absolute":  # a limit on the current figure, which needs no baseline
         if rule.group:
             return _contrast_own_groups(rule, current, new)
@@ -134,7 +134,7 @@ def _contrast_reports(
     if old is None:
         raise BaselineError(f"the baseline has no section {rule.measure}")
     try:
-        pairing.read_trusted(rule, baseline, old, lenient=lenient)
+        readings.read_trusted(rule, baseline, old, lenient=lenient)
     except EvaluationError as error:
         raise BaselineError(f"baseline: {error.message}") from None
     obstacle = conditions.find_obstacle(current, baseline, rule.measure, lenient=lenient)
@@ -207,8 +207,8 @@ def _contrast_groups(
             continue
         group_ids = tuple(ids[i] for i in index)
         if rule.per_sample:
-            group_after = pairing.select(rule, after, index)
-            group_before = pairing.select(rule, before, index)
+            group_after = readings.select(rule, after, index)
+            group_before = readings.select(rule, before, index)
         else:
             group_after, group_before, _ = _read_shared(rule, shared.select(index))
         found = _contrast_rows(rule, group_after, group_before, group_ids, tol)
@@ -259,8 +259,8 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
     for group, members in groups.list_own_members(rule, current, "the current report").items():
         take = [i for i, name in enumerate(section.ids) if name in members]
         # The stored rows are of all samples: those of a group are computed again.
-        reading = pairing.read(rule, section, take, recompute=not rule.per_sample)
-        pairing.require_finite(rule, reading)
+        reading = readings.read(rule, section, take, recompute=not rule.per_sample)
+        readings.require_finite(rule, reading)
         figures = [Contrast(str(name), None, value) for name, value in reading.points.items()]
         for contrast in _keep_distinct(rule, figures):
             contrasts.append(replace(contrast, group=group, ids=tuple(members)))
@@ -272,7 +272,7 @@ def _keep_distinct(rule: Rule, contrasts: Sequence[Contrast]) -> list[Contrast]:
 
     The accuracy without attack (RIGHT) is the same in the row of every attack: one is enough.
     """
-    if rule.group and rule.about.reduction == pairing.RIGHT:
+    if rule.group and rule.about.reduction == readings.RIGHT:
         return [replace(contrast, name="") for contrast in contrasts[:1]]
     return [*contrasts]
 
@@ -338,9 +338,9 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     if lenient:
         # Norms that did not converge may be far too low, in either report: none is compared.
         column = rule.column if rule.per_sample else ""
-        rows, samples = pairing.find_unsettled((new, old), column)
+        rows, samples = readings.find_unsettled((new, old), column)
     # A row does not say which samples did not converge: a per-sample rule cannot leave them out.
-    if rows and (rule.per_sample or rows >= pairing.index_rows(old).keys()):
+    if rows and (rule.per_sample or rows >= readings.index_rows(old).keys()):
         raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
     shared = set(new.ids) & set(old.ids)
     if shared and shared <= samples:
@@ -365,14 +365,14 @@ def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tu
         BaselineError: the reports lack the values per sample.
         EvaluationError: a value is not finite.
     """
-    readings = list[RuleValues]()
+    both = list[RuleValues]()
     for section, take in zip(shared.sections, shared.takes, strict=True):
-        reading = pairing.read(
+        reading = readings.read(
             rule, section, take, recompute=shared.recompute, skipped=shared.skipped
         )
-        pairing.require_finite(rule, reading)
-        readings.append(reading)
-    after, before = readings
+        readings.require_finite(rule, reading)
+        both.append(reading)
+    after, before = both
     _, old = shared.sections
     _, take = shared.takes
     return after, before, tuple(old.ids[i] for i in take or ())
@@ -402,7 +402,7 @@ def _contrast(
         before = old.pairs[name]
         now = new.pairs[name]
         # Medians of exactly the tested samples, so that figures and their change agree.
-        if rule.stat == "each" and not pairing.is_mean(rule):
+        if rule.stat == "each" and not readings.is_mean(rule):
             first = float(np.median(before))
             last = float(np.median(now))
     else:
@@ -467,7 +467,7 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
     # Whether the figure is a mean over the samples: then it is a share if all values are 0 or 1.
     is_mean = rule.stat == "mean"
     if rule.stat == "each":
-        is_mean = rule.about.reduction in (Reduction("mean", rule.column), pairing.RIGHT)
+        is_mean = rule.about.reduction in (Reduction("mean", rule.column), readings.RIGHT)
     if is_mean and np.isin((old, new), (0, 1)).all():
         if rule.limit.kind == "relative":
             text = f"{rule.text!r}: a share changes in percentage points"
@@ -482,7 +482,7 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
         )
     stat = rule.stat
     least = statistics.LEAST.get(stat, FEWEST)
-    if stat == "each" and pairing.is_mean(rule) and rule.limit.kind == "difference":
+    if stat == "each" and readings.is_mean(rule) and rule.limit.kind == "difference":
         # The row is a mean over samples, so its change is the mean of their changes. Their median
         # would not do: it is 0 for yes-or-no values that seldom change.
         stat = "mean"

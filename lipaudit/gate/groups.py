@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lipaudit.errors import BaselineError, LipauditError
-from lipaudit.gate import pairing
+from lipaudit.gate import pairing, readings
 from lipaudit.gate.rules import EACH, Rule, no_change
 from lipaudit.gate.statistics import Values
 from lipaudit.tables import Report, Section
@@ -171,7 +171,7 @@ def list_group_figures(report: Report) -> Iterator[list[GroupFigure]]:
             # A rule names the column and its worse direction; its limit is not used.
             rule = no_change(f"{section.measure}.{column}:{stat}", sections=[section])
             try:
-                found = pairing.read(rule, section).pairs
+                found = readings.read(rule, section).pairs
             except LipauditError:  # no sample has a value
                 continue
             for key, values in found.items():

@@ -12,10 +12,10 @@ from itertools import permutations
 from typing import Any, Literal
 
 from lipaudit.errors import LipauditError, UsageError
-from lipaudit.gate import pairing
+from lipaudit.gate import pairing, readings
 from lipaudit.gate.contrasts import examine
 from lipaudit.gate.judging import judge_change
-from lipaudit.gate.pairing import Key
+from lipaudit.gate.readings import Key
 from lipaudit.gate.rules import Rule, no_change, parse_rule
 from lipaudit.gate.statistics import LEVEL
 from lipaudit.gate.verdicts import Verdict
@@ -276,7 +276,7 @@ def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion
         if section is None:
             continue
         with suppress(LipauditError):  # raised if nothing matches
-            for name, value in pairing.read(rule, section).points.items():
+            for name, value in readings.read(rule, section).points.items():
                 figures.setdefault(name, {})[i] = value
 
     for name in sorted(figures, key=_order_by_size):

@@ -143,7 +143,7 @@ def _list_cells(report: Report) -> Iterator[Cells]:
     Lines of rows have no sample, lines of samples have no row. Numbers are in `value`, words in
     `text`. Truth values are 1 and 0.
     """
-    from lipaudit.gate.pairing import index_rows
+    from lipaudit.gate.readings import index_rows
 
     places = report.places
     for section in report.sections:

@@ -24,7 +24,7 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine import execute
 from lipaudit.engine.files import Journal, decode_part, encode_part
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.gate.pairing import find_fault
+from lipaudit.gate.readings import find_fault
 from lipaudit.measures import load_measures
 from lipaudit.measures.base import Part, sample_ids
 from lipaudit.models.sources.loader import load_net

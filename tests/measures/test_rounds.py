@@ -12,7 +12,7 @@ from lipaudit.attacks import kinds
 from lipaudit.engine import execute
 from lipaudit.engine.execute import Observer
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.gate.pairing import find_fault
+from lipaudit.gate.readings import find_fault
 from lipaudit.measures import base
 from lipaudit.measures.attack import AttackOptions
 from lipaudit.report import render

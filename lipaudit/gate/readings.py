@@ -1,0 +1,527 @@
+"""The values that a section holds for a rule: of its rows, its columns and its samples.
+
+Values are refused if they are not finite, did not converge, or contradict their samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lipaudit.errors import BaselineError, EvaluationError, UsageError, suggestion
+from lipaudit.gate.rules import RADIUS, Rule
+from lipaudit.gate.statistics import Values
+from lipaudit.tables import Reduction, Report, Row, Section, trials
+from lipaudit.tables.columns import naming, reduce_values
+from lipaudit.tables.trials import WORST, TrialKey
+
+Key = TrialKey | str
+"""The name of a row or a per-sample column; trials are equal in any notation of their radius."""
+RIGHT = Reduction("mean", "correct")
+"""Share of samples that are right, which a row has but no array."""
+AGREEMENT = 1e-4
+"""Relative error between a row and its samples, which are stored with six digits."""
+_NAMES = ("layer", "head", "part", "from", "to", "mode", "n", "r", "module")
+
+
+@dataclass(frozen=True)
+class RuleValues:
+    """The values that one report holds for one rule.
+
+    Attributes:
+        names: names of the rows or columns.
+        points: the value to judge, by row or column; one value, named "", for a statistic over
+            rows.
+        pairs: the values per sample behind each point, (samples,), if stored; for a statistic over
+            rows, those behind each row.
+    """
+
+    names: tuple[Key, ...]
+    points: Mapping[Key, float]
+    pairs: Mapping[Key, Values]
+
+
+def read(
+    rule: Rule,
+    section: Section,
+    samples: Sequence[int] | None = None,
+    *,
+    recompute: bool = False,
+    skipped: Collection[Key] = (),
+) -> RuleValues:
+    """Read the values of a rule; rows that are null (not measured) are left out.
+
+    Args:
+        rule: the rule.
+        section: the section.
+        samples: indices of the samples to use; None: all.
+        recompute: whether to compute rows again from these samples.
+        skipped: names of rows to leave out.
+
+    Raises:
+        UsageError: the rule matches nothing.
+        BaselineError: the rows cannot be computed again.
+    """
+    take = list(range(len(section.ids)))
+    if samples is not None:
+        take = list(samples)
+    # By row or per-sample column: the figure, and the values of the samples behind it, (samples,).
+    points: dict[Key, float] = {}
+    pairs: dict[Key, Values] = {}
+    if rule.per_sample:
+        for key, values in _read_columns(rule, section).items():
+            pairs[key] = values[take]
+            points[key] = math.nan
+            if take:
+                points[key] = float(reduce_values(rule.stat, pairs[key]))
+    else:
+        rows = index_rows(section)
+        points = _read_rows(rule, section, rows, skipped)
+        pairs = _read_pairs(rule, section, take, [*rows], points)
+        # A row without a reduction cannot be computed again. It need not be where its values per
+        # sample are stored: they are tested, and their median is shown.
+        is_plain = rule.about.reduction is None and rule.stat == "each"
+        if recompute and points and not (is_plain and pairs):
+            reduced = dict(zip(rows, _reduce_samples(rule, section, take), strict=True))
+            points = {key: reduced[key] for key in points}
+    if not points:
+        raise UsageError(
+            f"{rule.text!r} matches nothing in section {section.measure}",
+            _describe_choice(rule, section),
+        )
+    names = tuple(points)
+    if not rule.per_sample and rule.stat != "each":  # one figure: a statistic over the rows
+        points = {"": float(reduce_values(rule.stat, list(points.values())))}
+    return RuleValues(names, points, pairs)
+
+
+def _read_rows(
+    rule: Rule, section: Section, rows: Mapping[Key, Row], skipped: Collection[Key]
+) -> dict[Key, float]:
+    """Return the value that a rule reads in each row, by the name of the row.
+
+    The rows are those that its selector picks: `linf,2/255`, `layer=3,head=1`. A selector without
+    an attack picks the worst case over all attacks. A row without a value was not measured, and is
+    left out.
+
+    Args:
+        rule: the rule: its column, and the words of its selector, which all have to match.
+        section: the section of the rows.
+        rows: the rows by name.
+        skipped: names of rows to leave out, because they did not converge.
+    """
+    matching = list[Key]()
+    for key, row in rows.items():
+        matches = all(_matches(row, word, section) for word in rule.selector)
+        if key not in skipped and matches:
+            matching.append(key)
+    points: dict[Key, float] = {}
+    for key in _choose_worst(matching, rule.selector):
+        cell = rows[key].get(rule.column)
+        if cell is not None:
+            points[key] = float(cell)
+    return points
+
+
+def _read_pairs(
+    rule: Rule,
+    section: Section,
+    take: list[int],
+    rows: Sequence[Key],
+    points: Mapping[Key, float],
+) -> dict[Key, Values]:
+    """Return the values per sample behind rows, (samples,) each, if they are stored.
+
+    Args:
+        rule: the rule that reads the rows.
+        section: the section of the rows.
+        take: indices of the samples to read.
+        rows: the names of all rows, in the order of the section.
+        points: the rows that the rule picks, with their figures.
+    """
+    # An array with the column's name: rows x samples.
+    stored = section.arrays.get(rule.column)
+    if stored is not None and stored.shape == (len(rows), len(section.ids)):
+        pairs = {}
+        for key, values in zip(rows, stored.numpy()[:, take], strict=True):
+            # A mean over tokens has no value for a sample without such tokens. Then the samples
+            # cannot be paired, and the row is compared without a test.
+            complete = not is_mean(rule) or np.isfinite(values).all()
+            if key in points and complete:
+                pairs[key] = values
+        return pairs
+    if rule.stat == "each" and rule.about.reduction == RIGHT and section.samples:
+        # The accuracy without attack, which the rows of all attacks repeat.
+        flags = np.array(section.samples["correct"], dtype=float)
+        return dict.fromkeys(points, flags[take])
+    return {}
+
+
+def _describe_choice(rule: Rule, section: Section) -> str:
+    """Return the hint for a rule that matches nothing: the columns or rows that it could name.
+
+    If the run left something out, the hint begins with the reason.
+    """
+    kind = "Columns"
+    names = [name for name in section.samples if trials.parse_column(name)[0] == rule.column]
+    if not names:
+        kind = "Rows"
+        names = [*map(str, index_rows(section))]
+    advice = f"{kind}: {'; '.join(names[:8]) or 'none'}."
+    reasons = [note.text for note in section.notes if note.code == "left-out"]
+    # An attack only leaves out calibration errors (ece), so other rules fail for another reason.
+    if reasons and (section.measure != "attack" or rule.column.startswith("ece")):
+        advice = f"Left out: {'; '.join(reasons)}. {advice}"
+    return advice
+
+
+def select(rule: Rule, reading: RuleValues, index: Sequence[int]) -> RuleValues:
+    """Return the values of a per-sample rule on the samples at these indices."""
+    pairs = {key: values[list(index)] for key, values in reading.pairs.items()}
+    points = {key: float(reduce_values(rule.stat, values)) for key, values in pairs.items()}
+    return RuleValues(reading.names, points, pairs)
+
+
+def find_fault(report: Report, section: Section, *, lenient: bool = False) -> str:
+    """Return why figures are not reliable (incomplete, empty, not converged), or nothing.
+
+    Args:
+        report: the report.
+        section: one of its sections.
+        lenient: whether only this section counts: others may have failed, and what did not
+            converge is left out elsewhere.
+    """
+    if section.failure is not None:
+        return f"{section.measure} failed: {section.failure.reason}"
+    if report.failures and not lenient:
+        return f"the report is partial: {', '.join(report.failures)} failed"
+    if report.unmeasured:
+        return "the report is partial: the time limit ended its run"
+    if report.status != "complete" and not report.failures:
+        return "the report is partial: its run was cut short"
+    if section.samples.get("ids") == () or not (section.rows or section.samples):
+        return f"section {section.measure} has no samples"
+    if lenient:
+        return ""
+    rows, samples = find_unsettled([section])
+    if samples:
+        return f"{section.measure}: {len(samples)} samples did not converge"
+    if rows:
+        return f"{section.measure}: {len(rows)} rows did not converge"
+    return ""
+
+
+def read_trusted(
+    rule: Rule, report: Report, section: Section, *, lenient: bool = False
+) -> RuleValues:
+    """Read the values of a rule from a report's section; refuse unreliable ones.
+
+    Raises:
+        EvaluationError: the values are not complete, finite and converged.
+        UsageError: the rule matches nothing.
+    """
+    fault = find_fault(report, section, lenient=lenient) or find_contradiction(
+        section, rule.column
+    )
+    if fault:
+        raise EvaluationError(fault)
+    reading = read(rule, section)
+    if not lenient:
+        require_finite(rule, reading)
+    return reading
+
+
+def require_finite(rule: Rule, reading: RuleValues) -> None:
+    """Refuse values that are not finite; the first row or column with any is counted.
+
+    Raises:
+        EvaluationError: a value is NaN or infinite.
+    """
+    # A radius may be infinite: it is the margin over the gradient norm, which may be 0.
+    is_bad = np.isnan if rule.column == RADIUS.column else lambda values: ~np.isfinite(values)
+    for name, point in reading.points.items():
+        of_samples = reading.pairs.get(name, np.array([point]))
+        bad = max(int(is_bad(of_samples).sum()), int(is_bad(np.array(point))))
+        if bad == 1:
+            raise EvaluationError(f"{rule.metric}: 1 value is not finite")
+        if bad:
+            raise EvaluationError(f"{rule.metric}: {bad} values are not finite")
+
+
+def find_contradiction(section: Section, column: str) -> str:
+    """Return which row does not have the figure that its own samples give, or nothing.
+
+    Args:
+        section: the section.
+        column: the column of rows, or of the samples behind rows.
+    """
+    # A sample that is repeated in the data counts once.
+    distinct = [i for i, name in enumerate(section.ids) if not trials.is_repeat(name)]
+    for name, about in section.columns.items():
+        how = about.reduction  # how a cell is computed from samples
+        # Other columns are not checked, nor are ratios and weighted means.
+        if how is None or how.per or column not in (name, how.values):
+            continue
+        if how.weights in section.arrays:
+            continue
+        for key, cell, values in _list_reduced(section, name, how):
+            if cell is None or values.size != len(section.ids):
+                continue
+            known = values[distinct]
+            known = known[~np.isnan(known)]
+            if not known.size:
+                continue
+            expected = float(reduce_values(how.stat, known))
+            if not np.isclose(cell, expected, rtol=AGREEMENT, atol=0.0, equal_nan=True):
+                if str(key):
+                    where = f"{section.measure}.{name} of {key}"
+                else:
+                    where = section.measure
+                text = f"{where} is {cell:.4g}, and its samples give {expected:.4g}"
+                return f"{text}: the report contradicts itself"
+    return ""
+
+
+def _list_reduced(
+    section: Section, name: str, how: Reduction
+) -> Iterator[tuple[Key, float | None, Values]]:
+    """Yield the rows whose samples are stored: the name, the cell and the value of each sample.
+
+    Args:
+        section: the section of the rows.
+        name: the column of the cells.
+        how: names the array, or the per-sample column, from which a cell is computed.
+    """
+    rows = index_rows(section)
+    stored = section.arrays.get(how.values)
+    if stored is not None:
+        if stored.shape == (len(rows), len(section.ids)):
+            for (key, row), values in zip(rows.items(), stored.numpy(), strict=True):
+                yield key, row.get(name), values
+        return
+    for key, row in rows.items():
+        column = how.values
+        if row.key:
+            column = row.key.column(column)
+        cells = section.samples.get(column, ())
+        # Among several rows, only an attack in a ball has a per-sample column of its own.
+        of_row = row.key is not None or len(rows) == 1
+        if of_row and not any(isinstance(cell, str) for cell in cells):
+            yield key, row.get(name), _read_numbers(cells)
+
+
+def is_mean(rule: Rule) -> bool:
+    """Say whether the rows of a rule are means over the tokens of all samples."""
+    return rule.about.reduction is not None and rule.about.reduction.stat == "mean"
+
+
+def index_rows(section: Section) -> dict[Key, Row]:
+    """Return the rows by their names: `layer 3 head 1`, `apgd-ce,linf,2/255`."""
+    rows = dict[Key, Row]()
+    counts = Counter[Key]()
+    for row in section.rows:
+        name = _name_row(row, section)
+        counts[name] += 1
+        if counts[name] > 1:
+            name = f"{name} #{counts[name]}"
+        rows[name] = row
+    return rows
+
+
+def _name_row(row: Row, section: Section) -> Key:
+    """Return the name of a row in rules: `layer 3 head 1`, or its attack and ball."""
+    known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
+    if "layer" in row:
+        shown = [key for key in ("layer", "head", "part", "mode", "n", "r") if key in known]
+        return " ".join(f"{key} {known[key]}" for key in shown)
+    if row.key:  # an attack and a ball
+        return row.key
+    if known:
+        return ",".join(map(str, known.values()))
+    texts = list[str]()
+    for key in naming(section.columns):  # the leading columns of text or whole numbers
+        cell = row[key]
+        if isinstance(cell, str):
+            texts.append(cell)
+        elif cell is not None:
+            texts.append(f"{key} {cell}")
+    return " ".join(filter(None, texts))
+
+
+def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
+    """Read the per-sample columns that a rule names, by their attack and ball.
+
+    These are `robust@pgd,linf,2/255` and the like, or the column alone, whose key is empty.
+
+    Raises:
+        EvaluationError: such a column has texts.
+    """
+    values: dict[Key, Values] = {}
+    for name, cells in section.samples.items():
+        kind, trial = trials.parse_column(name)
+        if kind == rule.column:
+            if any(isinstance(cell, str) for cell in cells):
+                raise EvaluationError(f"{section.measure}.{name} holds text")
+            values[trial or ""] = _read_numbers(cells)
+    if rule.column == RADIUS.column and values:
+        # A misclassified sample has no radius: another class is at distance 0 already.
+        wrong = [*_list_wrong(section)]
+        values[""][np.isin(_name_samples(section, values[""].size), wrong)] = 0.0
+    if rule.column == "robust":
+        # A sample is robust in a ball if no attack inside the ball broke it: the minimum over the
+        # attacks. Where the report stores this worst case, the stored one counts.
+        attacked = [key for key in values if isinstance(key, TrialKey) and key.attack]
+        worst: dict[Key, Values] = {}
+        for ball, inside in trials.worst_cases(attacked).items():
+            of_attacks = [values[trial] for trial in inside]
+            worst[ball] = np.min(of_attacks, axis=0)
+        values = worst | values
+    chosen = [key for key in values if _matches_all(key, rule.selector)]
+    return {key: values[key] for key in _choose_worst(chosen, rule.selector)}
+
+
+def _read_numbers(cells: Iterable[Any]) -> Values:
+    """Return a per-sample column as numbers; empty cells are NaN."""
+    return np.array([np.nan if cell is None else float(cell) for cell in cells])
+
+
+def _name_samples(section: Section, count: int) -> Sequence[str]:
+    """Return the ids of samples, or their numbers in old reports without ids."""
+    return section.ids or [str(i) for i in range(count)]
+
+
+def _matches_all(key: Key, words: Sequence[str]) -> bool:
+    if isinstance(key, TrialKey):
+        return all(key.matches(word) for word in words)
+    return not words
+
+
+def _choose_worst(keys: Sequence[Key], selector: tuple[str, ...]) -> list[Key]:
+    """Return the keys of the worst case over all attacks, unless the selector names an attack.
+
+    Keys that are no attacks, such as heads, are all returned.
+    """
+    attacks: dict[Key, str] = {key: key.attack for key in keys if isinstance(key, TrialKey)}
+    words = {word.removeprefix("attack=") for word in selector}
+    if words.isdisjoint(attacks.values()):
+        worst = [key for key in keys if attacks.get(key) == WORST]
+        if worst:
+            return worst
+    return [*keys]
+
+
+def _matches(row: Row, word: str, section: Section) -> bool:
+    """Say whether a word of a selector matches a row.
+
+    A word is `column=value`, a radius or norm of the row's ball, or a text of the row.
+
+    Raises:
+        UsageError: the word names a column that the rows do not have.
+    """
+    key, equals, value = word.partition("=")
+    trial = row.key
+    if trial is not None and trial.matches(word):
+        return True
+    if not equals:
+        return any(isinstance(cell, str) and cell == word for cell in row.values())
+    if key not in row:
+        raise UsageError(f"rows of {section.measure} have no column {key!r}", suggestion(key, row))
+    cell = row[key]
+    if isinstance(cell, float):
+        return float(trials.parse_radius(value)) == cell
+    return value == str(cell)
+
+
+def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float]:
+    """Compute the column of a rule from a selection of samples, one value per row.
+
+    Args:
+        rule: names the column, which describes how it is computed from samples.
+        section: the section of the rows.
+        take: indices of the samples.
+
+    Raises:
+        BaselineError: the report lacks the values of each sample.
+    """
+    how = rule.about.reduction  # the statistic over samples, and the array of their values
+    metric = f"{rule.measure}.{rule.column}"
+    if how == RIGHT and "correct" in section.samples:  # accuracy without attack
+        flags = np.array(section.samples["correct"], dtype=float)[take]
+        return [float(flags.mean())] * len(section.rows)
+    stored = None
+    if how is not None and not how.per:
+        stored = section.arrays.get(how.values)
+    if how is None or stored is None:
+        why = "is stored only over all samples of a report, and the two reports have others"
+        raise BaselineError(f"{metric} {why}")
+    weights = None
+    if how.weights in section.arrays:
+        weights = section.arrays[how.weights].numpy()[:, take]
+    cells = list[float]()
+    for i, values in enumerate(stored.numpy()[:, take]):
+        if weights is None:
+            cell = _reduce_known(how.stat, values)
+        else:
+            cell = _average(values, weights[i])
+        # The row has a value over all samples of the report, but over these samples it has none.
+        if section.rows[i][rule.column] is not None and math.isnan(cell):
+            raise BaselineError(f"{metric}: no shared sample has a value")
+        cells.append(cell)
+    return cells
+
+
+def _reduce_known(stat: str, values: Values) -> float:
+    """Return a statistic of the values that are not NaN; NaN if all are."""
+    known = values[~np.isnan(values)]
+    if not known.size:
+        return math.nan
+    return float(reduce_values(stat, known))
+
+
+def _average(values: Values, weights: Values) -> float:
+    """Return the weighted mean; samples without weight have no value. NaN without any weight."""
+    weighted = weights > 0
+    if not weighted.any():
+        return math.nan
+    return float((values[weighted] * weights[weighted]).sum() / weights.sum())
+
+
+def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[Key], set[str]]:
+    """Return the rows and samples that did not converge in one of the sections.
+
+    Args:
+        sections: the sections.
+        column: a per-sample column; samples without its value count, too.
+    """
+    rows = set[Key]()
+    samples = set[str]()
+    for section in sections:
+        for key, row in index_rows(section).items():
+            if row.get("converged") is False:
+                rows.add(key)
+        for name, cells in section.samples.items():
+            ids = _name_samples(section, len(cells))
+            if name == "converged":
+                samples.update(ids[i] for i, flag in enumerate(cells) if not flag)
+            elif trials.parse_column(name)[0] == column:
+                empty = {ids[i] for i, cell in enumerate(cells) if not _is_number(cell)}
+                if column == RADIUS.column:
+                    empty -= _list_wrong(section)  # the radius of a misclassified sample is 0
+                samples |= empty
+    return rows, samples
+
+
+def _is_number(cell: object) -> bool:
+    return isinstance(cell, int | float)
+
+
+def _list_wrong(section: Section) -> set[str]:
+    """Return the ids of misclassified samples."""
+    flags = section.samples.get("correct", ())
+    ids = _name_samples(section, len(flags))
+    return {ids[i] for i, flag in enumerate(flags) if flag is not None and not flag}

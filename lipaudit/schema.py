@@ -228,11 +228,14 @@ def _layout(value: Any, depth: int = 0) -> str:
 
 
 def _fits_one_line(value: Any, depth: int) -> bool:
-    """Say whether a value goes on one line: scalars, lists of them and flat objects, as rows are.
+    """Say whether a value of the report file is written on one line.
 
-    So do columns, which are at depth 4 inside sections.
+    A line holds the description of a column, a number, a text, or a list or an object that
+    contains only numbers and texts. A row of a table is such an object.
     """
     if isinstance(value, dict):
+        # The description of a column is at depth 4: document, sections, section, columns, column.
+        # A column stays on one line even if it contains lists.
         if depth == 4 and "label" in value:
             return True
         value = list(value.values())

@@ -97,7 +97,13 @@ class Subject:
         return judgements.make_page(self.record, self.reports, short=short)
 
     def take(self, form: Form, *, short: bool = False) -> Any:
-        """Return the result in a form."""
+        """Return the result in the form that a format writes.
+
+        Args:
+            form: `page` (chapters for people), `rows` (a table for CSV), `lines` (plain text) or
+                the record itself (for JSON).
+            short: whether a page has to fit one screen.
+        """
         if form == "page":
             return self.page(short=short)
         if form == "rows":
@@ -112,7 +118,7 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
 
     Args:
         reports: the reports.
-        by: metric of the ranking, if not the usual one; or `order` for no ranking.
+        by: the metric that ranks the models; None: the usual one. `order` keeps the given order.
 
     Raises:
         UsageError: no report has the metric.
@@ -177,6 +183,7 @@ def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
     elif not isinstance(shown, Subject):
         shown = of_reports(*shown)
     known = find_format(format, shown.forms)
+    # `takes` is the form that the format writes: page, rows, lines or record.
     return known.render(shown.take(known.takes))
 
 
@@ -192,11 +199,11 @@ def summarize(report: Report) -> str:
 
 
 def find_format(wanted: str | Path, forms: Collection[Form]) -> Format:
-    """Return a format by its name, or that of a file by its suffix.
+    """Return the format with a name, or the format for the suffix of a file.
 
     Args:
         wanted: the value of `--format`, or the path of a file; empty for the default.
-        forms: the forms of the result.
+        forms: the forms in which the result can be shown: page, rows, lines or record.
 
     Raises:
         UsageError: for an unknown format, or one that cannot show the result.
@@ -208,7 +215,7 @@ def find_format(wanted: str | Path, forms: Collection[Form]) -> Format:
     if isinstance(wanted, Path):
         name = wanted.suffix.lower()
         unknown = f"cannot tell the format of {wanted}"
-        for known in able:  # of formats with one suffix, a file gets the first
+        for known in able:  # several formats may share a suffix: a file gets the first of them
             for suffix in known.suffixes:
                 names.setdefault(suffix, known)
     else:

@@ -47,7 +47,7 @@ def write_label(column: Column) -> str:
 def set_axis(
     axes: Axes, which: str, values: Sequence[float], column: Column, *, log: bool = False
 ) -> None:
-    """Scale and label an axis, whose ends are slightly beyond the values.
+    """Scale and label an axis. The axis ends slightly beyond the smallest and largest value.
 
     Args:
         axes: the axes of a picture.
@@ -62,6 +62,7 @@ def set_axis(
         known = [v for v in known if v > 0]
     low = min(known, default=1.0)
     high = max(known, default=1.0)
+    # Each margin is 4% of the range; equal values need a range, too.
     if log:
         beyond = 1.1
         if high > low:
@@ -89,7 +90,11 @@ def set_ends(
 
 
 def set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
-    """Set at least two ticks: at decades, at 1, 2 and 5 times them, or at round numbers."""
+    """Set at least two ticks on an axis.
+
+    Ticks of a logarithmic axis are at decades, or at 1, 2 and 5 times each decade. Ticks of a
+    linear axis are at round numbers.
+    """
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     low, high = axis.get_view_interval()
@@ -115,10 +120,13 @@ def set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
 
 
 def _list_decades(low: float, high: float) -> list[float]:
-    """Return decades, or 1, 2 and 5 times them; matplotlib's LogLocator may find one or none."""
+    """Return the ticks of a logarithmic axis: decades, or 1, 2 and 5 times each decade.
+
+    matplotlib's own LogLocator may return a single tick, or none.
+    """
     first = math.ceil(math.log10(low))
     last = math.floor(math.log10(high))
-    step = max(last - first, 0) // 8 + 1  # of many decades, every second, third, ... one
+    step = max(last - first, 0) // 8 + 1  # of more than 8 decades, only every second, third, ...
     decades = [10.0**power for power in range(first, last + 1, step)]
     if len(decades) >= 3:
         return decades
@@ -141,7 +149,13 @@ def _write_tick(value: float, *, plain: bool) -> str:
 
 
 def name_ticks(axis: Any, names: Sequence[str], most: int) -> None:
-    """Label the places 0, 1, ...; with many names every second, third, ... one."""
+    """Label the ticks 0, 1, ... with names; of many names only every second, third, ... name.
+
+    Args:
+        axis: the axis.
+        names: the name of each row or column of the picture.
+        most: largest number of names on the axis.
+    """
     step = math.ceil(len(names) / most) or 1
     rotation = 0
     size = 9

@@ -349,12 +349,13 @@ class Token:
 
 
 def shade_tokens(block: Passage) -> list[Token]:
-    """Return the tokens of a text as pages show them: each with its share and a shade.
+    """Return the tokens of a text with their shares of a quantity, such as the gradient.
 
-    The shade is the share relative to the largest one. Spaces, which are invisible, become a sign.
+    The shade of a token is its share relative to the largest share. A token of spaces is printed
+    as a visible sign.
     """
     largest = max(block.shares, default=0.0) or 1.0
-    # The shares of the tokens that are also listed beside the text.
+    # The largest shares: a page also lists these tokens in a sentence below the text.
     listed = [share for share in sorted(block.shares)[-TOP:] if share >= LEAST]
     tokens = []
     for token, share in zip(block.tokens, block.shares, strict=True):
@@ -365,7 +366,7 @@ def shade_tokens(block: Passage) -> list[Token]:
 
 
 def explain_shades(block: Passage) -> str:
-    """Name the tokens with the largest shares, and count the tokens that are left out."""
+    """Return a sentence with the tokens of the largest shares and the number of omitted tokens."""
     column = block.column
     top = [token for token in shade_tokens(block) if token.top]
     top.sort(key=lambda token: -token.shade)
@@ -422,9 +423,12 @@ def lay_out(block: Table | Heatmap | Card | Curve) -> Grid:
 
 
 def _lay_out_card(block: Card) -> Grid:
-    """Return a card as a table without headings: a name, a figure if it has figures, and prose."""
+    """Return a card as a table without headings.
+
+    A row has a name and a text, or a name, a figure and a text.
+    """
     rows = [tuple(map(visible, row)) for row in block.rows]
-    align = "lp"
+    align = "lp"  # one letter per column: left, right, or prose that wraps
     if max(map(len, rows)) == 3:
         align = "lrp"
     notes = [block.note] if block.note else []
@@ -432,7 +436,10 @@ def _lay_out_card(block: Card) -> Grid:
 
 
 def _tabulate_map(block: Heatmap) -> Table:
-    """Return a map as a table whose first column has the names of its rows."""
+    """Return a map (a matrix with row and column names) as a table.
+
+    The first column of the table has the row names.
+    """
     columns = [Column("\\".join(block.axes), "", format="")]
     columns += [replace(block.column, label=name) for name in block.columns]
     rows = [(name, *row) for name, row in zip(block.rows, block.values, strict=True)]
@@ -473,7 +480,10 @@ class Scale:
     log: bool
 
     def share(self, value: float | None) -> float | None:
-        """Return the place of a value from 0 to 1; None if it is outside or not a number."""
+        """Return where a value is on the scale, from 0 (lowest colour) to 1 (highest colour).
+
+        The result is None if the value is missing, not a number or outside the scale.
+        """
         if value is None or not self.low <= value <= self.high:
             return None
         low = self.low
@@ -486,19 +496,20 @@ class Scale:
 
 
 def compute_scale(block: Heatmap) -> Scale:
-    """Return the scale of a map's colours.
+    """Return the range of values that the colours of a map cover.
 
-    Positive values get a logarithmic scale if they span more than a decade and most are at its low
-    end; shares never do. With a centre, both sides are equally long.
+    A map with a neutral value (`centre`) gets a range that is symmetric around this value. Other
+    maps run from the smallest to the largest value. The scale is logarithmic if the values span
+    more than a decade and most of them are at the low end. Shares are always linear.
     """
-    if block.scale is not None:
+    if block.scale is not None:  # several maps of the page share a scale
         return block.scale
     values = finite(chain.from_iterable(block.values))
     known = [value for value in values if abs(value) < EXTREME]
     low = min(known, default=0.0)
     high = max(known, default=1.0)
     centre = block.centre
-    if centre is not None:  # of changes, for example: no change is in the middle
+    if centre is not None:  # a map of changes, for example, has "no change" in the middle
         far = max(high - centre, centre - low) or 1.0
         return Scale(centre - far, centre + far, log=False)
     if high <= low:

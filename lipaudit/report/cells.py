@@ -35,10 +35,11 @@ STATUS: Mapping[str, str] = read_words()["status"]
 
 
 def format_with_limits(value: Any, low: float | None, high: float | None, column: Column) -> Any:
-    """Format a figure with limits: 62.5% (43.5 to 79.5%); without limits return it as it is.
+    """Format a figure with its confidence limits: 62.5% (43.5 to 79.5%).
 
-    If only the upper limit is known, the figure is an upper limit itself: ≤ 62.5%. Such is a
-    robust accuracy if some attacks did not run.
+    Without limits, return the figure unchanged. If only the upper limit is known, the figure is
+    itself an upper limit: ≤ 62.5%. A robust accuracy is an upper limit if some attacks did not
+    run.
     """
     if value is None or high is None:
         return value
@@ -48,10 +49,11 @@ def format_with_limits(value: Any, low: float | None, high: float | None, column
 
 
 def list_footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
-    """Return a mark for each column, and a note for each mark.
+    """Return a footnote mark for each column, and the footnote of each mark.
 
-    Names and counts have no mark. If all columns have the same status and domain, they share one
-    note.
+    A footnote says how far the figures of a column are proven (status), and at which inputs
+    (domain). Names and counts have no footnote. If all other columns share one footnote, no column
+    needs a mark.
     """
     texts = [describe_standing(column) for column in columns]
     distinct = [text for text in dict.fromkeys(texts) if text]

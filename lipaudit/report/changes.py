@@ -77,9 +77,10 @@ def write_answer(pair: Pair) -> str:
 
 
 def _name_figures(verdicts: Sequence[Verdict]) -> str:
-    """Name the first figures that have words, and count the others.
+    """Name the first figures that have a name in words, and count all others.
 
-    Other figures have only their metric (`bounds.exact:each`), which is no text for a sentence.
+    Some figures only have the name of a metric (`bounds.exact:each`). Such a name is no text for a
+    sentence, so these figures are only counted.
     """
     worded = [verdict for verdict in verdicts if not verdict.subject.startswith(verdict.metric)]
     named = [f"{verdict.subject} {write_arrows(verdict.values)}" for verdict in worded[:NAMED]]
@@ -131,8 +132,8 @@ COLUMN_NAMES = {
 
 
 def name_metric(metric: str) -> str:
-    """Return the words for a metric in a picture, else the heading of its column."""
-    column, _, stat = metric.partition(":")
+    """Return the name of a metric for a picture: in words, else the heading of its column."""
+    column, _, stat = metric.partition(":")  # `jacobian.norm` and `median`
     measure, _, name = column.rpartition(".")
     words = find_words(measure, name) or COLUMN_NAMES.get(column)
     if not words:
@@ -148,27 +149,29 @@ def name_change(verdict: Verdict) -> str:
 
 
 def draw_changes(changes: Iterable[tuple[str, Verdict]], title: str = "") -> list[Block]:
-    """Draw changes with their intervals, the largest first: one picture for each unit.
+    """Draw changes with their intervals, the largest first. Each unit gets its own picture.
 
     Args:
-        changes: the name of each change, and the verdict on it; a verdict without a tested
-            change is left out.
-        title: the title of the picture; empty: by the unit.
+        changes: the name of each change, and the verdict of the test on this change. A verdict
+            without a change or without limits is left out.
+        title: the title of the pictures; empty: a title that names the unit.
     """
     units: dict[str, list[tuple[str, Verdict]]] = {}
     drawn: set[str] = set()
     for name, verdict in changes:
         value = read_change(verdict)
         known = [end for end in (value, verdict.low, verdict.high) if end is not None]
-        change = f"{name} {verdict.values}"  # several measures have the clean accuracy
+        # Several measures report the clean accuracy: it is drawn once.
+        change = f"{name} {verdict.values}"
         if len(known) == 3 and all(map(math.isfinite, known)) and change not in drawn:
             drawn.add(change)
-            # Differences have the unit of their figure: each metric gets a picture of its own.
+            # A verdict without a unit is a difference in the unit of its metric: such differences
+            # of two metrics cannot share an axis.
             units.setdefault(verdict.unit or verdict.metric, []).append((name, verdict))
     found: list[Block] = []
     for unit in sorted(units, key=lambda unit: ORDER.get(unit, len(ORDER))):
         group = units[unit]
-        if len(group) < 2:  # the table says as much
+        if len(group) < 2:  # a picture of one bar shows no more than the table
             continue
         group.sort(key=lambda change: -abs(_read_size(change[1])))
         heading = title or TITLES.get(unit) or f"By how much did {group[0][0]} change?"
@@ -180,7 +183,10 @@ def draw_changes(changes: Iterable[tuple[str, Verdict]], title: str = "") -> lis
 
 
 def _read_size(verdict: Verdict) -> float:
-    """Return how far a figure moved: of ratios the logarithm, so that halved equals doubled."""
+    """Return how far a figure moved, with a sign.
+
+    For a ratio this is the logarithm, so that a halved figure moved as far as a doubled one.
+    """
     value = _read_paired(verdict)
     if verdict.unit == "%" and value > -1:
         return math.log1p(value)
@@ -214,8 +220,10 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
     assert verdict.high is not None
     change = format_change(value, unit)
     if verdict.paired is not None:
-        change = f"paired {change}"  # the median over samples, which the two medians need not give
-    # The limit of a rule of the gate (`<= +10%`), which is marked; a comparison has none.
+        # The median of the changes over samples differs from the change of the two medians.
+        change = f"paired {change}"
+    # A rule of the gate (`<= +10%`) has a limit, which the picture marks. In a comparison there is
+    # no rule, and no limit.
     limit = LIMIT.search(verdict.rule)
     bound = None
     if limit is not None and limit[2] == unit:
@@ -232,7 +240,7 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
 
 
 def _scale(value: float, unit: str) -> float:
-    """Return a change as its axis shows it: a ratio, percentage points, or a difference."""
+    """Return a change in the units of its axis: new / old, percentage points, or new - old."""
     if unit == "%":
         return max(1 + value, 0.0)
     if unit == "pp":
@@ -253,7 +261,10 @@ def draw_ranking(ranking: Ranking) -> list[Block]:
 
 
 def show_flipped(flipped: Sequence[SampleChange], reports: Sequence[Report]) -> list[Block]:
-    """Show samples whose result changed: images and adversarial examples, or texts."""
+    """Show the samples whose result changed: images with adversarial examples, or texts.
+
+    The result is empty if no report stores images or texts.
+    """
     places: dict[str, str] = {}
     for report in reports:
         places |= report.places

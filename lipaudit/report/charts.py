@@ -54,7 +54,8 @@ def draw_svg(block: Picture) -> str:
     size = _choose_size(block)
     layout: Any = "constrained"
     if isinstance(block, Heatmap) and block.square:
-        layout = "compressed"  # the labels of a square get the room of its whole axes
+        # Unlike "constrained", this layout leaves no empty bands beside axes of fixed shape.
+        layout = "compressed"
     with mpl.rc_context():
         # A caller may have set another style: the page does not depend on it.
         mpl.rcdefaults()
@@ -68,14 +69,17 @@ def draw_svg(block: Picture) -> str:
         file = io.BytesIO()
         canvas: Any = FigureCanvasSVG(figure)  # it lays out as it draws: `savefig` draws twice
         canvas.print_svg(file, metadata={"Date": None})
-        # After the figure is drawn: saving moves the axes.
+        # Saving moves the axes, so the positions of tooltips are computed afterwards.
         marks = _write_tips(axes, tips)
     element = _shorten(file.getvalue().decode())
     return _embed(element, blocks.describe(block), marks, PIXELS * size[0])
 
 
 def _choose_size(block: Picture) -> tuple[float, float]:
-    """Return width and height in inches; maps grow with their rows and the names beside them."""
+    """Return width and height in inches.
+
+    A map grows with its number of rows and columns, or with the number of names beside its axes.
+    """
     if isinstance(block, Forest):
         return WIDTH, 1.1 + plots.ROW * len(block.bars)
     if not isinstance(block, Heatmap):
@@ -104,7 +108,7 @@ PLACES = re.compile(r' (d|x|y|transform)="([^"]*)"')
 
 
 def _shorten(file: str) -> str:
-    """Return the <svg> element of an SVG file, without the parts that a page does not need."""
+    """Return the <svg> element of an SVG file without unused ids and unneeded digits."""
     element = file[file.index("<svg") :]
     element = NEEDLESS.sub("", element)
     # Pictures of one page share ids, such as axes_1: keep only the ids in use.
@@ -152,12 +156,13 @@ def _embed(element: str, alternative: str, marks: str, width: float) -> str:
 
 
 def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
-    """Return SVG elements that show a tooltip and are invisible; equal places share one.
+    """Return invisible SVG elements with tooltips. Tooltips at the same place share an element.
 
     Args:
         axes: the axes, after the figure is drawn.
-        tips: the text of each tooltip, and the ends of its place along x and y, in the units of
-            the axes. Equal ends are a point, which becomes a circle; others become a rectangle.
+        tips: the text of each tooltip, and the area that shows it: two ends along x and two along
+            y, in the units of the axes. An area with equal ends is a point and becomes a circle;
+            any other area becomes a rectangle.
     """
     figure: Any = axes.get_figure(root=True)
     scale = POINTS / figure.dpi

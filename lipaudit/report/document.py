@@ -55,10 +55,11 @@ def make_page(report: Report, *, short: bool = False) -> Document:
 
     Args:
         report: the report.
-        short: for one screen: of several measures the answer, warnings and the scorecard, of
-            a single one its tables.
+        short: whether the page has to fit one screen. A report of several measures then has the
+            answer, warnings and the scorecard; a report of one measure has its tables.
     """
     notes = opening.list_top_notes(report)
+    # Sections with a dot in the name, such as `jacobian.shares`, are parts of a measure.
     measures = [section for section in report.sections if "." not in section.measure]
     if short and len(measures) > 1:
         return _shorten(report, notes, MORE)
@@ -71,7 +72,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     steps = tuple(opening.suggest_steps(report, summary))
     if steps:
         chapters.append(Chapter("next-steps", "What to do next", (blocks.Points(steps),)))
-    # The top of the page shows these notes.
+    # The top of the page shows these notes, so the chapters leave them out.
     shown = opening.list_common_notes(report)
     for section in report.sections:
         shown += [note for note in section.notes if note.level == "warning"]
@@ -92,7 +93,7 @@ def _open_report(
 
     Args:
         report: the report.
-        summary: its main figures, from which the answer is written.
+        summary: the main figures of the report, from which the answer is written.
         facts: facts on model, data and run, by name.
         notes: warnings, and notes on all figures.
     """
@@ -101,14 +102,14 @@ def _open_report(
 
 
 def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iterator[Chapter]:
-    """Yield a chapter for each measure: of one report, or of several side by side.
+    """Yield a chapter for each measure, with one report or several reports side by side.
 
     Args:
         reports: the reports.
-        shown: notes that the page shows already, so that the chapter leaves them out.
+        shown: notes that the page already shows; the chapters leave these notes out.
     """
     names = model_labels(reports) if len(reports) > 1 else [""]  # a single report has no name
-    # By measure, then by report: the section, where the report has one.
+    # The sections by measure, then by the name of the report.
     measures: dict[str, dict[str, Section]] = {}
     for name, report in zip(names, reports, strict=True):
         for section in report.sections:
@@ -119,10 +120,10 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
             parts = show_section(first, shown)
         else:
             parts = tuple(show_sections(sections))
-        # Beside the shares of heads, one report also maps their exact norms on the same scale.
+        # The page of one report maps the shares of heads beside their exact norms, on one scale.
         if measure == "jacobian.shares" and "" in sections:
             beside = [*compare_steepness(reports[0].section("bounds"), first)]
-            # One map of the shares is enough.
+            # `beside` has a map of the shares already, so another map of them is removed.
             others = [part for part in parts if not (beside and isinstance(part, blocks.Heatmap))]
             parts = (*others[:1], *beside, *others[1:])
         folded = number > 0 and find_display(first).folded
@@ -134,7 +135,7 @@ def _make_brief(report: Report, main: Section) -> Document:
 
     Args:
         report: the report.
-        main: the section of the measure; others are parts of it.
+        main: the section of the measure. All other sections are parts of this measure.
     """
     first: list[Block] = []
     gaps = opening.describe_gaps(report)
@@ -190,12 +191,12 @@ def _shorten(report: Report, notes: Iterable[Note], more: str) -> Document:
 def make_pages(
     reports: Sequence[Report], lead: Sequence[Chapter], *, short: bool = False
 ) -> Document:
-    """Return the page of several reports side by side, after the leading chapters.
+    """Return the page of several reports side by side.
 
     Args:
         reports: the reports.
-        lead: the chapters that come first.
-        short: for one screen: without sections.
+        lead: the chapters at the top of the page.
+        short: whether the page has to fit one screen; it then has only the chapters of `lead`.
     """
     title = f"lipaudit: {len(reports)} models side by side"
     chapters = [*lead]
@@ -203,7 +204,7 @@ def make_pages(
         return Document(title, (*chapters, Chapter("", "", (Paragraph(MORE),))))
     chapters += list_chapters(reports)
     names = model_labels(reports)
-    # The facts that differ are beside each other.
+    # A table of the facts that differ between reports, with a column for each report.
     facts = [opening.list_facts(report) for report in reports]
     rows: list[Cells] = []
     for fact in dict.fromkeys(chain.from_iterable(facts)):
@@ -228,7 +229,7 @@ def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chap
     Args:
         reports: the reports.
         answer: the answer of the page; empty for none.
-        short: for one screen: with few facts.
+        short: whether the page has to fit one screen; the opening then has few facts.
     """
     gaps = []
     for name, report in zip(model_labels(reports), reports, strict=True):
@@ -244,7 +245,7 @@ def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chap
 
 
 def list_warnings(reports: Sequence[Report]) -> list[Note]:
-    """Return the warnings of several reports, each once, with the names unless all have it."""
+    """Return the warnings of several reports, each once; a lead names the reports, if not all."""
     owners: dict[Note, list[str]] = {}
     for name, report in zip(model_labels(reports), reports, strict=True):
         for note in opening.list_top_notes(report):
@@ -287,11 +288,11 @@ class SampleColumn:
     values: Mapping[str, Any]
 
     def describe(self, sample: str) -> Cells:
-        """Return the cells of a sample: its value, the typical value of all samples, its rank."""
+        """Return the table row of a sample: its value, the value over all samples, its rank."""
         kind, trial = parse_column(self.name)  # `robust` and the attack of `robust@pgd,linf,0.1`
         value = self.values[sample]
         column = self.column
-        # The gate and a comparison count distinct samples, too.
+        # A sample that occurs several times in the data counts once, as in the gate.
         known = finite(v for name, v in self.values.items() if not is_repeat(name))
         shown = cells.format_value(value, column)
         typical = ""
@@ -320,7 +321,7 @@ class SampleColumn:
 
 
 def _describe_flags(kind: str, known: Sequence[float]) -> str:
-    """Return the share of yes among yes-or-no values; with limits if it is an accuracy."""
+    """Return the share of yes among values of 1 and 0; an accuracy also gets limits."""
     if not known:
         return ""
     share = f"{sum(known) / len(known):.1%} yes"
@@ -345,7 +346,9 @@ def list_columns(report: Report) -> list[SampleColumn]:
 
 
 def choose_sample(report: Report, text: str) -> str:
-    """Return the id of a sample from its id, its first characters, or its place.
+    """Return the id of the sample that a text names.
+
+    The text is an id, the first characters of an id, or the place of the sample in the data.
 
     Raises:
         InputError: the report has no samples.
@@ -370,16 +373,18 @@ def choose_sample(report: Report, text: str) -> str:
 
 
 def _find_named(every: Sequence[str], places: Mapping[str, str], text: str) -> list[str]:
-    """Return the ids of the samples that a text names: an id, else a place, else how ids begin.
+    """Return the ids of the samples that a text names.
 
-    A place is also named by its number, or by the name of its file: 7 for "index 7", 7.png for
-    "cat/7.png".
+    The text is read as an id, then as a place in the data, then as the first characters of ids.
+    The last word of a place is enough: 7 for "index 7", 7.png for "cat/7.png". `every` has the
+    ids of all samples, `places` the place in the data for each id.
     """
     if text in every:
         return [text]
     placed = []
     for sample in every:
         place = places.get(sample, "")
+        # Without remarks after a comma; folders become words.
         words = place.partition(",")[0].replace("/", " ")
         last = words.rpartition(" ")[2]
         if sample in places and text in (place, last):
@@ -391,7 +396,7 @@ def list_known(report: Report) -> list[str]:
     """Return the ids of all samples that were measured or have a place.
 
     Raises:
-        InputError: no sample was measured; the hint has a command that records samples.
+        InputError: no sample was measured. The error names the measures that record samples.
     """
     measured = [i for section in report.sections for i in section.ids]
     if not measured:
@@ -409,7 +414,7 @@ SHADES = {"margin": "share of the gradient", "direction": "share of the steepest
 
 
 def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
-    """Show what a report stores of samples: pictures, adversarial examples and shaded tokens."""
+    """Show pictures, adversarial examples and shaded tokens of the samples with these ids."""
     shown: list[Block] = []
     attack = report.section("attack")
     examples = attack.examples if attack else {}
@@ -444,7 +449,9 @@ def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
 
 
 def show_example(title: str, example: Example) -> blocks.Item:
-    """Show what an attack made of a sample."""
+    """Show a sample before and after an attack: class scores, the changed text, and pictures."""
+    # The names of the true class and of the class predicted after the attack. `before` and `after`
+    # have the scores of these two classes.
     true, predicted = example.classes
     before = example.before
     after = example.after
@@ -472,9 +479,9 @@ def show_example(title: str, example: Example) -> blocks.Item:
 
 
 def show_worst(report: Report) -> tuple[Block, ...]:
-    """Return the blocks of the worst samples: a table, and pictures or tokens where kept."""
+    """Return a table of the worst samples, and their pictures or tokens if the report has any."""
     names = find_worst(report)
-    balls = find_broken(report)
+    balls = find_broken(report)  # for each sample, the balls in which an attack succeeded
     rows = list_names(names, describe_places(report))
     shown = {section.measure: find_display(section) for section in report.sections}
     figures = {}
@@ -537,10 +544,10 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
 
 
 def list_carriers(section: Section, sample: str) -> list[Table]:
-    """Return a table of the heads that carry most of the sensitivity on a sample.
+    """Return a table of the heads with the largest shares of the model's sensitivity on a sample.
 
-    The share of a head has a part through its attention map (pattern) and one through its values.
-    No table if shares were not measured.
+    Each share has two parts: through the attention map (`pattern`) and through the values
+    (`value`). Without measured shares there is no table.
     """
     names: list[str] = [n for n in ("share", "pattern", "value") if n in section.arrays]
     if section.measure != "jacobian.shares" or not names:
@@ -560,7 +567,7 @@ def list_carriers(section: Section, sample: str) -> list[Table]:
 
 
 def record_sample(report: Report, sample: str) -> dict[str, Any]:
-    """Return the figures of a sample as plain values."""
+    """Return the figures of a sample as plain values, for JSON."""
     record: dict[str, Any] = {
         "id": sample,
         "place": report.places.get(sample, ""),

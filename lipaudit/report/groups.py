@@ -40,12 +40,15 @@ MOVEMENT = pick_columns("predictions", "samples", "share", "95% limits")
 
 
 def show_groups(report: Report) -> list[Block]:
-    """Return a table of the groups for each figure of samples; nothing without groups."""
+    """Return a table for each per-sample figure, with a row for each group of samples.
+
+    Without groups there are no tables.
+    """
     found = list[Block]()
     for figures in list_group_figures(report):
         first = figures[0]
         column = find_column(first.metric)
-        if first.metric.endswith(":mean"):  # of yes-or-no values: a share
+        if first.metric.endswith(":mean"):  # the mean of yes-or-no values (1 and 0) is a share
             column = replace(column, format=".1%")
         rows = list[Cells]()
         for figure in figures[:MOST]:
@@ -65,14 +68,19 @@ def show_groups(report: Report) -> list[Block]:
 
 
 def count_part(shown: Sequence[object], all_of_them: Sequence[object]) -> str:
-    """Return how many of all are shown, in brackets; nothing if all are."""
+    """Return for a title how many of all rows are shown: " (10 of 32)"; empty if all are shown."""
     if len(shown) == len(all_of_them):
         return ""
     return f" ({len(shown)} of {len(all_of_them)})"
 
 
 def show_group_changes(pair: Pair, most: int) -> list[Block]:
-    """Show the changes of groups, a table for each figure, the worst group first."""
+    """Show how groups of samples changed: a table for each figure, with the worst group first.
+
+    Args:
+        pair: the comparison of two models.
+        most: largest number of groups in a table.
+    """
     found = list[Block]()
     figures = group_values(((v.metric, v.name), v) for v in pair.groups if not v.reason)
     for (metric, name), verdicts in figures.items():
@@ -80,7 +88,8 @@ def show_group_changes(pair: Pair, most: int) -> list[Block]:
         proven = set[int]()
         for i, verdict in enumerate(verdicts[:most]):
             row = read_verdict(verdict)
-            row["paired"] = row["paired"] or row["change"]  # the latter without a test
+            # Without a test there is no median of paired changes: show the change of the group.
+            row["paired"] = row["paired"] or row["change"]
             rows.append(row)
             if verdict.p_adjusted is not None and verdict.p_adjusted <= ALPHA:
                 proven.add(i)
@@ -99,7 +108,7 @@ MOVES = {
 
 
 def show_movement(movement: Movement) -> list[Block]:
-    """Show how many predictions moved, from right to wrong and back, with limits."""
+    """Show how many predictions became wrong, became right or stayed equal, with limits."""
     rows = list[Cells]()
     for name, words in MOVES.items():
         part: Proportion | None = getattr(movement, name)

@@ -53,7 +53,8 @@ def make_page(
     Args:
         found: a comparison, a ranking or a judgement.
         reports: the compared or ranked reports.
-        short: for one screen: without sections; judgements are always short.
+        short: whether the page has to fit one screen; it then lacks the sections of the reports.
+            The page of a judgement is always short.
     """
     if isinstance(found, Comparison):
         return make_comparison_page(found, reports, short=short)
@@ -104,7 +105,7 @@ def make_comparison_page(
     Args:
         comparison: the comparison.
         reports: the compared reports.
-        short: for one screen: without samples, heads and sections.
+        short: whether the page has to fit one screen: short tables, and no sections of reports.
     """
     pairs = comparison.pairs
     several = len(pairs) > 1
@@ -140,7 +141,7 @@ def make_comparison_page(
 
 
 def _list_excluded(pair: Pair) -> Iterator[str]:
-    """Yield a text for each reason why metrics cannot be compared, with these metrics."""
+    """Yield for each reason that prevents a comparison a text with the reason and its metrics."""
     refused = group_values((v.reason, v.metric) for v in pair.verdicts if v.reason)
     for why, names in refused.items():
         yield f"not compared, {why}: {', '.join(names)}"
@@ -159,7 +160,7 @@ def _list_chapters(
     Args:
         pair: the comparison of one model with the first.
         places: the place of each sample in the data, by id.
-        reports: all reports of the page, which may have images and texts of samples.
+        reports: all reports of the page; images and texts of samples are read from these.
         several: whether the page compares several models, so that titles name the model.
         short: for one screen.
     """
@@ -180,7 +181,7 @@ def _list_chapters(
         samples += show_flipped(flipped, reports)
     if samples:
         yield Chapter("samples", f"Which samples changed?{of}", samples)
-    # Norms that heads carry in the whole model, apart from the norms of the heads themselves.
+    # The parts of the model's norm that pass through each head: a table of their own.
     carriers = [head for head in pair.heads if head.metric.startswith(CARRIED)]
     heads = _show_heads([head for head in pair.heads if head not in carriers], most)
     if heads:
@@ -194,7 +195,7 @@ def _list_chapters(
 
 
 def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
-    """Show the verdicts on all figures, the most severe first, and notes on the comparison."""
+    """Return a table of verdicts, the most severe first; a full page adds a picture and notes."""
     judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
     judged.sort(key=lambda verdict: FIRST.index(verdict.status))
     shown = judged
@@ -218,10 +219,10 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
 
 
 def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
-    """Return the heads that moved, the largest change first; ratios up and down count equally."""
+    """Return the heads with a known change, largest first; increase and decrease count equally."""
 
     def size(head: HeadChange) -> float:
-        # How far a head moved; -1 if that is unknown.
+        # The sort key: how far the head moved; -1 for an unknown change, which is left out below.
         value = read_change(head)
         if value is None or math.isnan(value):
             return -1.0
@@ -233,25 +234,27 @@ def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
 
 
 def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
-    """Show the heads that moved most in a table, and the changes of all heads as maps.
+    """Return a table of the heads that changed most, and a map of all heads for each metric.
+
+    The short page has only the table, without old and new values.
 
     Args:
-        heads_moved: the changes of heads in one or several columns. The first column ranks the
-            heads; the table has old and new values of all columns.
-        most: number of heads in the table; with FEW, for one screen, there are no maps.
+        heads_moved: the change of each head in each metric. The first metric ranks the heads.
+        most: number of heads in the table; FEW on the short page.
     """
+    # The changes by metric; `partition` removes the statistic behind the colon.
     groups = group_values((head.metric.rpartition(":")[0], head) for head in heads_moved)
     if not groups:
         return []
     first, changes = next(iter(groups.items()))
     ranked = rank_heads(changes)
-    has_maps = most > FEW
+    has_maps = most > FEW  # FEW rows mean the short page
     shown = ranked[:most]
-    if has_maps and len(ranked) <= FIT:
+    if has_maps and len(ranked) <= FIT:  # the full page has room for all heads
         shown = ranked
     rows = [_list_head_cells(head) for head in shown]
     if not has_maps:
-        groups = {}
+        groups = {}  # the loop below then adds neither maps nor old and new values
     maps = list[Block]()
     columns = dict(HEADS)
     for metric, group in groups.items():
@@ -261,7 +264,7 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
             key = f"{metric}, {when}"
             columns[key] = replace(column, label=f"{column.label}, {when}")
             for row in rows:
-                same = heads.get((row["layer"], row["head"]))
+                same = heads.get((row["layer"], row["head"]))  # None: not measured in this metric
                 row[key] = same and getattr(same, when)
         maps.append(_map_changes(metric, heads))
     proven = sum(head.stands for head in changes)
@@ -282,7 +285,7 @@ def _list_head_cells(head: HeadChange) -> Cells:
 
 
 def _map_changes(metric: str, heads: Mapping[tuple[int, int], HeadChange]) -> Block:
-    """Return a map of the change of every head in a column, by layer and head."""
+    """Return a map of the changes of a metric: a row for each layer, a column for each head."""
     column = find_column(metric)
     unit = next(iter(heads.values())).unit
     times = 100.0 if unit == "pp" else 1.0  # shares become percentage points
@@ -310,14 +313,14 @@ def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Bloc
     counts = Counter[str]()
     for sample in pair.samples:
         counts.update(sample.figures.keys())
-    # Columns with most samples come first; norms come before others.
+    # Metrics that most samples have come first; among equals, the norm comes first.
     for metric in sorted(counts, key=lambda metric: (-counts[metric], metric != NORM)):
         name, _, trial = metric.partition("@")
-        # A figure is shown if half of the samples have it, and none of them on one screen.
+        # Shown if half of the samples have the metric; the short page (FEW rows) has no room.
         known = sum(metric in sample.figures for sample in shown)
         if most <= FEW or 2 * known < len(shown):
             continue
-        if name.split(".")[-1] in FLAGS:  # yes or no, which the column `became` shows
+        if name.split(".")[-1] in FLAGS:  # yes-or-no results: the column `became` shows them
             continue
         column = find_column(metric)
         for end, when in enumerate(("old", "new")):
@@ -338,7 +341,7 @@ FIGURES = 4
 
 
 def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) -> Chapter:
-    """Return the chapter of a ranking: its table, what ranks the models, and the differences."""
+    """Return the chapter of a ranking: a table, the criterion and, on full pages, a picture."""
     title = "The models, in order"
     keys = 1
     criterion = list[Block]()
@@ -366,7 +369,7 @@ def list_models(
 
     Args:
         ranking: the ranking, with the main figures of every model.
-        reports: the reports, in the order given, which is the order of the figures.
+        reports: the reports, in the order given; their figures get columns in this order.
         most: largest number of figures; None: all.
     """
     figures: dict[str, Column] = {}
@@ -394,7 +397,7 @@ def list_models(
 
 
 def describe_ranking(ranking: Ranking) -> str:
-    """Describe which models are best, behind or not distinguishable; empty if not ranked."""
+    """Say which models are best, behind, or not distinguishable from the best; else nothing."""
     figures = _read_ranked(ranking)
     pairs = list[tuple[tuple[str, str], str]]()
     criterion = ""
@@ -449,10 +452,10 @@ def write_verdicts(judgement: Judgement) -> list[str]:
     lines += (f"! warning: {text}" for text in judgement.warnings)
 
     def rank(group: tuple[str, list[Verdict], Counter[str]]) -> int:
-        # The sort key of a rule: that of the gravest of its listed verdicts.
+        # The sort key of a rule: the rank of its most severe listed verdict.
         return min((rank_verdict(judgement, verdict) for verdict in group[1]), default=2)
 
-    # Rules that fail come first, then those that are open.
+    # Rules that fail come first, then rules without a proven answer, then rules that pass.
     for rule, listed, passed in sorted(_group_verdicts(judgement), key=rank):
         first = listed[:MOST]
         for verdict in first:
@@ -472,7 +475,7 @@ def write_verdicts(judgement: Judgement) -> list[str]:
 
 
 def rank_verdict(judgement: Judgement, verdict: Verdict) -> int:
-    """Return 0 for a verdict that fails, 1 for one that is open, 2 for the others."""
+    """Return 0 for a verdict that fails, 1 for an inconclusive verdict, 2 for all others."""
     if judgement.fails(verdict):
         return 0
     return 1 if verdict.status == "inconclusive" else 2
@@ -510,9 +513,10 @@ def make_judgement_page(judgement: Judgement) -> Document:
 
 
 def _group_verdicts(judgement: Judgement) -> Iterator[tuple[str, list[Verdict], Counter[str]]]:
-    """Yield each rule, its verdicts to list, the worst first, and how many others passed.
+    """Yield each rule of the gate, its verdicts to list, and the counts of all other verdicts.
 
-    All verdicts are listed if they are few, else those that do not simply pass.
+    A rule with at most ALONE verdicts lists all of them. A rule with more verdicts counts the
+    verdicts that pass and lists only the rest, the worst verdict first.
     """
     rules = group_values((verdict.rule, verdict) for verdict in judgement.verdicts)
     for rule, verdicts in rules.items():
@@ -530,12 +534,12 @@ def _group_verdicts(judgement: Judgement) -> Iterator[tuple[str, list[Verdict], 
 
 
 def _rank_excess(judgement: Judgement, verdict: Verdict) -> tuple[bool, float]:
-    """Return the sort key of a verdict of a rule: those that fail first, then the worst value.
+    """Return a sort key for the verdicts of a rule: failing verdicts first, then the worst value.
 
-    For an upper limit the largest value is the worst, for a lower one (>=) the smallest.
+    For an upper limit (<=) the largest value is the worst; for a lower limit (>=) the smallest.
     """
     passes = not judgement.fails(verdict)
-    if verdict.reason:
+    if verdict.reason:  # the figure cannot be compared: before every value
         return passes, -math.inf
     for value in (verdict.paired, verdict.change, verdict.new):
         if value is not None:
@@ -551,7 +555,7 @@ def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
 
 
 def _show_verdicts(judgement: Judgement) -> list[Block]:
-    """Explain the failing verdicts in a sentence each, then tabulate all, failing ones first."""
+    """Return a picture, sentences on verdicts that do not pass, and a table of all verdicts."""
     groups = [*_group_verdicts(judgement)]
     verdicts = list[Verdict]()
     for _, listed, _ in groups:

@@ -95,17 +95,20 @@ class Places(NamedTuple):
 
 
 def place_columns(block: Table, grid: blocks.Grid, *, cut: bool) -> Places:
-    """Decide how a table fits a page: beside a picture or not, and which columns appear when.
+    """Return the style classes by which a page shows a table in windows of different widths.
 
-    The width of a column is estimated from the lengths of its texts.
+    The classes say whether the table takes half of the page (beside a picture) or the whole width,
+    and from which width of the page each column appears. The width of a column is estimated from
+    the lengths of its texts.
 
     Args:
         block: the table.
         grid: the table with all cells as texts.
-        cut: whether columns may be left out: another table of the chapter has all.
+        cut: whether another table of the chapter has all columns. A table that is wider than half
+            of the page then takes only half of it and hides the rest of its columns.
     """
     classes = []
-    # Where each column ends, in pixels.
+    # The right edge of each column in pixels from the left edge of the table.
     ends = []
     end = 0.0
     for index, column in enumerate(block.columns):
@@ -114,21 +117,22 @@ def place_columns(block: Table, grid: blocks.Grid, *, cut: bool) -> Places:
         texts = [row[index] for row in grid.rows]
         end += _measure_column(grid.heads[index], texts, is_text=is_text) + PADDING
         ends.append(end)
-    if end <= HALF:
+    if end <= HALF:  # the whole table fits half of the page
         return Places("half", classes, "")
-    if block.folded:  # it keeps its columns in a narrow window
+    if block.folded:  # a folded table never hides a column
         return Places("wide", classes, "")
     appears = ""
-    for index in range(block.keys, len(ends)):  # columns that name a row always appear
+    for index in range(block.keys, len(ends)):  # the first columns name the row: always visible
         appears = _find_place(ends[index])
         classes[index] = f"{classes[index]} {appears}".strip()
+    # The last column needs the widest page: from the class `appears` on, all columns are visible.
     return Places("half" if cut else "wide", classes, appears)
 
 
 def _measure_column(head: str, texts: Sequence[str], *, is_text: bool) -> float:
-    """Return the width of a column in pixels: of its longest text, or of its heading.
+    """Return the estimated width of a column in pixels: of its longest text, or of its heading.
 
-    The heading of numbers may be broken into words.
+    A heading above numbers may be broken into lines, so only its longest word counts.
     """
     words = [head] if is_text else head.split()
     character = LETTER if is_text else DIGIT
@@ -138,10 +142,11 @@ def _measure_column(head: str, texts: Sequence[str], *, is_text: bool) -> float:
 
 
 def _find_place(end: float) -> str:
-    """Return the style class of a column that ends at this pixel.
+    """Return the style class of a column whose right edge is at this pixel.
 
-    It is the class of the smallest width in `APPEARS` at which the column fits; `f0` for none:
-    then the column appears only if a reader asks for all columns.
+    `APPEARS` maps each class to the page width from which its columns are visible. A column gets
+    the class of the smallest width that contains the column. A column that fits no width gets
+    `f0`: a reader has to ask for all columns to see it.
     """
     for name, width in APPEARS.items():
         if width >= end:
@@ -155,9 +160,9 @@ UNIT = re.compile(r"[^\d.)]*$")
 
 
 def align_numbers(grid: blocks.Grid) -> list[tuple[str, ...]]:
-    """Return the padding behind each cell that aligns the decimal points of a column.
+    """Return the characters that, behind each cell, align the decimal points of a column.
 
-    The page writes the padding invisibly behind the number, which is aligned on the right.
+    The page aligns numbers on the right and prints these characters invisibly behind the number.
 
     Args:
         grid: the table; its texts are not padded.
@@ -175,10 +180,10 @@ def align_numbers(grid: blocks.Grid) -> list[tuple[str, ...]]:
 
 
 def _align_column(texts: Sequence[str]) -> list[str]:
-    """Return the padding behind each number of a column that aligns the decimal points.
+    """Return the characters that, behind each number of a column, align the decimal points.
 
-    Every number gets as many characters behind its integer part as the longest one has: beside
-    1.25 the number 3 gets ".25". Texts get none.
+    The longest part behind an integer part sets the length: beside 1.25 the number 3 gets ".25".
+    Cells without a number get no characters.
     """
     # By row: the characters of a number behind its integer part, without the unit.
     fractions: dict[int, str] = {}
@@ -190,7 +195,8 @@ def _align_column(texts: Sequence[str]) -> list[str]:
     pads = [""] * len(texts)
     for i, fraction in fractions.items():
         pads[i] = longest[len(fraction) :]
-        # With an interval, "0.5 (0.25 to 0.75)", the missing characters are digits of its ends.
+        # In a column of intervals, "0.5 (0.25 to 0.75)", only digits are missing. The end of the
+        # longest text may contain spaces, which are narrower than digits.
         if " " in longest:
             pads[i] = "0" * len(pads[i])
     return pads
@@ -207,22 +213,31 @@ def find_passport(opening: blocks.Chapter | None) -> Card | None:
     if opening is None:
         return None
     for block in opening.blocks:
-        if isinstance(block, Card) and not block.note:  # a card of figures has a note on them
+        if isinstance(block, Card) and not block.note:  # cards with a note have figures, no facts
             return block
     return None
 
 
 def list_sort_keys(block: Table, grid: blocks.Grid) -> list[tuple[str, ...]]:
-    """Return the number by which the script of a page sorts each cell; empty if the text does.
+    """Return for each cell the number by which the page's script sorts a column.
 
-    The text is enough if it is a number that no other row of its column has. Equal texts may be
-    rounded from different values.
+    A cell whose text is a number that occurs once in the column needs no such number: the script
+    reads the text. Equal texts may be rounded from different values, so these cells need the exact
+    values. Cells without a number get an empty text.
+
+    Args:
+        block: the table with its values.
+        grid: the same table with all cells as texts.
+
+    Returns:
+        For each row and column the number as a text; empty for a cell that needs none.
     """
     columns = []
+    # `zip(*rows)` turns rows into columns: the values and the texts of each column.
     pairs = zip(zip(*block.rows, strict=True), zip(*grid.rows, strict=True), strict=True)
     for values, texts in pairs:
         counts = Counter(texts)
-        keys = []
+        keys = []  # of one column, from top to bottom
         for value, text in zip(values, texts, strict=True):
             is_enough = NUMBER.match(text) and counts[text] == 1
             keys.append("" if is_enough else _write_number(value))
@@ -235,10 +250,10 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?(?![\de])")
 
 
 def _write_number(value: Any) -> str:
-    """Return the number to sort a cell by; empty for texts."""
+    """Return the number to sort a cell by; empty for texts, truth values, None and NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         return ""
-    return f"{value:.6g}".replace("inf", "Infinity")  # as scripts spell it
+    return f"{value:.6g}".replace("inf", "Infinity")  # JavaScript's spelling
 
 
 # Markdown
@@ -267,7 +282,7 @@ def escape_markdown(text: str) -> str:
 
 
 def _write_markdown(block: blocks.Block) -> Iterator[str]:
-    """Yield the lines of a block; a sentence in place of a picture."""
+    """Yield the Markdown lines of a block. A picture becomes a sentence that describes it."""
     match block:
         case Table() | Card() | Heatmap(square=False) | Curve(table=Table()):
             yield from _write_markdown_table(block)
@@ -305,7 +320,7 @@ def _small(text: str) -> str:
 
 
 def _write_markdown_table(block: Table | Heatmap | Card | Curve) -> Iterator[str]:
-    """Yield the lines of a table; a folded one opens under its title."""
+    """Yield the Markdown lines of a table. A folded table opens by a click on its title."""
     grid = blocks.lay_out(block)
     folded = isinstance(block, Table) and block.folded
     title = escape_markdown(grid.title)
@@ -387,7 +402,7 @@ def escape_latex(text: str) -> str:
 
 
 def _write_character(character: str) -> str:
-    """Write a character; characters without a LaTeX font become their number."""
+    """Write a character for LaTeX; a character that LaTeX fonts lack becomes its code: U+2713."""
     if character in WRITTEN:
         return WRITTEN[character]
     if ord(character) < 0x180:  # ASCII and Latin letters with accents, which LaTeX reads as UTF-8
@@ -400,7 +415,7 @@ def _write_character(character: str) -> str:
 
 
 def _write_latex(block: blocks.Block) -> Iterator[str]:
-    """Yield the lines of a block; nothing of pictures, prose and folded tables."""
+    """Yield the LaTeX lines of a block; pictures, plain prose and folded tables have no lines."""
     match block:
         case Card(note=""):  # facts
             for row in block.rows:

@@ -42,6 +42,7 @@ def list_facts(report: Report) -> dict[str, str]:
         commits.append(f"data {data.commit[:12]} ({data.revision})")
     versions = {"lipaudit": run.lipaudit} | run.versions
     normalising = list[str]()
+    # Both are settings of the preprocessing of images; a page lists resizing separately.
     resizing = list[str]()
     for name, value in run.preprocess.items():
         group = resizing if name in RESIZING else normalising
@@ -91,17 +92,17 @@ def describe_gaps(report: Report) -> str:
 
 
 def list_top_notes(report: Report) -> list[Note]:
-    """Return every warning, then the notes that all measures share."""
+    """Return the notes for the top of a page: all warnings, then the notes of all measures."""
     notes = [*list_warnings(report)]
     notes += [note for note in list_common_notes(report) if note.level != "warning"]
     return notes
 
 
 def list_common_notes(report: Report) -> list[Note]:
-    """Return the notes that all measures share; of a single measure, its warnings."""
+    """Return the notes that all measures share. A report of one measure keeps only its warnings."""
     notes = list_shared_notes(report)
     measures = [section for section in report.sections if "." not in section.measure]
-    if len(measures) < 2:  # its other notes are in its own chapter
+    if len(measures) < 2:  # the chapter of the single measure has its other notes
         notes = [note for note in notes if note.level == "warning"]
     return notes
 
@@ -126,7 +127,7 @@ def open_page(
 
 
 def show_scorecard(summary: Section) -> list[Chapter]:
-    """Return the chapter of the first figures of a report; none if no section has one."""
+    """Return the chapter with the main figures of a report; no chapter without such figures."""
     if not summary.rows:
         return []
     columns = [describe_figure(row) for row in summary.rows]
@@ -153,7 +154,8 @@ def write_answer(summary: Section) -> Paragraph | None:
     figures = group_values((row.name, row) for row in summary.rows)
     clean = figures.get(CLEAN, [])
     attacked = figures.get(ATTACKED, [])
-    # The intervals do not overlap: chance does not explain the loss.
+    # An attack lowers the accuracy beyond chance if the intervals do not overlap: the upper limit
+    # under attack is below the lower limit without attack.
     highest_low = max((order(row.low) for row in clean), default=-math.inf)
     broken = [row for row in attacked if row.high is not None and row.high < highest_low]
     texts = []
@@ -164,8 +166,9 @@ def write_answer(summary: Section) -> Paragraph | None:
         worded = [row for row in rows if row.sentence]
         if name == ATTACKED:
             texts.append(_describe_attacked(clean, attacked, broken))
-        elif worded and not (name == NORM and attacked):  # attacks say more than the norm
-            # Of several balls the largest with a positive figure.
+        elif worded and not (name == NORM and attacked):  # with attacks, no sentence on the norm
+            # A figure may have a row for each ball: the last row is of the largest ball. Prefer the
+            # largest ball with a positive figure.
             positive = [row for row in worded if order(row.value) > 0]
             texts.append((positive or worded)[-1].sentence)
     if not texts:
@@ -184,11 +187,12 @@ def _describe_attacked(
     Args:
         clean: the figure of the accuracy without attack, if there is one.
         attacked: the accuracy under attack in every ball, by norm, then by radius.
-        broken: the figures among them that are proven to be below the clean accuracy. Of each
-            norm the smallest ball counts, and of these the one that leaves the fewest samples;
-            without any, the last ball.
+        broken: the rows of `attacked` that are proven to be below the clean accuracy. The
+            sentence is on the smallest such ball of a norm; of several norms, on the ball that
+            leaves the fewest samples. Without such rows, the sentence is on the last ball.
     """
     if broken:
+        # Radii grow within a norm. In reversed order the smallest ball comes last and remains.
         smallest = {row.norm: row for row in reversed(broken)}
         weakest = min(
             smallest.values(),
@@ -202,15 +206,15 @@ def _describe_attacked(
 
 
 def _count_broken(clean: Sequence[Row], attacked: Row) -> str:
-    """Say how many of the correct samples the attacks broke.
+    """Say how many of the correctly classified samples the attacks broke.
 
-    Their number says more than limits if the loss of accuracy is too small to be proven.
+    The sentence is for a loss of accuracy that is too small to be proven.
 
     Args:
         clean: the figure of the accuracy without attack, if there is one.
         attacked: the figure of the accuracy under attack.
     """
-    if not clean or clean[0].samples != attacked.samples:  # not of the same samples
+    if not clean or clean[0].samples != attacked.samples:  # other samples: no difference
         return "the limits of clean accuracy overlap"
     correct = round(clean[0].value * attacked.samples)
     if not correct:
@@ -242,12 +246,12 @@ SMALL_BALL = {"pixels": "2/255", "embeddings": "0.1"}
 
 
 def find_file(command: str) -> str | None:
-    """Return the JSON file that a command writes its report to; None if it names none."""
+    """Return the JSON file to which a command writes its report; None if the command has none."""
     try:
         words = shlex.split(command)
     except ValueError:  # the command of a report may be anything
         return None
-    # The -o of a gate or a comparison is its verdict.
+    # A gate or a comparison writes its verdict to the file of -o, and the report to --report.
     flags = "--output|-q?o"
     if words[1:2] in (["gate"], ["compare"]):
         flags = "--report"
@@ -255,7 +259,7 @@ def find_file(command: str) -> str | None:
     found = re.search(rf"\0(?:{flags})[\0=]?([^\0]+[.]json)(?=\0|$)", joined)
     if found is not None:
         return found[1]
-    folder = re.search(r"\0--run-dir[\0=]([^\0]+)", joined)  # of an audit
+    folder = re.search(r"\0--run-dir[\0=]([^\0]+)", joined)  # where an audit writes
     if folder is not None:
         return f"{folder[1].rstrip('/')}/{FILE}"
     return None
@@ -268,14 +272,16 @@ def list_obstacles(report: Report) -> dict[str, str]:
 
 
 def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, str]]:
-    """Yield what to do next, the most urgent first: no mark, a sentence and a command.
+    """Yield what to do next, the most urgent step first, as points of a list.
+
+    A point is a triple: a mark (always empty), a sentence and a command.
 
     Args:
         report: the report.
-        summary: its main figures.
+        summary: the main figures of the report.
     """
     command = report.run.command
-    # A merge says itself which shards to run again.
+    # `lipaudit merge` prints which shards to run again, so a merged report needs no such step.
     if report.status != "complete" and not command.startswith(MERGES):
         resume = f"{command.removesuffix(RESUME)}{RESUME}"
         yield "", "Measure the missing results.", resume
@@ -312,7 +318,7 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
 def _suggest_attack(
     report: Report, summary: Section, options: Sequence[str]
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """Suggest an attack on the logits, if there was none."""
+    """Yield the step "run an attack", if the Jacobian of the logits was measured and no attack ran."""
     jacobian = report.section("jacobian")
     if jacobian is None or not find_figures(summary, NORM) or report.section("attack"):
         return

@@ -34,9 +34,10 @@ VISIBLE = 0.005
 
 
 def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
-    """Plot every bound of every head over its exact norm: no point may be below y = x.
+    """Plot every bound of every head over the exact norm of the head.
 
-    Its table lists how many times each bound is above the exact norm, in every model.
+    A valid bound is never below the line y = x. The table of the picture lists how many times each
+    bound is above the exact norm, for every model.
     """
     columns = find_columns(sections)
     rows = read_rows(sections)
@@ -80,18 +81,20 @@ def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
 
 
 def _measure_tightness(bound: str, column: Column, model: str, section: Section) -> Cells:
-    """Return how many times a bound is above the exact norm: median and largest over heads.
+    """Return a table row: how many times a bound is above the exact norm, median and maximum.
 
     Args:
         bound: name of the column of the bound.
-        column: its description.
-        model: name of the model, if several are shown.
-        section: the heads of the model.
+        column: the description of this column.
+        model: name of the model, if several are shown; else empty.
+        section: the section with a row for each head of the model.
     """
-    ratios = finite(log10_ratio(row, bound) for row in section.rows)  # logarithms
+    # Logarithms to base 10, because a bound may be too large for a float.
+    ratios = finite(log10_ratio(row, bound) for row in section.rows)
     line: Cells = {"bound": column.label, "status": column.status}
     if model:
-        # The model replaces the domain, so that a row fits a terminal.
+        # The domain (the inputs at which a bound holds) gives way to the model: a row has to fit a
+        # terminal.
         line["model"] = model
     else:
         line["holds"] = cells.describe_domain(column, brief=True)
@@ -113,7 +116,14 @@ def _write_power(exponent: float) -> float | str:
 
 
 def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> blocks.Series:
-    """Return a line through the rows that have both columns, with the limits of y."""
+    """Return a line of a picture: column y over column x, with the confidence limits of y.
+
+    Args:
+        label: name of the line.
+        rows: the rows; rows without a finite value in both columns are left out.
+        x: name of the column along the horizontal axis.
+        y: name of the column along the vertical axis.
+    """
     known = [row for row in rows if len(finite((row[x], row[y]))) == 2]
     known.sort(key=lambda row: row[x])
     return blocks.Series(
@@ -126,21 +136,25 @@ def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> blocks.Serie
 
 
 def draw_accuracies(sections: Sections) -> Iterator[Curve]:
-    """Draw accuracy over the radius: a line per attack, or one per report."""
+    """Draw the accuracy over the radius, in one picture for each norm.
+
+    One report gets a line for each attack. Several reports get one line each: the accuracy under
+    all attacks together.
+    """
     columns = find_columns(sections)
     rows = read_rows(sections)
-    if "" not in sections:  # several reports, with one line each: all attacks together
+    if "" not in sections:  # several reports: rows of all attacks together, if there are any
         rows = [row for row in rows if row.attack == WORST] or rows
     accuracy = replace(columns["robust"], label="accuracy")
     for norm, group in group_values((str(row.norm), row) for row in rows).items():
-        if len({row.eps for row in group}) < 2:  # the table says as much
+        if len({row.eps for row in group}) < 2:  # a single radius makes no line
             continue
         series = []
         lines = group_values((str(row.model or row.attack), row) for row in group)
-        if len(lines) == 2:  # a single attack is the worst one
+        if len(lines) == 2:  # one attack, and "all attacks" with the same figures
             lines.pop(WORST, None)
         for name, line in lines.items():
-            # No attack counts as a ball of radius 0.
+            # The line begins at radius 0, with the accuracy without attack.
             start = Row({"eps": 0.0, "robust": line[0].clean})
             curve = make_series(name, [*line, start], "eps", "robust")
             if len(curve.x) > 1:
@@ -161,7 +175,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         samples: Mapping[str, Any] = section.samples
         if "label" not in samples or "loss" in samples:  # scored texts have no classes
             continue
-        # The per-sample column of each ball, and of no attack.
+        # The per-sample columns of yes and no: `correct` without attack, and one for each ball.
         flags = {"clean": "correct"}
         for row in section.rows:
             if row.attack == WORST:
@@ -173,7 +187,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         }
         for ball in flags:
             columns.setdefault(ball, replace(section.columns["robust"], label=ball))
-        # The indices of the samples of each class; a sample that is repeated counts once.
+        # The indices of the samples of each class; repeated samples are left out.
         places: dict[Any, list[int]] = {}
         for i, sample in enumerate(section.ids):
             if not is_repeat(sample):
@@ -183,8 +197,8 @@ def list_classes(sections: Sections) -> Iterator[Table]:
             n = len(members)
             line: Cells = {"class": section.classes.get(label, str(label)), "samples": n}
             for ball, column in flags.items():
-                # A sample counts as robust until an attack breaks it: after a time limit, some
-                # attacks did not run.
+                # 0 means broken. None means that some attacks did not run before a time limit:
+                # such a sample counts as robust.
                 robust = sum(samples[column][i] != 0 for i in members)
                 low, high = wilson(robust, n)
                 line[ball] = cells.format_with_limits(robust / n, low, high, columns[ball])
@@ -209,8 +223,10 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
                 rows.append(row.replace(layer=layer))
         if len(rows) < 2:
             continue
-        # Encoder and decoder are two curves, by the path of their modules before the number.
+        # Encoder and decoder get a curve each. The module path up to the layer number tells them
+        # apart: `encoder.layers` and `decoder.layers`.
         stacks = group_values((re.split(r"\d*\.\d+", row["module"])[0], row) for row in rows)
+        # Paths that occur once are no stacks of layers: all rows are then one curve.
         if len(stacks) == 1 or min(map(len, stacks.values())) < 2:
             stacks = {"": rows}
         for stack, group in stacks.items():
@@ -229,8 +245,9 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
 def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
     """Draw a bar for every step of the model: how much sensitivity passes through each part.
 
-    Shares are means over the samples, which add up to 1; medians do not. The parts of a step are
-    attention maps (pattern), values, the MLP and the skip connection.
+    A step is the attention or the MLP of a block. The parts of a step are attention maps
+    (pattern), values, the MLP and the skip connection. The height of a part is its mean share over
+    the samples: means of the parts add up to 1, medians would not.
     """
     names = {"pattern": "pattern", "value": "value", "mlp": "MLP", "rest": "skip"}
     title = "Through which parts the sensitivity passes, step by step (means)"
@@ -243,7 +260,7 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
             shares = section.arrays[name].numpy()  # (rows, samples)
             parts[word] = tuple(fmean(finite(shares[i].tolist()) or [0.0]) for i in steps)
         others = tuple(1 - sum(shares) for shares in zip(*parts.values(), strict=True))
-        if max(map(abs, others)) > VISIBLE:  # such as a gate beside the heads
+        if max(map(abs, others)) > VISIBLE:  # another path, such as a gate beside the heads
             parts["other"] = others
         places = tuple(f"{row.layer} {row.part}" for row in steps.values())
         column = replace(section.columns["share"], label="share")
@@ -253,8 +270,8 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
 def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[blocks.Heatmap]:
     """Map the exact norms of heads and their shares beside each other, on one scale.
 
-    Each value is divided by that of the largest head. A steep head may carry little of the model's
-    sensitivity: the two maps show which.
+    Each value is divided by the largest value of the map. A head with a large norm may contribute
+    little to the model's sensitivity: the two maps show such heads.
 
     Args:
         bounds: the section with the exact norms; None if they were not measured.
@@ -290,7 +307,7 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
 
 
 def draw_attention(sections: Sections) -> Iterator[blocks.Heatmap | blocks.Passage]:
-    """Draw the attention map (map@HEAD) of each report that has one, and what receives it."""
+    """Draw each stored attention map (array `map@HEAD`), and the attention that tokens receive."""
     for label, section in sections.items():
         for name, array in section.arrays.items():
             if name.startswith("map@") and array.data:
@@ -301,7 +318,7 @@ def draw_attention(sections: Sections) -> Iterator[blocks.Heatmap | blocks.Passa
 def _draw_map(
     label: str, section: Section, head: str
 ) -> Iterator[blocks.Heatmap | blocks.Passage]:
-    """Draw the attention map of a head; of a text also how much attention each token receives.
+    """Draw the attention map of a head. For a text, also shade tokens by the attention received.
 
     Args:
         label: name of the model, if several are shown.
@@ -313,8 +330,8 @@ def _draw_map(
     where = "first sample"
     if attended:
         where = f"sample {attended.sample[:12]}"
-    # The map of many tokens is stored as means over square blocks, of which the last one may be
-    # narrower. So an entry is the mean over `block` queries and keys.
+    # The map of many tokens is stored as means over square blocks: an entry is the mean over `block`
+    # queries and `block` keys. The last block may be narrower.
     tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
     block = math.ceil(int(tokens) / max(values.shape))
     title = f"Attention map of head {head}, {where}"
@@ -341,9 +358,9 @@ def _draw_map(
 def draw_rows(sections: Sections) -> Iterator[blocks.Heatmap]:
     """Draw, for each layer, how many attention rows have a small or large statistic.
 
-    One statistic of a row p is the sum of its two largest entries, p(1) + p(2). The other is the
-    bound g1 over the norm of the softmax Jacobian M = diag(p) - p p^T. CLASSES has the lower ends
-    of the ranges in which rows are counted.
+    The first statistic of an attention row p is the sum of the two largest entries, p(1) + p(2).
+    The second is the bound g1 divided by the norm of the softmax Jacobian M = diag(p) - p p^T.
+    CLASSES has the lower ends of the ranges (the columns of the map) in which rows are counted.
     """
     titles = {
         "top_two": ("p(1) + p(2)", "How much of a row do its two largest entries hold?"),
@@ -378,7 +395,11 @@ DRAWINGS: dict[str, Callable[[Sections], Iterable[Block]]] = {
 
 
 def draw_declared(name: str, sections: Sections) -> Iterator[Block]:
-    """Yield a picture or table that a section declares; of a package's that fails, the reason."""
+    """Yield the pictures and tables of a drawing that a section names.
+
+    The drawing is ours (DRAWINGS) or the function of a plug-in. If the plug-in fails, the page
+    shows the reason in place of the picture.
+    """
     if name in DRAWINGS:
         yield from DRAWINGS[name](sections)
         return

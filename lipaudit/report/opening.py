@@ -99,7 +99,7 @@ def list_top_notes(report: Report) -> list[Note]:
 
 
 def list_common_notes(report: Report) -> list[Note]:
-    """Return the notes that all measures share. A report of one measure keeps only its warnings."""
+    """Return the notes that all measures share; for a single measure, only the warnings."""
     notes = list_shared_notes(report)
     measures = [section for section in report.sections if "." not in section.measure]
     if len(measures) < 2:  # the chapter of the single measure has its other notes
@@ -167,8 +167,8 @@ def write_answer(summary: Section) -> Paragraph | None:
         if name == ATTACKED:
             texts.append(_describe_attacked(clean, attacked, broken))
         elif worded and not (name == NORM and attacked):  # with attacks, no sentence on the norm
-            # A figure may have a row for each ball: the last row is of the largest ball. Prefer the
-            # largest ball with a positive figure.
+            # A figure may have a row for each ball; the last row is of the largest ball. Prefer
+            # the largest ball with a positive figure.
             positive = [row for row in worded if order(row.value) > 0]
             texts.append((positive or worded)[-1].sentence)
     if not texts:
@@ -318,7 +318,7 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
 def _suggest_attack(
     report: Report, summary: Section, options: Sequence[str]
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the step "run an attack", if the Jacobian of the logits was measured and no attack ran."""
+    """Yield the step to run an attack, if the norm of the logits was measured without attacks."""
     jacobian = report.section("jacobian")
     if jacobian is None or not find_figures(summary, NORM) or report.section("attack"):
         return

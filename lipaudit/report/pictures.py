@@ -245,7 +245,7 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
 def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
     """Draw a bar for every step of the model: how much sensitivity passes through each part.
 
-    A step is the attention or the MLP of a block. The parts of a step are attention maps
+    A step is the attention, the MLP, or both in parallel. The parts of a step are attention maps
     (pattern), values, the MLP and the skip connection. The height of a part is its mean share over
     the samples: means of the parts add up to 1, medians would not.
     """
@@ -330,8 +330,8 @@ def _draw_map(
     where = "first sample"
     if attended:
         where = f"sample {attended.sample[:12]}"
-    # The map of many tokens is stored as means over square blocks: an entry is the mean over `block`
-    # queries and `block` keys. The last block may be narrower.
+    # The map of many tokens is stored as means over square blocks: an entry is the mean over
+    # `block` queries and `block` keys. The last block may be narrower.
     tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
     block = math.ceil(int(tokens) / max(values.shape))
     title = f"Attention map of head {head}, {where}"

@@ -54,27 +54,30 @@ def draw_block(axes: Axes, block: Picture) -> list[Tip]:
 
 
 def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
-    """Draw the entries of a matrix as coloured cells, with their numbers if there are not many."""
+    """Draw the entries of a matrix as coloured cells; a small matrix also gets numbers.
+
+    Yields the tooltip of each cell: the text, and the two ends of the cell along x and y.
+    """
     import numpy as np
     from matplotlib import colormaps
 
     values = np.array(block.values, dtype=np.float64)
     if block.square:
-        values[values == 0] = float("nan")  # masked keys stay blank
+        values[values == 0] = float("nan")  # of masked keys: such cells stay blank
     scale = blocks.compute_scale(block)
     norm = _choose_norm(block, scale)
     colours: Any = colormaps["viridis" if block.centre is None else "RdBu_r"]
     height, width = values.shape
     across = np.arange(width + 1) - 0.5
     down = np.arange(height + 1) - 0.5
-    # Many cells as paths would make the page several megabytes large.
+    # Many cells drawn as paths would make the page several megabytes large: embed an image.
     embedded = block.square or values.size > MANY
     look: dict[str, Any] = {"cmap": colours, "norm": norm, "rasterized": embedded}
     mesh = axes.pcolormesh(across, down, np.ma.masked_invalid(values), clip_on=False, **look)
     _draw_colours(axes, mesh, block.column, log=scale.log)
     ylabel, xlabel = block.axes
     axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xlabel=xlabel, ylabel=ylabel)
-    most = 16
+    most = 16  # largest number of names along an axis
     if block.square:
         axes.set_box_aspect(height / width)
         if max(height, width) <= MOST_NAMED:
@@ -89,6 +92,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
         if has_numbers:
             ink = INK
             if scale.share(value) is not None:  # the cell has a colour: white on dark, else black
+                # The brightness of the colour, from its red, green and blue.
                 luma = np.dot(colours(norm(values[y, x]))[:3], (0.3, 0.59, 0.11))
                 ink = "#ffffff" if luma < DARK else "#000000"
             axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
@@ -98,7 +102,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
 
 
 def _choose_norm(block: Heatmap, scale: blocks.Scale) -> Any:
-    """Return matplotlib's map from values to [0, 1], the range of its colours."""
+    """Return matplotlib's norm: the function that maps values to [0, 1], the range of colours."""
     from matplotlib.colors import LogNorm, Normalize, PowerNorm
 
     if block.square:
@@ -125,7 +129,10 @@ def _draw_colours(axes: Axes, mesh: Any, column: Column, *, log: bool) -> None:
 
 
 def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
-    """Count values in bins that all groups share, logarithmic ones beyond a decade."""
+    """Draw a histogram of each group of values over the same bins.
+
+    The bins are logarithmic if the values are positive and span more than a decade.
+    """
     import numpy as np
 
     pooled: list[float] = []
@@ -139,7 +146,7 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
     edges = spread(low, high, bins + 1)
     edges[0] = low  # geomspace may round its ends inwards
     edges[-1] = high
-    most = 1
+    most = 1  # the largest count, which sets the height of the axis
     for index, (label, values) in enumerate(block.values.items()):
         place = block.colours.get(label, index)
         colour = choose_colour(place)
@@ -153,7 +160,7 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
     frames.set_ticks(axes.yaxis, Column("count", "", format="d"))
     if len(block.values) > 1:
         frames.set_legend(axes)
-    yield from ()  # the axes name the figures
+    yield from ()  # a histogram has no tooltips: the axes name the figures
 
 
 def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
@@ -186,7 +193,10 @@ def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
 
 
 def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
-    """Draw points and lines; with very many points, only those of the largest y have tooltips."""
+    """Draw the points and lines of each series, and yield tooltips of the points.
+
+    With very many points, only the points with the largest y have tooltips.
+    """
     most = MOST_TIPS // sum(not series.guide for series in block.series)  # tooltips of a series
     for index, series in enumerate(block.series):
         _draw_series(axes, block, index)
@@ -276,7 +286,7 @@ LIMIT: dict[str, Any] = {"color": INK, "linestyle": ":", "linewidth": 1.2}
 
 
 def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
-    """Draw a row for each figure: its name and text above its interval, the largest first."""
+    """Draw a row for each figure: an interval, and above it the name and text of the figure."""
     import numpy as np
 
     known = [block.centre]
@@ -303,7 +313,15 @@ def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
 
 
 def _draw_bar(axes: Axes, row: int, bar: Bar) -> None:
-    """Draw an interval with its value and the limit of its rule, and its texts above it."""
+    """Draw a row of a forest plot: an interval with the value, the limit of a rule, and two texts.
+
+    Values and ends beyond the axis are drawn at the end of the axis.
+
+    Args:
+        axes: the axes; x has the values, y the number of the row.
+        row: the number of the row.
+        bar: the figure.
+    """
     low, high = axes.get_xlim()
     colour = choose_colour(bar.colour)
     if bar.low is not None and bar.high is not None:
@@ -320,9 +338,11 @@ def _draw_bar(axes: Axes, row: int, bar: Bar) -> None:
 
 
 def _clip(known: Sequence[float], block: Forest) -> list[float]:
-    """Return the finite values that an axis has to show, cut where an interval is very wide.
+    """Return the values that an axis has to show, without the far ends of very wide intervals.
 
-    An interval is not drawn beyond ten times the values, which would be too small to see.
+    Beside an interval of 100 times the largest value, the values could not be told apart. So each
+    end is clipped at ten times the largest distance of a value from the centre; on a logarithmic
+    axis, at ten times the largest value and a tenth of the smallest value.
 
     Args:
         known: the values, the ends of their intervals and the limits of rules.

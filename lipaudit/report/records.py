@@ -35,7 +35,10 @@ def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
 
 
 def write_csv(rows: Iterable[Cells]) -> bytes:
-    """Write the names, then the rows; missing values are empty, control characters are shown."""
+    """Write rows as CSV with a line of column names; missing values are empty.
+
+    The columns are all keys of all rows, in the order of their first appearance.
+    """
     rows = list(rows)
     names = dict.fromkeys(chain.from_iterable(rows))
     file = io.StringIO(newline="")
@@ -53,7 +56,7 @@ def _format_csv(value: Any) -> Any:
     A text that a spreadsheet would read as a formula gets an apostrophe in front.
     """
     if isinstance(value, float):
-        # -0.0 + 0.0 is 0.0.
+        # Adding zero removes the sign of -0.0.
         return value + 0.0
     if not isinstance(value, str):
         return value
@@ -71,7 +74,10 @@ _NOT_XML = re.compile("[\ufffe\uffff]")
 
 
 def write_junit(judgement: Judgement) -> bytes:
-    """Write one test case per verdict; what is inconclusive is skipped, not passed."""
+    """Write a JUnit file with one test case per verdict, for the test pages of CI.
+
+    An inconclusive verdict counts as a skipped test.
+    """
     from xml.etree import ElementTree
 
     kinds = Counter(_choose_kind(judgement, verdict) for verdict in judgement.verdicts)
@@ -138,10 +144,11 @@ def list_rows(record: Report | Comparison | Ranking, reports: Sequence[Report]) 
 
 
 def _list_cells(report: Report) -> Iterator[Cells]:
-    """Yield a report in long form: a line for each cell of its rows, then of its samples.
+    """Yield a report in long form: one line for each cell of each table.
 
-    Lines of rows have no sample, lines of samples have no row. Numbers are in `value`, words in
-    `text`. Truth values are 1 and 0.
+    A section first has lines for the cells of its rows (with an empty `sample`), then lines for
+    its per-sample figures (with an empty `row`). Numbers are in `value`, words in `text`. Truth
+    values are 1 and 0.
     """
     from lipaudit.gate.readings import index_rows
 
@@ -164,7 +171,11 @@ def _list_cells(report: Report) -> Iterator[Cells]:
 
 
 def _describe_cell(name: str, value: Any, column: Column) -> Cells:
-    """Return a cell in long form; names and counts have no domain and status."""
+    """Return the fields of a cell in long form.
+
+    `domain` and `status` say at which inputs and how far a figure is proven. They are empty for
+    names and counts.
+    """
     cell: Cells = {"column": name, "value": None, "text": None, "unit": column.unit}
     cell |= {"domain": None, "status": None}
     if isinstance(value, str):

@@ -72,7 +72,7 @@ def _read_tightness(report: Report) -> float | None:
     section = report.section("bounds")
     if section is None:
         return None
-    # Of logarithms, because a bound may be too large for a float.
+    # The median of base-10 logarithms, because a bound may be too large for a float.
     exponent = middle(log10_ratio(row, "sharp") for row in section.rows)
     if exponent is None:
         return None
@@ -88,15 +88,15 @@ def _read_fragile(report: Report) -> float | None:
 
 
 def _read_sensitivity(report: Report) -> float | None:
-    """Return the norm of the Jacobian from the input to the output (median over samples)."""
+    """Return the norm of the model's Jacobian, output by input (median over samples)."""
     medians = _list_cells(report, "jacobian", "median")
     if not medians:
         return None
-    return medians[0]
+    return medians[0]  # the first row is the Jacobian of the model
 
 
 def _name_ends(report: Report) -> str:
-    """Return the two ends of the Jacobian: `pixels to logits`."""
+    """Return the input and the output of the measured Jacobian in words: `pixels to logits`."""
     section = report.section("jacobian")
     if section is None or not section.rows:
         return ""
@@ -152,11 +152,15 @@ YARDSTICKS = (
 
 
 def read_figures(report: Report) -> dict[str, dict[str, Any]]:
-    """Return the figures of a report that known models have, by label, and what they are of."""
+    """Return the figures of a report for the list of known models in the docs, by label.
+
+    Only figures of this list (YARDSTICKS) are returned. Each comes with its value and with the
+    condition of a fair comparison (`where`), such as the ball of an attack.
+    """
     found = {}
     for yardstick in YARDSTICKS:
         value = yardstick.read(report)
-        if value is not None:
+        if value is not None:  # the report has the section of the figure
             found[yardstick.label] = {"value": value, "where": yardstick.where(report)}
     return found
 
@@ -171,8 +175,8 @@ def list_known() -> tuple[Mapping[str, Any], ...]:
 def compare_with_known(report: Report) -> Iterator[Chapter]:
     """Yield a chapter with the figures of a report beside those of known models.
 
-    A figure is shown if a known model has it under equal conditions, such as the ball of an
-    attack; no chapter without such a figure.
+    A figure is shown if a known model has the same figure under equal conditions (`where`), such
+    as the ball of an attack. Without such a figure there is no chapter.
     """
     rows: list[Cells] = []
     for yardstick in YARDSTICKS:
@@ -182,7 +186,7 @@ def compare_with_known(report: Report) -> Iterator[Chapter]:
         where = yardstick.where(report)
         texts = []
         for model in list_known():
-            if model["name"] == report.run.model.spec:
+            if model["name"] == report.run.model.spec:  # no comparison with itself
                 continue
             figure = model["figures"].get(yardstick.label)
             if figure is not None and figure["where"] == where:

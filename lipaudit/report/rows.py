@@ -27,14 +27,19 @@ TOP = 10
 
 
 def find_columns(sections: Sections) -> dict[str, Column]:
-    """Return the columns of all sections; `head` reads LAYER.HEAD and comes first."""
+    """Return the columns of all sections, by name.
+
+    If there is a column `head`, it comes first, with the description of names such as 3.11
+    (LAYER.HEAD).
+    """
     columns: dict[str, Column] = {}
     for section in sections.values():
         columns |= section.columns
     if "head" not in columns:
         return columns
     head = {"head": cells.HEADINGS["head"]}
-    return head | columns | head  # first for the order, last because its description counts
+    # The first `head` sets the place of the column, the last one sets its description.
+    return head | columns | head
 
 
 def read_rows(sections: Sections) -> list[Row]:
@@ -52,7 +57,7 @@ def read_rows(sections: Sections) -> list[Row]:
 
 
 def name_head(row: Row) -> str:
-    """Return LAYER.HEAD; without a head the layer, without a layer the model."""
+    """Return the name of a row: 3.11 (LAYER.HEAD), `layer 3` or `model`."""
     if row.layer is None:
         return "model"
     if row.head is None:
@@ -61,7 +66,7 @@ def name_head(row: Row) -> str:
 
 
 def add_model(label: str, title: str) -> str:
-    """Return a title with the name of its report before it, if there are several."""
+    """Return a title that begins with the name of its report; an empty name leaves it as it is."""
     if not label:
         return title
     return f"{label}: {title}"
@@ -111,16 +116,19 @@ def tabulate_rows(
     keys: int = 1,
     **how: Any,
 ) -> list[Table]:
-    """Return the table of a section that a page makes, such as of a ranking; none without rows.
+    """Return a list with one table of these rows; an empty list without rows.
+
+    Pages use this function for tables that are no section of a report, such as a ranking.
 
     Args:
-        columns: its columns; those without a value are left out, as in every section.
-        rows: its cells; those that a row lacks are missing, those of no column are not shown.
+        columns: the columns by name; columns without any value are left out.
+        rows: the cells of each row by name of the column. A column without a cell shows a missing
+            value; a cell without a column is not shown.
         title: printed above the table.
         keys: number of leading columns that name the row.
-        how: other attributes of the table.
+        how: other attributes of the table, such as `folded`.
     """
-    # Not checked, as sections of a file are: medians of counts may be no whole numbers.
+    # `model_construct` skips the checks for sections of files: a median of counts may be 2.5.
     section = Section.model_construct(
         measure="", columns=dict(columns), rows=tuple(map(Row, rows))
     )
@@ -131,14 +139,16 @@ def tabulate_rows(
 
 
 def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Iterator[Table]:
-    """Tabulate rows; rows of several reports with equal keys are adjacent.
+    """Yield one table of the rows of a measure, in one report or in several; none without rows.
 
-    Limits (NAME_low, NAME_high) are shown in brackets. Columns without values are left out.
+    The keys of a row are the columns that name it, such as `head`. Rows of several reports with
+    equal keys are adjacent. Confidence limits (NAME_low, NAME_high) are shown in brackets behind
+    the figure NAME. Columns without values are left out.
 
     Args:
-        sections: the sections by report.
-        names: columns; the closest bound of each status follows. By default all columns.
-        by: a column; of many rows, those with its largest values are shown.
+        sections: the section of one report (named ""), or of several by the names of their models.
+        names: the columns to show. The closest bound of each status follows. Empty: all columns.
+        by: a column; of many rows, only rows with the largest values in this column are shown.
     """
     rows = _select_rows(sections, by)
     shown = _choose_columns(find_columns(sections), rows, names)
@@ -163,11 +173,11 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
 
 
 def _select_rows(sections: Sections, by: str) -> list[Row]:
-    """Return the rows of all reports; of many rows, those with the largest values of a column.
+    """Return the rows of all reports; of a report with many rows, only the largest values.
 
     Args:
         sections: the sections by report.
-        by: the column; empty: all rows.
+        by: the column that sorts the rows of each report; empty: all rows in their order.
     """
     rows: list[Row] = []
     for label, section in sections.items():
@@ -183,17 +193,17 @@ def _select_rows(sections: Sections, by: str) -> list[Row]:
 def _choose_columns(
     columns: Mapping[str, Column], rows: Sequence[Row], names: Sequence[str]
 ) -> dict[str, Column]:
-    """Return the columns of a table by name, without columns that say nothing of any row.
+    """Return the columns of a table by name, without columns that are empty in every row.
 
     Args:
         columns: all columns of the section.
         rows: the rows of the table.
-        names: the columns to show, which the closest bounds follow; empty: all.
+        names: the columns to show; the closest bounds are added. Empty: all columns.
     """
     hidden = set()
     for name in columns:  # limits are shown beside their value
         hidden |= {f"{name}_low", f"{name}_high"}
-    if "head" in columns:  # `head` names the layer, too
+    if "head" in columns:  # a head is named LAYER.HEAD, so the layer needs no column
         hidden |= {"layer", "module"}
     every = [name for name in columns if name not in hidden]
     wanted = every
@@ -207,7 +217,7 @@ def _choose_columns(
         if name not in columns:  # in a report of another version
             continue
         column = columns[name]
-        # Texts and truth values that equal their default in every row are left out, too.
+        # A text or truth value (format "s" or "") also counts as empty if it is the default.
         empty: set[Any] = {"", None}
         if column.format in ("s", ""):
             empty.add(column.default)
@@ -218,9 +228,10 @@ def _choose_columns(
 
 
 def find_closest_bounds(columns: Mapping[str, Column], rows: Sequence[Row]) -> dict[str, str]:
-    """Return the name of the closest bound for each status: certified, or at the samples only.
+    """Return the name of the closest bound for each status.
 
-    It has the smallest ratio to the exact norm at the median head.
+    A bound with the status `certified` holds on the whole domain; other bounds hold at the samples
+    only. The closest bound has the smallest median, over heads, of bound / exact norm.
     """
     closest: dict[str, str] = {}
     smallest: dict[str, float] = {}

@@ -49,8 +49,8 @@ class Policy:
         Args:
             total: number of items.
             entries: how many numbers the computation holds in memory for each item.
-            limit: largest number of them in a chunk, `chunk_entries` by default. A chunk has at
-                least one item, however large it is.
+            limit: how many numbers a chunk may hold in memory, `chunk_entries` by default. A
+                single item that needs more is a chunk of its own.
         """
         size = max(1, (limit or self.chunk_entries) // max(1, entries))
         chunks = []

@@ -36,10 +36,12 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
         seeds: one per sample.
     """
     if heads.x_kv is not None or not are_affine(heads):
-        # The search moves q, k and v with the tokens X by X W, which affine projections do.
+        # If the tokens move by dX, the search moves q, k and v by dX W. Only affine projections
+        # move them so.
         return torch.full(heads.q.shape[:2], torch.nan, dtype=torch.float64, device=heads.q.device)
+    # Values divided by `size`, so that no number overflows. ||J|| is proportional to the values.
     unit, size = unit_values(heads.to(torch.float64))
-    # Values less their mean: this changes no derivative, and makes its rounding error smaller.
+    # Values less their mean: J stays the same, and its rounding error becomes smaller.
     mean = mean_value(unit.attention(), unit.v)
     unit = unit.with_same_map(v=unit.v - mean)
     n, dv = unit.v.shape[2:]  # self-attention has as many queries as values
@@ -52,8 +54,8 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
 def _climb_in_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
     """Return the largest ||J^T u|| with |u| = 1 that gradient ascent finds, (batch, heads).
 
-    J is the Jacobian at tokens within r of X. The first steps are at X, a power iteration for u;
-    the others move the tokens as well.
+    J is the Jacobian at tokens within r of X. The first `AT_X` steps stay at X and are a power
+    iteration for u. The `UPHILL` steps after them also move the tokens.
 
     Args:
         heads: the heads at X.

@@ -92,9 +92,10 @@ def mean_value(
 ) -> Float[Tensor, "*batch 1 dv"]:
     """Return z, the mean of the values v_j, weighted by the column sums of the attention map P.
 
-    With v_j - z for v_j the differences v_j - o_i from the outputs o_i = sum_j P_ij v_j stay the
-    same if rows of P sum to 1 (no sink). But their rounding errors fall: they are relative to the
-    length of the values, which is now about the distance between them.
+    Callers replace v_j by v_j - z. The differences v_j - o_i from the outputs o_i = sum_j P_ij v_j
+    then stay the same if rows of P sum to 1 (no sink). Their rounding errors are relative to the
+    length of the values. Centred values are about as long as the distances between values, so the
+    rounding errors become smaller.
 
     Args:
         p: P, or some of its rows, for another weighted mean.
@@ -114,8 +115,8 @@ def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored
     """Return the outputs o_i = sum_j P_ij v_j, and c_ia = P_ia (v_a - o_i) for a single key a.
 
     a is the key with the largest entry of row P_i. If P_i is nearly one-hot, o_i is close to v_a,
-    and their difference would have few correct digits. It is computed without cancellation:
-    v_a - o_i = (1 - P_ia) v_a - sum_{j != a} P_ij v_j, where 1 - P_ia is the sum of the others.
+    and a plain v_a - o_i would have few correct digits. Without cancellation the difference is
+    (1 - P_ia) v_a - sum_{j != a} P_ij v_j, where 1 - P_ia is the sum of all other entries.
 
     Args:
         p: P, (..., n, m).
@@ -194,7 +195,8 @@ def map_rows(heads: Heads, p: Tensor | None) -> Iterator[MapRows]:
 
     Args:
         heads: the heads; each on each batch row is a problem.
-        p: P, which is one block; None if it is too large to be stored, and its rows are computed.
+        p: the stored P, yielded as one block. None if P is too large to be stored: its rows are
+            then computed here, block by block.
     """
     if p is not None:
         yield MapRows(p, slice(None), slice(None))
@@ -248,10 +250,10 @@ class Attend:
     sides: list[InputSide]
 
     def pull(self, u: Tensor) -> list[Tensor]:
-        """Backpropagate a gradient u in O = P V: return the gradients in x W of every input.
+        """Backpropagate a gradient u in O = P V: return the gradients in x W of every input x.
 
-        x W holds those of q, k and v that read the input x, side by side, before rotary position
-        or qk-norm.
+        x W is [q k v] before rotary position or qk-norm. With two inputs, x W is q for the first
+        and [k v] for the second. Constant queries, keys or values are left out.
         """
         # The softmax needs sum_j P_ij <u_i, v_j> = <u_i, o_i>: known without a sum over the keys.
         inner = (u * self.o).sum(-1, keepdim=True)
@@ -298,9 +300,10 @@ class Attend:
         return pulled
 
     def push(self, inputs: list[Tensor]) -> Tensor:
-        """Return the change dO of O = P V for changes of x W of every input (forward mode).
+        """Return the change dO of O = P V for changes of x W of every input x (forward mode).
 
-        x W holds those of q, k and v that read the input x, side by side.
+        x W is [q k v] before rotary position or qk-norm. With two inputs, x W is q for the first
+        and [k v] for the second. Constant queries, keys or values are left out.
         """
         tangents: dict[str, Tensor] = {}  # dq, dk and dv by name
         for side, y in zip(self.sides, inputs, strict=True):
@@ -362,7 +365,8 @@ class Attend:
             return None
         if self.slope is not None:
             ds = ds * self.slope
-        # Heads with `extra` store P in one block: here are all queries and keys.
+        # Heads with `extra` have P in one block, so the slices contain all queries and keys, as
+        # the terms r and t do.
         for name, terms in self.extra.items():
             if name in tangents:
                 by_partner = terms._replace(vectors=terms.vectors.mT)
@@ -377,14 +381,15 @@ class Attend:
         """Return W_V, (heads, D, d_v); None if v is constant or not an affine map of its token."""
         if not self.sides or "v" in self.local:
             return None
-        side = self.sides[-1]  # of the keys' and values' input, W = [.. W_V] with W_V last
+        side = self.sides[-1]  # the input of the keys and values; W_V is the last part of its W
         if "v" not in side.names:
             return None
         return side.weight[..., -self.v.shape[2] :]
 
     def select(self, index: Tensor | slice) -> Attend:
         """Return the derivative for some problems, each one head on one batch row."""
-        # Layers whose P is too large to be stored are split before: nothing is selected from them.
+        # A layer whose P is too large to be stored has been split into parts with one norm each.
+        # Such a part is solved as a whole, and nothing is selected from it.
         assert self.p is not None
         slope = self.slope
         if slope is not None:
@@ -394,7 +399,7 @@ class Attend:
             extra[name] = terms._replace(sets=terms.sets[index])
         local = {}
         for name, g in self.local.items():
-            local[name] = g if len(g) == 1 else g[index]  # one that all problems share stays
+            local[name] = g if len(g) == 1 else g[index]  # length 1: all problems share this G
         return replace(
             self,
             p=self.p[index],
@@ -431,7 +436,8 @@ def linearize_attention(heads: Heads) -> Attend:
 
     P is stored if it fits into memory; otherwise its rows are computed whenever they are needed.
     """
-    # Gradients of logits by pair of tokens (`pairs`) take as much memory as P: store P as well.
+    # If the heads hold gradients of logits for each pair of tokens (`pairs`), these take as much
+    # memory as P. P is then stored too, whatever its size.
     p = None
     if len(heads.row_blocks()) == 1 or heads.pairs is not None:
         p = heads.attention().flatten(0, 1)
@@ -439,9 +445,9 @@ def linearize_attention(heads: Heads) -> Attend:
     v = heads.v.flatten(0, 1)
     sink = heads.sink_share()
     if sink is None:
-        # Rows of P sum to 1, so v_j - o_i stays the same if the values are centred, and its
-        # rounding error falls. Any mean with weights of the size of P's will do: those of the
-        # first block of rows. With a sink the rows sum to less than 1, so v stays as it is.
+        # Rows of P sum to 1, so v_j - o_i stays the same if the values are centred, and the
+        # rounding error becomes smaller. Any weighted mean of the values serves. The first block
+        # of P gives the weights. With a sink the rows sum to less than 1, so v is not centred.
         block = next(map_rows(heads, p))
         v = v - mean_value(block.p, v[:, block.keys])
     else:
@@ -469,7 +475,7 @@ def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
 
     `slope` is the derivative of a soft cap, `extra` has the terms that relative positions add to
     the gradients in q or k. A problem is one head on one batch row. Terms that several problems
-    share are stored once, with the index of its set for each problem.
+    share are stored once, as a set; every problem has the index of its set.
     """
     shape = heads.q.shape[:2]
     pairs = heads.pairs or Pairs()
@@ -494,8 +500,8 @@ def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
 def _flatten_local_maps(heads: Heads) -> dict[str, Tensor]:
     """Return the field `local` of `Attend`: the Jacobian G of a rotary position or qk-norm.
 
-    It is given for those of q, k and v that have one, for each problem (a head on a batch row) or
-    once for all problems.
+    The dictionary has G under the names q, k and v; an affine projection has no entry. G is
+    stored for each problem (a head on a batch row), or once if all problems share it.
     """
     local = {}
     readers = {"q": heads.to_q, "k": heads.to_k, "v": heads.to_v}

@@ -57,8 +57,8 @@ class AffineRows:
 def affine_rows(ingredients: Ingredients) -> AffineRows:
     """Return the norms and inner products of u_i, a_i and z_j of affine heads.
 
-    u_i = s W_K q_i is the gradient of the logits of query i in the token of a key, z_j = s W_Q k_j
-    that of the logits of key j in the token of a query, and a_i = W_V^T u_i; s is their scale.
+    Logit ij is s <q_i, k_j> with the scale s. Its gradient in the token of key j is
+    u_i = s W_K q_i, and its gradient in the token of query i is z_j = s W_Q k_j. a_i is W_V^T u_i.
     """
     at = ingredients.at
     weights = ingredients.weights
@@ -70,7 +70,8 @@ def affine_rows(ingredients: Ingredients) -> AffineRows:
     u = vector_norm(images, dim=-1, keepdim=True)
     projected = q @ (s * weights.to_inside)
     inside = vector_norm(projected, dim=-1, keepdim=True)
-    # ||X^T u_i|| for a basis X of the range of W_Q, raised by its rounding error, `left` ||u_i||.
+    # ||X^T u_i|| for a basis X of the range of W_Q. The rounding error of X is at most `left`, so
+    # the norm is raised by `left` ||u_i|| to stay an upper limit.
     inside = inside + weights.left[:, None, None] * u
     return AffineRows(
         wv=weights.value[:, None, None].expand_as(at.s),
@@ -106,10 +107,10 @@ def query_term(at: Centred, rows: AffineRows) -> Rows:
 def _bound_query_rounding(at: Centred, rows: AffineRows) -> Rows:
     """Bound the rounding error of the square that `query_term` computes.
 
-    That is sum_jl P_ij P_il <z_j, z_l> (||v_j - o_i||^2 - ||v_j - v_l||^2 / 2). With the moments
-    m_k = sum_j P_ij ||z_j|| ||v_j||^k its terms add up to at most
-    m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2) in size. The error is at most this times
-    the relative error of sums of products.
+    The square is sum_jl P_ij P_il <z_j, z_l> (||v_j - o_i||^2 - ||v_j - v_l||^2 / 2). With the
+    moments m_k = sum_j P_ij ||z_j|| ||v_j||^k, the absolute values of all terms add up to at most
+    m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2). The rounding error is at most this sum
+    times the relative error of sums of products.
     """
     z = vector_norm(rows.z, dim=-1)
     v2 = at.v2[..., 0]
@@ -119,8 +120,9 @@ def _bound_query_rounding(at: Centred, rows: AffineRows) -> Rows:
     # m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2)
     behind_m0 = 2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2
     terms = m1.square() + m0 * behind_m0
-    # In units u = eps / 2 of terms, rounding(x of n columns) = 2 n + 32. The two sums over tokens
-    # cost 2 m, kappa d, <v_j, v_l> d_v, other sums and products 20.
+    # Relative errors in units of the unit roundoff u = eps / 2: the two sums over m tokens cost
+    # 2 m, <z_j, z_l> costs d, <v_j, v_l> costs d_v, all other operations 20. `rounding` of n
+    # columns is 2 n + 32 such units, so the factor below is more than all of them.
     channels = max(rounding(at.v), rounding(rows.z))
     return (rounding(at.p) + 2 * channels) * terms
 
@@ -136,15 +138,19 @@ KEYS_MATTER = 0.25
 
 
 def bound_by_blocks(ingredients: Ingredients) -> PerHead:
-    """Return an upper bound of the Jacobian norm at X, (batch, heads), for heads of every kind.
+    """Return an upper bound of the Jacobian norm ||J|| at X, (batch, heads), for every head.
 
-    Small heads: from the exact norms of the blocks of J J^T. Affine heads: from bounds of these
-    norms (`gram_bound`). Others: ||B||, where B_ij bounds the norm of block (i, j) of J.
+    The norm of a block matrix is at most the norm of the matrix of its blocks' norms. In order:
+
+    * self-attention with a small J: J is formed, and the norms of the blocks of J J^T are exact;
+    * affine heads (q, k and v are affine in the tokens, logits are s q k^T plus a constant): the
+      norms of the blocks of J J^T are bounded by a formula (`gram_bound`), without forming J;
+    * all other heads: the bound is ||B||, where B_ij bounds the norm of block (i, j) of J.
     """
     heads = ingredients.heads
-    joint = heads.x_kv is None  # queries and keys read one input
-    pairs = ingredients.at.p[0, 0].numel()  # of a query and a key: n m
-    entries = pairs * heads.v.shape[-1] * heads.x.shape[-1]  # of J of one head on one batch row
+    joint = heads.x_kv is None  # self-attention: queries and keys read the same tokens
+    pairs = ingredients.at.p[0, 0].numel()  # n queries times m keys
+    entries = pairs * heads.v.shape[-1] * heads.x.shape[-1]  # numbers in J of one head on one row
     if joint and entries <= heads.policy.dense_entries:
         return _bound_dense_blocks(heads)
     if are_affine(heads):
@@ -156,8 +162,8 @@ def bound_by_blocks(ingredients: Ingredients) -> PerHead:
 def _bound_dense_blocks(heads: Heads) -> Tensor:
     """Bound ||J|| by the exact norms of the d_v x d_v blocks of J J^T, one batch row at a time.
 
-    ||J||^2 = ||J J^T||, and the norm of a matrix is at most that of the matrix of its blocks'
-    norms.
+    ||J||^2 = ||J J^T||. The norm of a block matrix is at most the norm of the matrix of its
+    blocks' norms.
     """
     n = heads.q.shape[2]
     dv = heads.v.shape[3]
@@ -197,18 +203,19 @@ def _bound_dense_blocks(heads: Heads) -> Tensor:
 def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
     """Bound ||J|| of affine heads by ||J||^2 <= ||M|| + 2 ||A B^T||, (batch, heads).
 
-    J = A + B + C, its parts through values, keys and queries. M_il bounds the norm of block
-    (i, l) of J J^T without A B^T and B A^T.
+    J = A + B + C are the derivatives of the output through values, keys and queries. M_il bounds
+    the norm of block (i, l) of J J^T - A B^T - B A^T.
 
     Args:
         at: P, keys, values and outputs.
         rows: gradients of the logits.
-        joint: whether queries and keys read one input. If they read two, C C^T is all that C adds
-            to J J^T.
+        joint: whether queries and keys read one input. If they read two inputs, A C^T and B C^T
+            are 0.
     """
     pw = at.w2.sqrt().mul_(at.p)  # P_ij ||v_j - o_i||
     t = query_term(at, rows)  # upper limits of the norms of the blocks of C
-    f = row_lengths(at, rows, pw)  # of ||F_i||, F_i with the columns P_ij (v_j - o_i)
+    # Upper limits of ||F_i||, where F_i has the columns P_ij (v_j - o_i).
+    f = row_lengths(at, rows, pw)
     matrix = block_norms(at, rows, pw, t, f, joint=joint)  # M
     # In units of its largest entry no square of M overflows.
     largest = matrix.amax((-2, -1))
@@ -217,7 +224,8 @@ def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
     leading = matrix_norms.positive_vector(matrix.float(), STEPS).to(matrix)
     norm = matrix_norms.nonnegative_norm(matrix, u=leading)
     leading = leading / vector_norm(leading, dim=-1, keepdim=True)
-    # Entries of M are sums of m products of numbers >= 0: off by at most (m + 40) u, relatively.
+    # Entries of M are sums of m products of numbers >= 0. Their relative rounding error is at most
+    # (m + 40) u, u = eps / 2.
     share = 2 * matrix_norms.product_rounding(at.p)
     norm = (1 + share) * (norm * largest)  # ||M||
     square = norm + 2 * value_key_norm(at, rows, f, leading)
@@ -235,10 +243,11 @@ def block_norms(
 ) -> Float[Tensor, "batch heads n n"]:
     """Return M: upper limits of the norms of the blocks of J J^T, without A B^T and B A^T.
 
-    J = A + B + C, its parts through values, keys and queries. M_il bounds the norm of block (i, l)
-    of A A^T + B B^T + C C^T + (A + B) C^T + C (A + B)^T. With w_ij = v_j - o_i and the gradient
-    u_i = s W_K q_i of logits, the blocks of A + B are P_ij (W_V^T + w_ij u_i^T), and C has the
-    blocks s T_i W_Q^T on its diagonal, T_i = sum_j P_ij w_ij k_j^T.
+    J = A + B + C are the derivatives of the output through values, keys and queries. M_il bounds
+    the norm of block (i, l) of A A^T + B B^T + C C^T + (A + B) C^T + C (A + B)^T. With
+    w_ij = v_j - o_i and the gradient u_i = s W_K q_i of logit ij in the token of key j, the blocks
+    of A + B are P_ij (W_V^T + w_ij u_i^T). C has the blocks s T_i W_Q^T on its diagonal, where
+    T_i = sum_j P_ij w_ij k_j^T.
 
     Args:
         at: maps and values.
@@ -250,8 +259,7 @@ def block_norms(
     """
     t = t[..., None]
     f = f[..., None]
-    # |<u_i, u_l>|, raised: it costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than
-    # rounding() allows.
+    # |<u_i, u_l>|, raised by its rounding error, at most `rounding` times ||u_i|| ||u_l||.
     inner_u = (rows.images @ rows.images.mT).abs_()
     inner_u.addcmul_(rounding(rows.images) * rows.u, rows.u.mT)
     # B B^T: |<u_i, u_l>| ||F_i F_l^T||
@@ -277,10 +285,10 @@ def block_norms(
 def row_lengths(at: Centred, rows: AffineRows, pw: Maps) -> Rows:
     """Bound ||F_i|| of every query, where F_i has the columns P_ij w_ij, w_ij = v_j - o_i.
 
-    The bound is the Frobenius norm, or the tighter and more expensive Schatten-4 norm in heads
-    where the part B of J through keys is not small beside the part A through values:
-    ||B||^2 <= sum_i ||u_i||^2 ||F_i||_F^2 with u_i = s W_K q_i, and ||A|| >= ||W_V|| ||P^T e|| for
-    a unit vector e.
+    The bound is the Frobenius norm. Heads whose derivative B through keys is not small beside the
+    derivative A through values get the tighter and more expensive Schatten-4 norm. The comparison
+    uses ||B||^2 <= sum_i ||u_i||^2 ||F_i||_F^2 with u_i = s W_K q_i, and
+    ||A|| >= ||W_V|| ||P^T e|| for a unit vector e.
 
     Args:
         at: P and the values.
@@ -307,29 +315,35 @@ def row_lengths(at: Centred, rows: AffineRows, pw: Maps) -> Rows:
 def row_spread(at: Centred, length: Rows) -> Rows:
     """Return the smaller of two upper limits of ||F_i||, F_i with the columns P_ij (v_j - o_i).
 
-    They are the Frobenius norm, given as `length`, and the Schatten-4 norm, which `sum_spread`
-    computes. The second is used only where rounding has left it enough digits.
+    The first limit is the Frobenius norm, given as `length`. The second is the Schatten-4 norm,
+    the fourth root of `power` from `sum_spread`, raised by three errors (u = eps / 2):
+
+    * underflow: numbers below the smallest one become 0;
+    * `error`: rounding of the sums in `power`;
+    * `change`: rounding of the inputs of these sums, the Gram matrix g = V V^T and c.
+
+    Where too many digits of `power` cancelled, the second limit is not used.
     """
     tiny = torch.finfo(at.p.dtype).tiny
-    # c_j = <v_j, o_i> - ||o_i||^2 / 2
+    # c_j = <v_j, o_i> - ||o_i||^2 / 2, an input of `sum_spread`
     c = (at.v2.mT - at.w2).mul_(0.5)
     power, terms, total = sum_spread(at.p, at.gram, c)
-    # The rounding error of the power. It is a sum of numbers whose sizes add up to at most 3
-    # `terms`. Each is a sum of m terms of sums of m, off by at most (2 m + 32) u. A factor of 4
-    # covers the 3 and the error of `terms` itself. Numbers that underflow are below the smallest.
     underflow = 8 * at.p.shape[-1] ** 2 * tiny
+    # `power` adds numbers whose absolute values sum to at most 3 `terms`. Each number is a double
+    # sum over m keys, with a relative error of at most (2 m + 32) u = rounding(P). The factor 4 in
+    # place of 3 covers the error of `terms` itself.
     error = 4 * rounding(at.p) * terms + underflow
-    # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, where g is the Gram matrix of
-    # the values and D^2 = diag w, w_j = P_ij^2. Errors of g and c change it by at most
-    # (|dg| + 2 |dc|) `total`, the sum of the w_j. In units of ||v||^2 + ||o||^2 at most, g is off
-    # by (d_v + 4) u; w2 is raised by and off by less than rounding() each, c by half of that and a
-    # few u.
+    # The square root of `power` is the norm of D (g - c 1^T - 1 c^T) D with D^2 = diag(w),
+    # w_j = P_ij^2. Errors dg and dc change this norm by at most (|dg| + 2 |dc|) `total`, where
+    # `total` is the sum of the w_j. In units of max_j ||v_j||^2 + ||o_i||^2 (`unit`), |dg| is at
+    # most (d_v + 4) u, and 2 |dc| little more than 2 rounding(V).
     unit = at.v2.amax(-2) + at.o2[..., 0]
     change = 3 * rounding(at.v) * total * unit
     root = (power + error).clamp_min(0.0).sqrt()
     upper = (root + change).sqrt()
+    # Enough digits: `power` is at least CLEAR (1 %) of `terms`, and the square root of `power` at
+    # least 1 % of total * unit. Then `error` and `change` are small beside them.
     largest = (total * unit).square()
-    # The power must not be tiny beside the terms whose sum it is: too many digits would cancel.
     has_digits = power >= CLEAR * torch.maximum(terms, CLEAR * largest)
     return torch.where(has_digits, torch.minimum(upper, length), length)
 
@@ -337,12 +351,14 @@ def row_spread(at: Centred, length: Rows) -> Rows:
 def value_key_norm(
     at: Centred, rows: AffineRows, f: Rows, e: Float[Tensor, "batch heads 1 n"]
 ) -> PerHead:
-    """Bound ||A B^T||, the overlap of the parts A and B of J through values and keys.
+    """Bound ||A B^T||, where A and B are the derivatives of the output through values and keys.
 
-    A B^T g = H a with H_il = (P F_l^T g_l)_i, where F_l has the columns P_lj (v_j - o_l),
-    a_l = W_V^T u_l and u_l = s W_K q_l. With rho_l >= ||P F_l^T||,
-    ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g|| ||diag(rho) a||. So
-    ||diag(rho) a|| is a bound, and its Schatten-8 norm, which is returned, is no smaller.
+    For g with the rows g_l, (n, d_v), A B^T g = H a. H_il is (P F_l^T g_l)_i, where F_l has the
+    columns P_lj (v_j - o_l), and a has the rows a_l = W_V^T u_l, u_l = s W_K q_l. With numbers
+    rho_l >= ||P F_l^T||,
+    ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g|| ||diag(rho) a||. So the spectral
+    norm of diag(rho) a is a bound. The Schatten-8 norm of diag(rho) a is returned: it is no
+    smaller, and needs no eigenvalues.
 
     Args:
         at: P, values and outputs.
@@ -359,14 +375,14 @@ def value_key_norm(
 def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"]) -> Rows:
     """Return rho_l >= ||P F_l^T|| of every query, where F_l has the columns P_lj (v_j - o_l).
 
-    For a unit vector e and y = P^T e, P = e y^T + P' with e^T P' = 0, so that
-    rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2 is a bound. It holds for every e >= 0; near the
-    leading left singular vector of P, P' is small.
+    For a unit vector e and y = P^T e, P = e y^T + P' with e^T P' = 0. So
+    rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2 is a bound, for every e >= 0. If e is near the
+    leading left singular vector of P, P' is small and the bound is tight.
 
     Args:
         at: P, values and outputs.
         f: upper limits of ||F_l||.
-        e: the vector before the power step made here.
+        e: a start vector; one power step here brings it nearer to the leading singular vector.
     """
     p = at.p
     share = matrix_norms.product_rounding(p)
@@ -379,8 +395,9 @@ def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"])
     py = p @ y.mT
     sums = (p * y) @ at.v - at.o * py
     image = vector_norm(sums, dim=-1)
-    # The rounding error of ||F_l y||. y is off by (n + 4) u, relatively, sums over keys by
-    # (m + 6) u of sum_j P_lj y_j ||v_j - o_l||, where ||v_j - o_l|| <= `longest`.
+    # The rounding error of ||F_l y||, u = eps / 2: y has a relative error of (n + 4) u. Sums over
+    # keys have an error of (m + 6) u times sum_j P_lj y_j ||v_j - o_l||, and
+    # ||v_j - o_l|| <= `longest`.
     longest = at.v2.amax(-2) + at.o2.amax(-2)
     longest = longest.mul_(2.0).sqrt()
     off = 2 * share * py[..., 0] * longest
@@ -400,13 +417,14 @@ def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"])
 def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     """Return B with B_ij >= ||J_ij||, an upper limit of the norm of every block of J.
 
-    Block (i, j) of J, output i by token j, is P_ij (Phi^v_j + w u^T) through values and keys, with
-    a norm of at most P_ij beta_ij. Block (i, i) has a term through query i as well, with a norm of
-    at most t_i. B has the shape (batch, heads, n, m). If queries read another input than keys (not
-    `joint`), J has further columns for it, and B is (batch, heads, n, m + n) = [P∘beta, diag t].
+    Block (i, j) is the derivative of output i in token j. Through value j and key j it is
+    P_ij (Phi^v_j + w u^T), see `_local_beta`, with a norm of at most P_ij beta_ij. Block (i, i)
+    adds a term through query i, with a norm of at most t_i. B has the shape (batch, heads, n, m).
+    If queries read another input than keys (not `joint`), J has further columns for this input,
+    and B = [P∘beta, diag t] has the shape (batch, heads, n, m + n).
     """
-    # o_i, and c_ij = P_ij (v_j - o_i) in the largest entry of each row without cancellation; some
-    # queries at a time.
+    # The outputs o_i. For the largest P_ij of each row also c_ij = P_ij (v_j - o_i), without
+    # cancellation. Some queries at a time, to save memory.
     per_query = at.p[:, :, 0].numel()
     chunks = heads.policy.chunks(at.p.shape[2], per_query)
     rows = (attend.MapRows(at.p[:, :, i], queries=i, keys=slice(None)) for i in chunks)
@@ -415,7 +433,7 @@ def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     blocks.mul_(at.p)
     t = _local_query_term(heads, at, largest)
     if not joint:
-        # In the precision of the blocks: the rounding error of the norm is derived from it.
+        # In the precision of the blocks: `nonnegative_norm` derives its rounding error from it.
         diagonal = torch.diag_embed(t).to(blocks)
         return torch.cat([blocks, diagonal], -1)
     # ||J_ii|| <= P_ii beta_ii + t_i
@@ -448,8 +466,9 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
     p = at.p
     precision = p.dtype
     if p.shape[-2] * p.shape[-1] > heads.policy.map_limit:
-        # Single precision, to save memory. It is accurate enough: rounding an entry costs u, and
-        # `nonnegative_norm` raises its result by 3 (n + m) u / 2 more than it needs for itself.
+        # Single precision, to save memory. Rounding an entry has a relative error of u = eps / 2.
+        # This is covered: `nonnegative_norm` raises its result by 3 (n + m) u / 2 more than its
+        # own rounding needs.
         precision = torch.float32
     beta = torch.empty_like(p, dtype=precision)
     tokens = torch.arange(p.shape[-1], device=p.device)
@@ -463,10 +482,10 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
         a = _pick(value_maps, j) @ mixed @ key_map
         a = a @ b
         w = _subtract_outputs(at.v[:, :, j], tokens[j], rows)
-        # Proof of the second: for x = c u / ||u|| + y with y orthogonal to u,
-        # (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y, by Cauchy-Schwarz at most
+        # Proof of the second limit: for x = c u / ||u|| + y with y orthogonal to u,
+        # (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y. By Cauchy-Schwarz this is at most
         # (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| long. The squares of both limits
-        # are ||Phi||^2 + ||u||^2 ||w||^2 plus `triangle` or `split`.
+        # are ||Phi||^2 + ||u||^2 ||w||^2 plus `triangle` (first limit) or `split` (second limit).
         norm = _pick(norms, j)[..., None]
         u2 = u.square().sum(-2)  # ||u||^2, (batch, heads, keys, n)
         w2 = w.square().sum(-2)

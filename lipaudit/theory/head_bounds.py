@@ -68,9 +68,9 @@ def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[
     """Return the bounds of every head, and the quantities that they are computed from, in float64.
 
     The quantities are `p_norm` ||P||, `softmax_norm_max` max_i ||M(P_i)|| over the rows of P with
-    M(p) = diag(p) - p p^T, `x_norm` the norm of X as it enters the formulas, and `radius`
-    R = max_i ||x_i||. A bound that does not apply to a head is NaN: see `AFFINE_ONLY`, and for hu
-    its domain.
+    M(p) = diag(p) - p p^T, `x_norm` the spectral norm of X (of [X 1] if a projection has a bias),
+    and `radius` R = max_i ||x_i||. A bound that does not apply to a head is NaN: bounds in
+    `AFFINE_ONLY` apply to affine self-attention only, and hu not to very small tokens.
 
     Args:
         heads: all heads of a layer, any kind, any precision.
@@ -103,7 +103,8 @@ def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[
                 "Look for overflow in the model: run it in float32 or float64.",
             )
     tokens = Tokens(heads)
-    # J is proportional to the values: bounds of values of size one, then times `size`.
+    # J is proportional to the values. Bounds are computed for values of about size one, so that
+    # nothing overflows, and multiplied by `size` at the end.
     heads, size = unit_values(heads)
     parts = []
     for group in split_heads(heads):
@@ -152,7 +153,8 @@ def _compute(bound: Bound, ingredients: Ingredients) -> Tensor:
     """Return the values of a bound, (batch, heads), in float64.
 
     Raises:
-        EvaluationError: the function of the bound fails, or returns something else.
+        EvaluationError: the function of the bound fails, or does not return floats of shape
+            (batch, heads).
     """
     shape = ingredients.heads.q.shape[:2]
     try:
@@ -212,8 +214,9 @@ def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHe
 def bound_growth(heads: Heads, r: float) -> Tensor:
     """Bound the growth of ||J|| on the ball of radius r around X, (batch, heads).
 
-    It is at most the integral of C(rho) for rho from 0 to r, where C(rho) is the largest second
-    derivative of the head's output on the ball of radius rho.
+    The growth is at most the integral of C(rho) for rho from 0 to r, where C(rho) is the largest
+    second derivative of the head's output on the ball of radius rho. The integral is bounded by a
+    sum over `PANELS` equal intervals of rho.
     """
     point = read_point(heads)
     curvatures = []
@@ -231,8 +234,8 @@ def ball_size_bounds(heads: Heads, r: float) -> dict[str, PerHead]:
     """Return hu, castin and mean_field on the ball ||X' - X||_F <= r.
 
     castin and mean_field hold for all inputs with every ||x_i|| <= R + r, R = max_i ||x_i|| at X.
-    Heads that are not affine self-attention have NaN (`AFFINE_ONLY`), and so has hu if
-    N (N + 1) (||X||_F + r)^2 < sqrt N for N tokens.
+    All three are NaN for heads that are not affine self-attention (`AFFINE_ONLY`). hu is NaN also
+    if N (N + 1) (||X||_F + r)^2 < sqrt N for N tokens.
 
     Args:
         heads: all heads of a layer, any kind.
@@ -265,38 +268,45 @@ class BallPoint:
 
 
 def read_point(heads: Heads) -> BallPoint:
-    """Return the quantities at X from which upper limits on every ball around X follow.
+    """Return the quantities at X from which `bound_moves` derives limits on every ball around X.
 
-    They are the attention map P, distances of keys and values from their means under its rows P_i,
-    norms of weights, and how fast log P_ij can grow. `BallPoint` lists them.
+    E_i is the mean over the keys j with the weights P_ij of the attention map. Logit ij has the
+    gradient z_j = s W_Q k_j in token i and u_i = s W_K q_i in token j. The quantities are P, the
+    deviations ||z_j - E_i z|| and ||v_j - o_i||, the norms ||u_i||, ||W_V|| and
+    ||A|| = ||s W_Q W_K^T||, the growth of log P_ij (`slope`, `bend`), and which of two limits each
+    row uses for a variance (`one_hot`) and for a weighted variance (`uneven`).
     """
     ingredients = Ingredients(heads, Tokens(heads))
     at = ingredients.at
     rows = affine_rows(ingredients)
     visible = heads.visible(0, at.p.shape[2])
-    # An entry that underflowed to 0 is at most the smallest number, which is used in its place.
+    # P is needed as an upper limit. An entry that underflowed to 0 is replaced by the smallest
+    # positive number; masked entries stay 0 on every ball.
     tiny = torch.finfo(at.p.dtype).tiny
     p = at.p.clamp_min(tiny) * visible
-    # ||z_j - E_i z||, where z_j = s W_Q k_j is the gradient of the logits of key j in the token of
-    # a query, and E_i z = sum_j P_ij z_j
+    # z: ||z_j - E_i z||, how fast logit ij changes against its row's mean if token i moves.
     mean = p @ rows.z
     mean2 = mean.square().sum(-1, keepdim=True)
     z2 = rows.z.square().sum(-1, keepdim=True)
     z = squared_distances(mean, rows.z, mean2, z2).sqrt()
-    w = at.w2.sqrt() * visible  # ||v_j - o_i||
-    # ||A|| for A = s W_Q W_K^T, as |s| ||R_Q R_K^T|| with R^T R = W^T W
+    # w: ||v_j - o_i||, how far output i moves if P_ij changes.
+    w = at.w2.sqrt() * visible
+    # a: ||A||, which bounds how fast z_j and u_i change if a token moves. Computed as
+    # |s| ||R_Q R_K^T|| with the small square matrices R^T R = W^T W.
     to_q, to_k, _ = projections(heads)
     a = spectral_norm(factor(to_q) @ factor(to_k).mT)
     a = at.s.abs() * a[..., None]
+    # On the ball of radius rho, log P_ij grows by at most slope rho + bend ||A|| rho^2.
     slope, bend = _log_growth(p, z, rows.u)
-    # For any vectors f_j the variance sum_j P_ij ||f_j - E_i f||^2 is at most
-    # sum_j h_ij ||f_j||^2 with h = 2 P (1 - P), and with h = P. Each row uses the h whose largest
-    # entry is smaller: 2 P (1 - P) if it is nearly one-hot.
+    # one_hot: the variance sum_j P_ij ||f_j - E_i f||^2 of any vectors f_j is at most
+    # sum_j h_ij ||f_j||^2, both with h = P and with h = 2 P (1 - P). Each row uses the h whose
+    # largest entry is smaller: 2 P (1 - P) if the row is nearly one-hot.
     twice = 2 * p * _others(p)
     largest = p.amax(-1, keepdim=True)
     one_hot = twice.amax(-1, keepdim=True) < largest
-    # The same sum with weights w_ij = ||v_j - o_i|| has two limits as well: with each w_ij
-    # (`uneven`), or with the largest w_ij of the row (`even`). Each row uses the shorter one.
+    # uneven: the weighted variance sum_j P_ij w_ij ||f_j - E_i f||^2 has two such limits as well.
+    # One keeps every w_ij (`uneven`). The other replaces w_ij by the largest of the row (`even`).
+    # Each row uses the limit whose coefficients h_ij are shorter as a vector.
     uneven, _ = bound_weights(p, p, w)
     widest = w.amax(-1, keepdim=True)
     even = torch.where(one_hot, twice, p) * widest
@@ -325,9 +335,9 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     The limit is a_ij rho + b_ij ||A|| rho^2, A = s W_Q W_K^T. Logit ij has the gradient
     z_j = s W_Q k_j in token i and u_i = s W_K q_i in token j; E_i is the mean over the keys with
     weights P_i. The tokens move by e_l, sum_l ||e_l||^2 <= rho^2. By the convexity of exp, log
-    P_ij grows by at most the change of its logit less the mean change of row i. With
-    c_l = delta_jl - P_il that is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>, linear in the moves
-    with a coefficient of length a_ij, plus e_i^T A sum_l c_l e_l, which is at most
+    P_ij grows by at most the change of logit ij less the mean change of the logits of row i. With
+    c_l = delta_jl - P_il this difference has two parts. <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>
+    is linear in the moves, with a coefficient of length a_ij. e_i^T A sum_l c_l e_l is at most
     ||A|| (|c_i| ||e_i||^2 + ||e_i|| (sum_{l != i} c_l^2)^1/2 (rho^2 - ||e_i||^2)^1/2).
 
     Args:
@@ -379,20 +389,22 @@ def bound_moves(at: BallPoint, rho: float) -> BallLimits:
         at: quantities at X.
         rho: radius of the ball.
     """
-    # P_ij grows by a factor of at most exp(a_ij rho + b_ij ||A|| rho^2) (`_log_growth`), and to 1
-    # at most.
+    # P_ij grows by a factor of at most exp(a_ij rho + b_ij ||A|| rho^2), see `_log_growth` for
+    # a_ij (`slope`) and b_ij (`bend`). P_ij is never above 1.
     bend = at.bend * at.a
     log_p = at.p.log() + at.slope * rho + bend * (rho * rho)
     p = log_p.clamp_max(0.0).exp()
-    # The variance sum_j P_ij ||f_j - E_i f||^2 is at most sum_j P_ij ||f_j||^2. It is equal to
-    # sum_{j < l} P_ij P_il ||f_j - f_l||^2, and so at most sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
+    # The variance sum_j P_ij ||f_j - E_i f||^2 is at most sum_j P_ij ||f_j||^2. The variance also
+    # equals sum_{j < l} P_ij P_il ||f_j - f_l||^2, so it is at most
+    # sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
     others = _others(p).clamp_max(1.0)
     spread = torch.where(at.one_hot, 2 * p * others, p)
     widest = spread.amax(-1, keepdim=True).sqrt()
     u = at.u + rho * at.a
-    # Standard deviations under P_i on the ball. The variance around any point is at least that
-    # around the mean, so distances from the mean at X give a limit. The moves of z_j and v_j
-    # deviate by at most `widest` times the length of the move.
+    # Standard deviations under P_i on the ball. The variance around any point is at least the
+    # variance around the mean, so distances from the mean at X give a limit. A move of the tokens
+    # of length rho adds a deviation of at most rho ||A|| `widest` to the z_j, and of at most
+    # rho ||W_V|| `widest` to the v_j.
     z = _deviation(p, at.z) + rho * at.a * widest
     v = _deviation(p, at.w) + rho * at.wv * widest
     # v_j - o_i moves by at most rho ||W_V|| through v_j, and by rho times the derivative of o_i,
@@ -425,9 +437,10 @@ def bound_curvature(at: BallPoint, on: BallLimits) -> PerHead:
     mixed = at.wv * on.z + longest * on.z * on.u + at.a * on.v
     columns = 2 * at.wv * on.u + on.shift * on.u.square()
     columns = columns * on.spread
-    # `weighted` has sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j weighted_ij x_j with
-    # w_ij = ||v_j - o_i|| at X. If `uneven` does not hold, the larger of both limits is used: a
-    # limit must not fall as the radius grows.
+    # sum_j P_ij w_ij ||f_j - E_i f||^2 is at most sum_j weighted_ij x_j, w_ij = ||v_j - o_i|| at
+    # X. `even` uses the largest w_ij of the row, `uneven` each w_ij. On a large ball the formula
+    # of `uneven` may not hold. The larger of both limits is then used, because a limit must not
+    # fall as the radius grows.
     even = on.spread * widest
     uneven, holds = bound_weights(at.p, on.p, at.w)
     uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
@@ -451,12 +464,12 @@ def _deviation(p: Tensor, lengths: Tensor) -> Tensor:
 
 
 def bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return h that bounds a weighted variance, and in which rows it does.
+    """Return h that bounds a weighted variance, and in which rows h is a valid bound.
 
     sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2 for all vectors f_j, where
     E_i f = sum_j P_ij f_j, and for every P <= p with rows that sum to 1.
     h_ij = p_ij (w_ij + |d_ij| D_i / (m_i - D_i)) with m_i = sum_j centre_ij w_ij, d = w - m and
-    D_i = sum_j p_ij |d_ij|. It holds in rows with D_i <= m_i / 2.
+    D_i = sum_j p_ij |d_ij|. h is valid in rows with D_i <= m_i / 2.
 
     Args:
         centre: P at the centre of the ball.

@@ -86,7 +86,8 @@ def head_norms(heads: Heads, *, seeds: Sequence[int], **accuracy: Any) -> Norms:
 
     Args:
         heads: the heads of one layer.
-        seeds: one per sample; start vectors, and so results, depend on nothing else.
+        seeds: one per sample. The start vectors of a sample depend on its seed alone, so the
+            results do not depend on the batch.
         accuracy: `tol`, `max_steps` and `within` of `spectral_norms`.
 
     Raises:
@@ -112,9 +113,10 @@ def layer_norms(
 ) -> LayerNorms:
     """Return the norms of all heads together, one per batch row; arguments as `head_norms`.
 
-    They are the norms of the Jacobian of the heads side by side, before W_O, and of
-    sum_h O_h W_O,h. `within` is `LAYER_WITHIN` by default. Without `concat`, the norm before W_O
-    is left out if there is one after it.
+    `concat` is the norm of the Jacobian of the heads side by side, before W_O. `out` is the norm
+    of the Jacobian of sum_h O_h W_O,h; None if the layer has no W_O. With concat=False, the norm
+    before W_O is computed only if there is no W_O. The proven relative error `within` is
+    `LAYER_WITHIN` by default.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2).expand(2, 2, 2)
@@ -147,9 +149,10 @@ def layer_norms(
 
 
 def _split_rows(heads: Heads) -> list[Heads]:
-    """Return the parts of a layer that are solved one after the other, all heads together.
+    """Split a layer into parts that are solved one after another, each with all heads together.
 
-    That is the whole layer if its attention maps P fit into memory, else each batch row.
+    The only part is the whole layer if its attention maps P fit into memory. Otherwise every batch
+    row is a part.
     """
     if len(heads.row_blocks()) == 1:
         return [heads]
@@ -157,10 +160,11 @@ def _split_rows(heads: Heads) -> list[Heads]:
 
 
 def _split_problems(heads: Heads) -> list[Heads]:
-    """Return the parts of a layer that are solved one after the other, each head by itself.
+    """Split a layer into parts that are solved one after another, for norms of single heads.
 
-    That is the whole layer if its attention maps P fit into memory: one product then serves all
-    problems. Otherwise it is each head on each batch row, and rows of P are computed in chunks.
+    The only part is the whole layer if its attention maps P fit into memory: one product then
+    serves all heads and batch rows. Otherwise every head on every batch row is a part, and the
+    rows of P are computed in chunks.
     """
     if len(heads.row_blocks()) == 1:  # P is stored
         return [heads]
@@ -179,8 +183,9 @@ def _solve(
 ) -> Norms:
     """Return the Jacobian norms of `unit` by the Lanczos iteration of `spectral_norms`.
 
-    They are never above the truth, apart from rounding in float64. In single precision the last
-    product is computed again in double, and so is the whole iteration if the two do not agree.
+    No norm is above the true one, apart from rounding in float64. After an iteration in single
+    precision, the norm is computed again in double from the last vector. If the two norms
+    disagree, the whole iteration is repeated in double.
 
     Args:
         heads: the heads, in the precision of the iteration.
@@ -196,7 +201,7 @@ def _solve(
     norms = spectral_norms(problems.select, start, guess=guess, vectors=True, **accuracy)
     if start.dtype == torch.float64:
         return replace(norms, vector=None)
-    # Values of size one, computed from values in float64: the bounds read the same numbers.
+    # Values of size one in float64, computed as for the bounds: both then use the same numbers.
     double, _ = unit_values(heads.to(torch.float64))
     problems = linearize(double)
     # The norm is ||J^T u|| / ||u|| in double, with the leading vector u of the iteration. At an
@@ -206,8 +211,8 @@ def _solve(
     vector = norms.vector.double()
     length = vector_norm(vector, dim=1).clamp_min(1e-300)
     norm = (problems.pulled_norm(vector) / length).cpu()
-    # With large logits P differs between the precisions, and so does the leading vector: solve
-    # these problems again.
+    # With large logits, P and the leading vector differ between the two precisions. Problems whose
+    # norms differ by more than SINGLE_ERROR are solved again.
     difference = (norms.norm - norm).abs()
     again = (difference > SINGLE_ERROR * norm).nonzero()[:, 0]  # indices of problems
     upper = torch.maximum(norms.upper, norm)
@@ -227,7 +232,7 @@ def _solve(
 def _draw_starts(heads: Heads, seeds: Sequence[int], guess: Tensor) -> Tensor:
     """Return random start vectors, one per problem, (problems, n channels) as the guess.
 
-    Each depends on the seed of its sample alone, and is zero at padded queries.
+    A start vector depends on the seed of its sample alone, and is zero at padded queries.
     """
     start = random_starts(seeds, guess.shape[1]).to(heads.q)
     start = start[heads.sample]  # (batch rows, n channels)
@@ -296,11 +301,10 @@ def splitting_gain(
 def forward_error(heads: Heads) -> PerHead:
     """Estimate the relative change of ||J|| by the rounding of q and k in the model.
 
-    The rows q_i, k_j have relative errors of about eps, and so has the bias B_ij of the logits.
-    The logits of query i are at most l_i = max_j (s ||q_i|| ||k_j|| + |B_ij|) and move by up to
-    d_i = 2 eps l_i. With them every P_ij and P_ij (v_j - o_i), of which J is made, moves by a
-    factor of up to exp(2 d_i). This is an estimate: the errors of the model's own sums are not
-    known.
+    The rows q_i, k_j and the bias B_ij of the logits have relative errors of about eps. The logits
+    of query i are at most l_i = max_j (s ||q_i|| ||k_j|| + |B_ij|) and change by up to
+    d_i = 2 eps l_i. Every P_ij, and every P_ij (v_j - o_i) in J, then changes by a factor of up to
+    exp(2 d_i). This is an estimate: the errors of the model's own sums are not known.
 
     Args:
         heads: the heads of one layer, of any kind, in the precision of the model.
@@ -336,8 +340,9 @@ def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     """Return how far a correct bound may be below ||J|| because of rounding in both.
 
     The norm may be too large by E + (E^2 + gamma (T(c) + E)^2) / (2 ||J||), the bound too small by
-    E = gamma (T(c) + T(d)). gamma is the relative error of the sums in a product with J, T(c) an
-    upper limit of ||J||, and T(d) the part of it that cancels in the differences v_j - o_i.
+    E = gamma (T(c) + T(d)). gamma is the relative error of the sums in a product with J. T(c) is
+    an upper limit of ||J||. gamma T(d) covers the digits lost in the differences v_j - o_i; see
+    `_bound_parts` for both.
 
     Args:
         heads: the heads of one layer, in the precision in which both were computed.
@@ -350,7 +355,7 @@ def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     """
     gamma = _sum_error(heads)
     t_c, t_d = _bound_parts(heads)
-    if len(heads.row_blocks()) > 1:  # both compute P anew, in different orders
+    if len(heads.row_blocks()) > 1:  # P is not stored: norm and bound compute it in other orders
         gamma = gamma + forward_error(heads)
     error = gamma * (t_c + t_d)  # E
     square = error.square() + gamma * (t_c + error).square()
@@ -361,11 +366,11 @@ def bound_error(heads: Heads, norm: PerHead) -> PerHead:
 def ball_error(heads: Heads, r: float) -> PerHead:
     """Return how much rounding may raise a norm that autograd finds within r of X.
 
-    It is E = gamma (T(c) + T(d)). gamma is the relative error of the sums in a product with J,
-    T(c) an upper limit of ||J|| within r, and T(d) the part that cancels in v_j - o_i. Both are
-    computed for any attention map P, with ||P||^2 <= N: autograd subtracts o_i from every v_j, so
-    that c_ij = P_ij (v_j - o_i), and d_ij in place of it in T(d), are at most 2 P_ij max ||v||, v
-    less its mean under P at X. So T(c) and T(d) are at most the same number.
+    The error is E = gamma (T(c) + T(d)). gamma is the relative error of the sums in a product with
+    J. T(c) is an upper limit of ||J|| within r, computed from c_ij = P_ij (v_j - o_i). T(d) is the
+    same formula with limits d_ij of the cancellation in c_ij. P may be any attention map, with
+    ||P||^2 <= N. Both c_ij and d_ij are at most 2 P_ij max ||v||, where v is less its mean under P
+    at X. So one number bounds T(c) and T(d).
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)  # max ||s q_i||, max ||s k_j||
@@ -386,8 +391,8 @@ def ball_error(heads: Heads, r: float) -> PerHead:
 def _sum_error(heads: Heads) -> Tensor:
     """Return an upper limit gamma of the relative error of all sums in a product with J.
 
-    It is more than n u / (1 - n u) for n terms in all sums together and the unit roundoff
-    u = eps / 2.
+    gamma is more than n u / (1 - n u), where n is the number of terms in all sums together and
+    u = eps / 2 the unit roundoff.
     """
     n, d = heads.q.shape[2:]
     m, dv = heads.v.shape[2:]
@@ -397,13 +402,14 @@ def _sum_error(heads: Heads) -> Tensor:
 
 
 def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
-    """Return T(c) and T(d), (batch, heads) each: upper limits of ||J||, and of what cancels in it.
+    """Return T(c) >= ||J||, and T(d) for the rounding error of J by cancellation, (batch, heads).
 
     T(c) = ||P|| ||Phi^v|| + max ||b|| (sum_ij ||c_ij||^2)^1/2 ||Phi^k||
     + max ||a|| max_i sum_j ||c_ij|| ||Phi^q||: the parts of J through values, keys and queries.
     The Phi are the Jacobians of the projections, b and a the gradients of the logits in keys and
-    queries, and c_ij = P_ij (v_j - o_i). T(d) is the same with d_ij in place of c_ij, where
-    gamma d_ij bounds the rounding error of c_ij and gamma that of the sums.
+    queries, and c_ij = P_ij (v_j - o_i). T(d) is the same formula with d_ij in place of c_ij.
+    gamma is the relative error of sums of products (`_sum_error`), and gamma d_ij bounds the
+    rounding error of c_ij.
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)
@@ -460,9 +466,9 @@ def _longest(rows: Float[Tensor, "batch heads n d"]) -> PerHead:
 
 
 def _largest_gradients(heads: Heads) -> tuple[Tensor, Tensor]:
-    """Return the largest ||b_ij|| and ||a_ij||, or more: gradients of logits in keys and queries.
+    """Return upper limits of the gradients of logits in keys, ||b_ij||, and in queries, ||a_ij||.
 
-    They are b_ij = s q_i and a_ij = s k_j for logits s q k^T.
+    For logits s q k^T the gradients are b_ij = s q_i and a_ij = s k_j.
     """
     pairs = heads.pairs or Pairs()
     # In general b_ij = f_ij s q_i + t_ij, a_ij = f_ij s k_j + r_ij with the slope f of a soft cap

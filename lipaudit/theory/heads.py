@@ -128,8 +128,8 @@ class Heads:
     ) -> Float[Tensor, "batch heads rows m"]:
         """Return rows of the attention map P = softmax(s q k^T + bias), in the dtype of q.
 
-        They are the rows of the queries start..stop-1. Rows of padded queries are zero, and so are
-        rows in which every key is masked.
+        The rows are those of the queries start..stop-1. Rows of padded queries are zero. Rows in
+        which every key is masked are zero as well.
 
         Args:
             start: the first query.
@@ -251,8 +251,9 @@ class Heads:
     def row_blocks(self) -> list[tuple[int, int]]:
         """Return the chunks (start, stop) of queries in which P is computed.
 
-        It is one chunk with all queries if the maps of all heads of a sample fit into memory
-        (`map_limit`). P is then stored, else computed again chunk by chunk wherever it is needed.
+        If the maps of all heads of a sample fit into memory (`map_limit`), one chunk has all
+        queries, and P is stored. Otherwise P is computed again, chunk by chunk, wherever it is
+        needed.
         """
         count, n = self.q.shape[1:3]
         row_entries = count * self.k.shape[2]  # of one query in all heads
@@ -276,8 +277,9 @@ class Heads:
     def is_causal(self) -> bool:
         """Return whether no query sees a later key: by the flag, or by the masks in the bias.
 
-        P is not used: keys with P = 0 at this X are not masked. Without a bias, with keys of
-        another input, or with one token the flag decides.
+        The flag alone decides without a bias. With keys of another input, or with one token, the
+        masks in the bias are not read, and the answer is False unless the flag is set. P is not
+        used, because a key with P = 0 at this X may be visible.
         """
         if self.bias is None or self.causal:
             return self.causal
@@ -475,8 +477,8 @@ def _make_constant(x: Tensor, rows: Tensor) -> Projection:
 def are_affine(heads: Heads) -> bool:
     """Return whether the formulas for affine heads apply.
 
-    They need q = x W_Q + b_Q without rotary position or qk-norm, k and v likewise, logits
-    s q k^T plus a constant, and no sink.
+    The formulas need q = x W_Q + b_Q without rotary position or qk-norm, the same for k and v,
+    logits s q k^T plus a constant, and no sink.
     """
     if heads.pairs is not None or heads.sink is not None:
         return False
@@ -486,8 +488,8 @@ def are_affine(heads: Heads) -> bool:
 def are_affine_everywhere(heads: Heads) -> bool:
     """Return whether the published bounds apply: hu, castin, mean_field, appendix_c, theorem3.
 
-    They need self-attention of one input, whose queries, keys and values all are affine maps of
-    the tokens: none is a constant.
+    These bounds need self-attention. Queries, keys and values must all be affine maps of the
+    tokens, and none may be a constant.
     """
     constant = heads.to_q is None or heads.to_k is None or heads.to_v is None
     return not constant and heads.x_kv is None and are_affine(heads)
@@ -496,8 +498,8 @@ def are_affine_everywhere(heads: Heads) -> bool:
 def local_map(projection: Projection) -> Float[Tensor, "#batch #heads #tokens d e"]:
     """Return G_i of every token: the Jacobian of what follows the linear map of a projection.
 
-    That is a rotary position or qk-norm; the whole projection has the Jacobian G_i W^T. An affine
-    projection has nothing behind it: one identity is returned for all tokens.
+    A rotary position or qk-norm may follow; the whole projection has the Jacobian G_i W^T. In an
+    affine projection nothing follows W, and one identity matrix is returned for all tokens.
     """
     if projection.local is not None:
         return projection.local
@@ -519,9 +521,9 @@ sink, rows of P sum to 1), but a large bias costs the values their last digits."
 def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     """Return the heads with values divided by c, and c of every head, float64 on the CPU.
 
-    The Jacobian is proportional to the values: computed for values of about size one, and times
-    c, its norm neither overflows nor underflows. c is the power of two next to the largest entry
-    of dv / dx (`to_v`), or of v if v does not depend on the tokens.
+    The Jacobian is proportional to the values. Callers compute its norm for values of about size
+    one and multiply by c, so nothing overflows or underflows on the way. c is the power of two
+    next to the largest entry of dv / dx (`to_v`), or of v if v does not depend on the tokens.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> heads = affine_heads(torch.ones(1, 2, 3), *torch.full((3, 2, 3, 4), 1e-30))
@@ -548,8 +550,8 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
 def _divide_projection(to_v: Projection) -> tuple[Projection, Int[Tensor, " heads"]]:
     """Return the projection to the values divided by 2^exponent, and the exponent of each head.
 
-    Its Jacobian is G W^T. Both W and G are divided by a power of two that brings their largest
-    entry to about one; the two exponents add up.
+    The projection has the Jacobian G W^T. W and G are each divided by a power of two that brings
+    their largest entry to about one. The returned exponent is the sum of the two.
     """
     weight = to_v.weight
     if weight.stride(0) == 0:

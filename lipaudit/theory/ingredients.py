@@ -90,11 +90,12 @@ def squared_distances(
 ) -> Float[Tensor, "*batch n m"]:
     """Return ||a_i - b_j||^2 for all i and j, raised by its rounding error.
 
-    It is ||a_i||^2 - 2 <a_i, b_j> + ||b_j||^2: a2 and b2 are the squared lengths of the rows.
+    The formula is ||a_i||^2 - 2 <a_i, b_j> + ||b_j||^2; a2 and b2 are the squared lengths of the
+    rows.
     """
-    # Rounding errors in units of (||a||^2 + ||b||^2) eps / 2, where 2 ||a|| ||b|| is at most 1:
-    # the product costs d, the squares d, casting a and b 4, the sums 4, the factor 2. 2 d + 32 are
-    # added.
+    # Rounding errors in units of (||a||^2 + ||b||^2) eps / 2, where 2 ||a|| ||b|| is at most
+    # ||a||^2 + ||b||^2: the product costs d, the squares d, casting a and b 4, the sums 4, the
+    # factor 2. `up` adds 2 d + 32 units.
     up = 1 + rounding(a)
     inner = (-2 * a) @ b.mT
     return inner.add_(up * a2).add_(up * b2.mT)
@@ -103,8 +104,8 @@ def squared_distances(
 def rounding(rows: Float[Tensor, "*batch n d"]) -> float:
     """Return more than the rounding error of <x, y>, in units of ||x|| ||y||."""
     # gamma_n = n u / (1 - n u), u = eps / 2, in any order of the sum (Higham, Accuracy and
-    # Stability of Numerical Algorithms, 3.1). This is twice gamma_n, plus 32 u for the operations
-    # of callers.
+    # Stability of Numerical Algorithms, 3.1). The result is about 2 gamma_n + 32 u. The surplus
+    # covers further operations of the callers on <x, y>.
     return (rows.shape[-1] + 16) * torch.finfo(rows.dtype).eps
 
 
@@ -247,7 +248,8 @@ class Ingredients:
         """
         heads = self.heads
         p = heads.attention()
-        # Keys that some query can see, even if P = 0 at X: P may be positive elsewhere in a ball.
+        # Keys that some query can see. P > 0 would not do: P may be 0 at X and positive elsewhere
+        # in a ball around X.
         visible = heads.visible(0, p.shape[2]).any(-2)
         visible = visible.expand(*p.shape[:2], -1)
         seen = visible.to(p)[..., None]  # (batch, heads, m, 1)
@@ -276,8 +278,8 @@ class Ingredients:
 
         M(p) = diag(p) - p p^T is the Jacobian of softmax, and g_1(p) an upper limit of its norm.
         """
-        # With a sink its probability is the last entry of a row. M of the keys alone is a
-        # submatrix of this M: its norm is no larger.
+        # With a sink, the probability of the sink is the last entry of a row. M of the keys alone
+        # is a submatrix of M with the sink, so its norm is no larger.
         p = self.heads.attention(whole=True)
         maxima = []
         for start, stop in self.heads.row_blocks():
@@ -339,11 +341,12 @@ def _append_bias(projection: Projection) -> Tensor:
 def value_and_growth(ingredients: Ingredients) -> tuple[Tensor, Tensor]:
     """Return the factors of ||P|| and of max_i ||M(P_i)|| in `theorem3` for heads of every kind.
 
-    The first is max_j ||Phi^v_j||, the second ||V_c|| (max_j ||H_j Phi^k_j|| +
-    max_i ||G_i Phi^q_i||). The Phi are the Jacobians of the projections at each token, and V_c has
-    the values less their mean. G_i has the gradients of the logits of query i in q_i as rows, one
-    per key, and H_j those of key j in k_j. For logits s q k^T every G_i is s K_c, the keys less
-    their mean, and every H_j is s Q.
+    The factor of ||P|| is max_j ||Phi^v_j||. The factor of max_i ||M(P_i)|| is
+    ||V_c|| (max_j ||H_j Phi^k_j|| + max_i ||G_i Phi^q_i||). The Phi are the Jacobians of the
+    projections at each token, and V_c has the values less their mean. Rows of G_i are the
+    gradients of the logits ij in q_i, one per key j. Rows of H_j are the gradients of the logits
+    ij in k_j, one per query i. For logits s q k^T every G_i is s K_c, the keys less their mean,
+    and every H_j is s Q.
     """
     heads = ingredients.heads
     at = ingredients.at
@@ -369,14 +372,15 @@ def _largest_gradient(
 ) -> Tensor:
     """Return the largest norm of the derivative of the logits of a token in this token.
 
-    The logits of token i are those of its query with every key (name q), or those of its key with
-    every query (name k). Their gradients in q_i, as rows of G_i, times Phi^q_i = dq_i / dx_i are
-    the derivative; for k likewise.
+    For name q, the logits of token i are the logits of query i with every key. The rows of G_i are
+    their gradients in q_i, and the derivative is G_i Phi^q_i, Phi^q_i = dq_i / dx_i. For name k,
+    the logits of token i are the logits of key i with every query, with gradients in k_i and
+    Phi^k_i.
 
     Args:
         ingredients: the heads, and P.
         name: q or k.
-        projection: that of q or k.
+        projection: the projection from the tokens to q (or to k).
         used: which tokens count, (batch, heads, tokens).
     """
     heads = ingredients.heads
@@ -418,8 +422,8 @@ def sum_spread(
         c: c_j for each row.
 
     Returns:
-        The power; A + 2 W C, three times which its terms add up to at most, for B^2 <= A W C and
-        R^2 <= W C; and W.
+        The power; A + 2 W C; and W. The absolute values of the terms of the power add up to at
+        most 3 (A + 2 W C), because B^2 <= A W C and R^2 <= W C.
     """
     w = p.square()
     wc = w * c
@@ -458,8 +462,8 @@ def bound_token_spread(
     c = flat @ gram
     c -= 0.5 * (flat * c).sum(-1, keepdim=True)
     power, terms, total = sum_spread(flat, gram, c)
-    # Sums of N terms of sums have relative errors of at most e / 2, so that of the power is below
-    # 3 e `terms`; that of c is below e / 2.
+    # Double sums over N terms have relative errors of at most e / 2. So the error of the power is
+    # below 3 e `terms`, and the error of c is below e / 2.
     e = 2 * rounding(p)
     # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: errors of c move
     # it by at most 2 (e / 2) sum w_j.
@@ -470,10 +474,10 @@ def bound_token_spread(
 
 
 def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: Policy) -> Tensor:
-    """Return max_i ||rows Phi_i|| over some tokens i, Phi_i the Jacobian of a projection there.
+    """Return max_i ||rows Phi_i|| over tokens i, where Phi_i is a projection's Jacobian at i.
 
-    It is the root of max_i ||E_i||, E_i = (rows Phi_i)(rows Phi_i)^T. Eigenvalues are computed of
-    the E_i only that may have the largest norm.
+    The result is the root of max_i ||E_i||, E_i = (rows Phi_i)(rows Phi_i)^T. To save time,
+    eigenvalues are computed only for those E_i that may have the largest norm.
 
     Args:
         rows: the same matrix for all tokens, (batch, heads, n, d).
@@ -491,13 +495,14 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: P
     parts = []
     for i in policy.chunks(local.shape[2], entries):
         images = triangle @ local[:, :, i] @ weight
-        if projection.local is not None:  # one image per token: those of others become zero
+        if projection.local is not None:  # one image per token; tokens that do not count become 0
             images = images * used[..., i, None, None]
         # ||E^2||_F / ||E||_F <= ||E|| <= ||E^2||_F^(1/2)
         e = images @ images.mT
         square = matrix_norm(e @ e)
         lower = (square / matrix_norm(e)).nan_to_num(0.0)
-        lower = lower.amax(-1, keepdim=True)  # no token below the largest lower limit matters
+        # A token whose upper limit is below the largest lower limit cannot have the maximum.
+        lower = lower.amax(-1, keepdim=True)
         norm = square.sqrt()
         may_be_largest = norm >= lower * (1 - 1e-9)
         eigenvalues = torch.linalg.eigvalsh(e[may_be_largest])

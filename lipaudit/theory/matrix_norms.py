@@ -42,7 +42,8 @@ def product_values(
     """Return the singular values of each A B^T, or of A if B is None: at most d of them.
 
     A has d columns; all further singular values are 0. With the QR decompositions A = Q R and
-    B = P S they are those of R S^T, because the columns of Q and P are orthonormal.
+    B = P S, A B^T and R S^T have the same singular values, because the columns of Q and P are
+    orthonormal.
 
     Examples:
         >>> product_values(torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0]]))
@@ -57,7 +58,7 @@ def product_values(
 def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
     """Return R with ||R y|| >= ||A y|| for every y: the upper Cholesky factor of A^T A.
 
-    The two are equal but for an allowance for rounding.
+    ||R y|| is larger than ||A y|| only by an allowance for rounding errors.
 
     Examples:
         >>> gram_root(torch.tensor([[3.0], [4.0]]))
@@ -104,9 +105,9 @@ def nonnegative_norm(
 ) -> Float[Tensor, "*batch"]:
     """Return an upper bound of the spectral norm of matrices with entries >= 0.
 
-    ||B||^2 <= max_j (B^T B u)_j / u_j for every u > 0 (Collatz-Wielandt); u comes from `steps`
-    power steps, so the bound falls towards ||B|| and never below it: 0.3% above it after 10
-    steps on attention maps, rarely 1%. It is raised by its rounding error.
+    ||B||^2 <= max_j (B^T B u)_j / u_j for every u > 0 (Collatz-Wielandt). With each of the `steps`
+    power steps for u the bound comes closer to ||B||, and never falls below ||B||. After 10 steps
+    on attention maps it is 0.3% too large, rarely 1%. The result is raised by its rounding error.
 
     Args:
         b: the matrices.
@@ -120,8 +121,8 @@ def nonnegative_norm(
     if u is None:
         # The bound holds for every u > 0: errors of single precision only make it less sharp.
         u = positive_vector(b.float(), steps).to(b)
-    # Rounding: no sum cancels. In units of eps / 2, B u is off by m, the second product by n more,
-    # relatively; the root halves it. product_rounding is four times that.
+    # Rounding: no sum cancels. The relative error of `square` is at most (m + n) eps / 2, and the
+    # square root halves it. `product_rounding` is four times the error of the root.
     image = (u @ b.mT) @ b  # B^T B u
     square = (image / u).amax((-2, -1))
     return square.sqrt() * (1 + product_rounding(b))

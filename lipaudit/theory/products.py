@@ -89,8 +89,8 @@ class HeadProducts:
     def guess(self) -> Tensor:
         """Guess the leading left singular vector of J in every problem, (problems, n dv).
 
-        The guess is that of P kron W_V^T, which is J if the attention map P is held constant. It
-        is 0 if the values are not x W_V + b.
+        If the attention map P is held constant, J is P kron W_V^T. The guess is the leading left
+        singular vector of this matrix; 0 if the values are not x W_V + b.
         """
         attend = self.attend
         weight = attend.value_weight
@@ -193,9 +193,9 @@ class LayerProducts:
         """Guess the leading left singular vector of J in every batch row, (rows, n channels).
 
         If the attention maps P_h are held constant, J sends a move X of the tokens to the move
-        sum_h P_h X W_V,h W_O,h of the output. The guess is its image of an X = b y^T: a vector b
-        over the tokens for which the P_h b are long, and then the best y over the channels. It is
-        0 if the values are not x W_V + b.
+        sum_h P_h X W_V,h W_O,h of the output. The guess is the image of an X = b y^T. First a
+        vector b over the tokens is chosen for which the P_h b are long, and then the best y over
+        the channels. The guess is 0 if the values are not x W_V + b.
         """
         attend = self.attend
         out = self.out
@@ -290,13 +290,13 @@ def layer_products(
 def _token_images(attend: Attend, sizes: Tensor) -> Tensor:
     """Return P_h b of every problem, (problems, 1, n), for a unit vector b that makes them long.
 
-    b is over the keys, near the leading eigenvector of sum_h size_h P_h^T P_h: a few power steps
-    are enough for a guess.
+    b is a vector over the keys, near the leading eigenvector of sum_h size_h P_h^T P_h. The images
+    serve as start vectors (`guess`), so a few power steps are enough.
 
     Args:
         attend: the attention of all problems, each one head on one batch row.
-        sizes: the weights size_h. As many heads share one b: all of a batch row, or each head has
-            its own b for a single weight.
+        sizes: the weights size_h. One weight for each head: all heads of a batch row share one b.
+            A single weight: every head has a b of its own.
     """
     count = len(sizes)
     problems, n, _ = attend.q.shape

@@ -33,7 +33,8 @@ def _make_scalar(value: Tensor, cotangents: list[Tensor]) -> Tensor:
     So `torch.autograd.grad(scalar, x)` is a vector-Jacobian product of `value` with this
     cotangent. The list is read in the backward pass: entries may be appended until then.
     """
-    # It records a graph under no_grad and inference mode too: there `torch.autograd.grad` works.
+    # A graph is recorded also if the caller is under no_grad or in inference mode, as
+    # `torch.autograd.grad` needs one.
     with torch.inference_mode(False), torch.enable_grad():
         scalar: Tensor = _Scalar.apply(value, cotangents)
     return scalar

@@ -89,8 +89,9 @@ def profile_rows(
 ) -> RowProfile:
     """Return the figures of each row of an attention map that `row_statistics` needs.
 
-    They are p_(1), p_(2), g_1, g_k, p_(k+1), ||M||, the entropy and the number of keys. p_(k) is
-    the k-th largest entry of a row, g_k = p_(k) (1 - p_(k) + p_(k+1)), M = diag(p) - p p^T.
+    The figures are p_(1), p_(2), g_1, g_k, p_(k+1), ||M||, the entropy and the number of keys.
+    p_(k) is the k-th largest entry of a row p, g_k = p_(k) (1 - p_(k) + p_(k+1)), and
+    M = diag(p) - p p^T is the Jacobian of softmax.
 
     Args:
         p: rows of probabilities.
@@ -123,9 +124,9 @@ def profile_rows(
 def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tensor]:
     """Return the statistics of each row of an attention map; NaN where a row has none.
 
-    They are p_(1), p_(2), g_1, ||M||, g_1/||M||, g_1/g_k, the entropy, its share of the entropy of
-    a uniform row, exp(entropy) (the effective support), and 0 or 1 for each regime. p_(k) is the
-    k-th largest entry, g_k = p_(k) (1 - p_(k) + p_(k+1)), and M = diag(p) - p p^T.
+    The statistics are p_(1), p_(2), g_1, ||M||, g_1/||M||, g_1/g_k, the entropy, the entropy over
+    that of a uniform row, exp(entropy) (the effective support), and 0 or 1 for each regime. p_(k)
+    is the k-th largest entry, g_k = p_(k) (1 - p_(k) + p_(k+1)), and M = diag(p) - p p^T.
 
     A row of n keys is intermediate (fragile) if g_1 > max(gamma, 2 / n): a uniform row has
     g_1 = 1 / n, and no row near it is fragile. Other rows are categorical if p_(1) > 1/2, else
@@ -146,7 +147,7 @@ def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tens
     """
     keys = profile.keys
     g1 = profile.g1
-    # The number of each row's regime, as in `SHARES`.
+    # The number of each row's regime: the codes of `SHARES`, or LEFT_OUT for no regime.
     regime = torch.where(profile.first > 0.5, CATEGORICAL, UNIFORM)
     threshold = (2 / keys).clamp_min(gamma)
     regime[g1 > threshold] = INTERMEDIATE
@@ -239,15 +240,16 @@ def _secular_root(rows: _Ordered) -> Tensor:
 
 
 def _step_secular(rows: _Ordered, gap: Tensor, t: Tensor) -> Tensor:
-    """Return a better solution t' of sum_j p_j / (p_j - lambda) = 0, lambda = p_(2) + t.
+    """Improve t, where lambda = p_(2) + t is the largest eigenvalue of M = diag(p) - p p^T.
 
-    With r_j(t) = p_j / (lambda - p_j) the equation is sum_{j>1} r_j(t) = p_(1) / (gap - t), where
-    j = 1 is the largest entry. The step replaces the left side by c + b / t', which has the same
-    value and slope at t' = t for b = t^2 sum_j r_j (1 + r_j) / lambda, and is larger elsewhere.
-    t' is the root of (c + b / t') (gap - t') = p_(1).
+    lambda solves the characteristic equation sum_j p_j / (p_j - lambda) = 0. With
+    r_j(t) = p_j / (lambda - p_j) the equation is sum_{j>1} r_j(t) = p_(1) / (gap - t), where j = 1
+    is the largest entry. One step replaces the left side by c + b / t'. For
+    b = t^2 sum_j r_j (1 + r_j) / lambda this has the same value and slope at t' = t, and is larger
+    elsewhere. The better solution t' is the root of (c + b / t') (gap - t') = p_(1).
 
     Args:
-        rows: the rows p, sorted.
+        rows: the rows p, each in ascending order: p_(1), the largest entry, is last.
         gap: p_(1) - p_(2) of each row.
         t: the solution so far, one number per row.
     """
@@ -258,14 +260,14 @@ def _step_secular(rows: _Ordered, gap: Tensor, t: Tensor) -> Tensor:
     torch.div(tail, r, out=r)
     total = r.sum(-1)
     # b / t = t sum_j r_j (1 + r_j) / lambda, c = sum_j r_j - b / t
-    slope = torch.linalg.vector_norm(r, dim=-1).square_().add_(total)
-    slope.mul_(t / (rows.second + t))
-    c = total - slope
-    b = slope.mul_(t)
+    b_over_t = torch.linalg.vector_norm(r, dim=-1).square_().add_(total)
+    b_over_t.mul_(t / (rows.second + t))
+    c = total - b_over_t
+    b = b_over_t * t
     # (c + b / t') (gap - t') = p_(1) is c t'^2 + 2 half t' - b gap = 0 with
-    # 2 half = p_(1) + b - c gap. Its root is b gap / (half + (half^2 + b gap c)^1/2).
-    half = rows.first + b
-    half.addcmul_(c, gap, value=-1).mul_(0.5)
-    b.mul_(gap)
-    root = half.square().addcmul_(b, c).sqrt_()
-    return b / root.add_(half)
+    # 2 half = p_(1) + b - c gap. Its positive root is b gap / (half + (half^2 + b gap c)^1/2).
+    twice_half = rows.first + b
+    half = twice_half.addcmul_(c, gap, value=-1).mul_(0.5)
+    b_gap = b * gap
+    root = half.square().addcmul_(b_gap, c).sqrt_()
+    return b_gap / root.add_(half)

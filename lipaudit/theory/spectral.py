@@ -60,7 +60,7 @@ def shift_exponent(
 ) -> Float[Tensor, "*shape"]:
     """Return t 2^exponent, exact unless the result overflows or underflows.
 
-    It multiplies twice by half of the power, because 2^exponent alone may overflow.
+    t is multiplied by two powers with half of the exponent each, because 2^exponent may overflow.
 
     >>> shift_exponent(torch.tensor([3.0, 2.0**-140]), torch.tensor([1, 139]))
     tensor([6.0000, 0.5000])
@@ -96,10 +96,10 @@ def take_size(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
 def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
     """Return an upper limit t of the largest eigenvalue of A, from k Lanczos steps on A.
 
-    It holds with probability 1 - ETA over the start vector. T is the tridiagonal matrix of the
-    Lanczos steps, theta_1 its largest eigenvalue. t > theta_1 solves log det(t - T) = level. The
-    solver is Newton's method in y = log(t - theta_1), where the left side is convex and
-    increasing: from a start above the solution it only descends, so every iterate is a limit too.
+    The limit holds with probability 1 - ETA over the start vector. T is the tridiagonal matrix of
+    the Lanczos steps, theta_1 its largest eigenvalue. t > theta_1 solves log det(t - T) = level.
+    The solver is Newton's method in y = log(t - theta_1), where the left side is convex and
+    increasing: from a start above the solution y only falls, so every iterate is a limit too.
 
     Args:
         ritz: eigenvalues theta of T, ascending, (problems, k).
@@ -144,14 +144,15 @@ def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
     top = ritz[:, -1:].clamp_min(tiny)  # theta_1
     gaps = (top - ritz[:, :-1]) / top
     gaps = gaps.clamp_min(1e-300)
-    # The squared last entry of T's top eigenvector: the product of the distances to the shorter
-    # T's eigenvalues over that of the distances to its own other ones.
+    # The squared last entry of T's leading eigenvector is a quotient of two products of distances
+    # from theta_1. Above: the distances to the eigenvalues of the shorter T. Below: the distances
+    # to the other eigenvalues of T.
     distances = (top - shorter) / top
     distances = distances.clamp_min(0.0)
     last_square = (distances / gaps).prod(1)
     residual_square = (beta / top[:, 0]).square() * last_square  # |r|^2, r = A x - theta_1 x
-    # |lambda - theta_1| <= |r| for some eigenvalue lambda of A, and <= |r|^2 / gap if no other one
-    # is within the gap. One step has no gap yet.
+    # |lambda - theta_1| <= |r| for some eigenvalue lambda of A, and <= |r|^2 / gap if no other
+    # eigenvalue of A is within the gap. After one step no gap is known.
     if ritz.shape[1] == 1:
         return residual_square.sqrt()
     return torch.minimum(residual_square.sqrt(), residual_square / gaps[:, -1])
@@ -260,19 +261,19 @@ def spectral_norms(
             remaining ones when enough others are finished.
         start: Gaussian vectors (`random_starts`) in the precision and on the device of the
             products, exactly zero on coordinates where A is known to vanish (padding).
-        guess: vectors that may be near the singular vectors, added to the start vectors at the
-            same length; or zeros. Then the leading value is rarely missed, and the probabilistic
-            limit still holds: a shift of a symmetric unimodal density puts no more of it near
-            zero.
+        guess: vectors that may be near the leading singular vectors, or zeros. They are added to
+            the start vectors at the same length. The leading value is then rarely missed, and the
+            probabilistic limit still holds: shifting a symmetric unimodal density makes values
+            near zero no more probable.
         tol: relative accuracy of the norm, estimated.
         max_steps: largest number of steps per problem; a problem that needs more has `converged`
             False.
-        within: how far `upper` may be above the norm, relatively; if it equals `tol`, tol is
-            proven, for 1.4 to 2.4 times the products.
+        within: how far the upper limit `upper` may be above the norm, relatively. With
+            within = tol the accuracy tol is proven, for 1.4 to 2.4 times the products.
         rebuild: share of finished problems at which `select` is called again; above 1: never.
         vectors: whether to return the leading vectors, too.
-        second: whether to return the second Ritz values and vectors with them. They converge
-            later than the first, and values that are equal to the last bit show as one.
+        second: whether to return the second Ritz values and vectors, too; needs `vectors`. They
+            converge later than the first. A value that occurs twice is found only once.
 
     Raises:
         EvaluationError: a product is not finite.
@@ -309,7 +310,8 @@ def spectral_norms(
         running.done |= newly_done
         if running.done.all():
             return norms
-        # Products of finished problems cost time: drop them once they are enough.
+        # Products of finished problems cost time. Drop these problems once their share is large
+        # enough to pay for a new `select`.
         if int(running.done.sum()) >= rebuild * len(running.done):
             running.keep(~running.done)
             products = select(running.index)
@@ -341,7 +343,7 @@ class _Krylov:
         """Begin with u, the normalised start, or the sum of start and guess at equal lengths."""
         count, size = start.shape
         live = start.ne(0).sum(1)  # dimension of each space, without padding
-        # By the power of two first: squares may underflow.
+        # Divide by a power of two before normalising: the squares of tiny entries may underflow.
         u = F.normalize(take_size(start, 1)[0], dim=1)
         length = torch.ones(count).double()
         if guess is not None:
@@ -402,7 +404,7 @@ class _Krylov:
         """Return 2^exponent A u: the product with A as it is scaled."""
         if not self.exponent.any():
             return products(u)
-        # Multiply u by as much of the power as keeps it in range, and its image by the rest.
+        # Multiply u by a part of the power that keeps u in range, and A u by the remaining part.
         before = self.exponent.clamp(-_ROOM, _ROOM)
         after = self.exponent - before
         image = products(shift_exponent(u, before[:, None]))
@@ -419,8 +421,8 @@ class _Krylov:
         alpha = (w * last).sum(2, keepdim=True)
         w = torch.addcmul(w, alpha, last, value=-1)
         if self.steps:
-            # The recurrence first: the products with all vectors below then remove rounding errors
-            # only, so they need not be repeated.
+            # Subtract beta_{k-1} u_{k-1} first. The loop over all basis vectors below then removes
+            # rounding errors only, so one pass is enough.
             before = self._vector(self.steps - 1)
             w.addcmul_(self.coupling, before, value=-1)
         for i, block in enumerate(self.basis):
@@ -459,7 +461,8 @@ class _Krylov:
 
         The norm must be proven to `within`, and accurate to `tol` by an estimate or a proof.
         """
-        # Eigenvalues of A = J J^T are squares of the norms: so are the limits of their errors.
+        # Eigenvalues of A = J J^T are squares of norms: a relative error tol of a norm is an error
+        # of (1 + tol)^2 - 1 of the eigenvalue.
         estimate = kato_temple(self.ritz, self.shorter, self.beta)
         is_accurate = estimate <= (1 + tol) ** 2 - 1
         is_accurate |= self.proves(tol)
@@ -551,8 +554,11 @@ def _compute_log_delta(size: Tensor) -> Tensor:
 
 
 def _choose_exponents(size: Tensor) -> Tensor:
-    """Return even exponents of two that scale numbers to about one; 0 for those within 2^+-20."""
-    # Even, because norms are roots of what is scaled, and the root of 2^exponent must be exact.
+    """Return even exponents e such that 2^e times each number is about one.
+
+    e is 0 for numbers between 2^-20 and 2^20, which need no scaling.
+    """
+    # Even, because a norm is the root of a scaled eigenvalue, and the root of 2^e must be exact.
     half = (size.log2() / 2).round()
     change = -2 * half.clamp(-450, 450)
     # A number underflowed to 0 or overflowed, by an unknown factor: the exponent 100 or -100.

@@ -22,7 +22,8 @@ def appendix_c(ingredients: Ingredients) -> Tensor:
 
     if not ingredients.affine:
         return ingredients.nothing
-    # The proof is that of `theorem3`, with ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||.
+    # Proof: as `theorem3`, where row i of the change E of the output through the logits S has
+    # ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||.
     x_norm = ingredients.tokens.norm
     centred = ingredients.tokens.off
     # The smaller of two upper limits of max_i ||X^T M(P_i)||: by a Gram matrix, and

@@ -22,7 +22,8 @@ def sharp(ingredients: Ingredients) -> Tensor:
 
     # The norm of a block matrix G is at most that of a matrix B_il >= ||G_il||:
     # ||G x||^2 = sum_i ||sum_l G_il x_l||^2 <= sum_i (sum_l B_il ||x_l||)^2 <= ||B||^2 ||x||^2.
-    # `bound_by_blocks` takes it to J J^T, whose norm is ||J||^2, or to J, and says what B is.
+    # `bound_by_blocks` uses this for G = J J^T, where ||J J^T|| = ||J||^2, or for G = J. `once`
+    # stores Theorem 3, because it is also a bound of its own.
     return bound_by_blocks(ingredients).minimum(ingredients.once(theorem3))
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def theorem3(ingredients: Ingredients, m: Tensor | None = None) -> Tensor:
-    """Return ||W_V|| (||P|| + 2 ||X||^2 ||A|| m), or our form for heads that are not affine.
+    """Return ||W_V|| (||P|| + 2 ||X||^2 ||A|| m), or our bound for heads that are not affine.
 
     X has the tokens as rows, P is the attention map, A = s W_Q W_K^T with the scale s of the
     logits. m is max_i ||M(P_i)|| over the rows of P by default, or an upper limit of it, where

@@ -51,7 +51,7 @@ def _spread(names: list[str]) -> list[str]:
 def _draw_guides(series: list[Series]) -> Iterator[Series]:
     """Yield the reference lines c n^(1/4) and c n^(1/2), from the first point of the first line.
 
-    They are straight in a chart with logarithmic axes.
+    The lines are straight in a chart with logarithmic axes.
     """
     start = min(line.x[0] for line in series)
     end = max(line.x[-1] for line in series)

@@ -64,8 +64,8 @@ def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
     else:
         lengths = batch.mask.sum(1).cpu()
     index = (lengths >= n).nonzero()[:, 0]
-    # The positions to keep, (samples, n): of the first tokens, then of the closing special tokens,
-    # which end at the length of each sample.
+    # The positions to keep, (samples, n): first the beginning of the text, then its last tokens,
+    # the closing special tokens.
     closing = _count_closing(net)
     starts = torch.arange(n - closing).expand(len(index), -1)
     ends = lengths[index, None] - closing + torch.arange(closing)
@@ -83,7 +83,7 @@ def _find_patch(net: Net) -> int:
     """
     if net.entry is not None:
         for module in net.entry.modules():
-            if isinstance(module, nn.Conv2d):  # it moves by one patch at a time
+            if isinstance(module, nn.Conv2d):  # its stride is the side of a patch
                 return int(module.stride[0])
     raise InputError(
         f"the patch size of {net.architecture} was not found",
@@ -95,7 +95,8 @@ def _count_closing(net: Net) -> int:
     """Return the number of special tokens that the tokenizer puts behind every text."""
     if net.tokenize is None:
         return 0
-    # Tokenize two different texts (of at most 64 tokens): the last tokens that both share.
+    # Tokenize two different texts, with at most 64 tokens each. Last tokens that both texts share
+    # are special tokens.
     first = net.tokenize("one", 64)
     second = net.tokenize("other words", 64)
     pairs = zip(reversed(first), reversed(second), strict=False)
@@ -168,20 +169,22 @@ class WorstHead:
                 lengths = self.options.lengths
             for masked, radius in product(self.masks, radii):
                 cells: Cells = {"mode": mode, "masked": masked, "radius": radius}
-                # The number of tokens at which the norm peaks.
+                # The number of tokens n_max up to which norms at this radius grow like sqrt n.
                 cells["n_max"] = self.worst.n_max(radius)
                 for n, norms in measure(radius, lengths, masked=masked):
                     yield self.name | cells | {"n": n} | norms
 
     def _choose_radii(self) -> list[float]:
-        """Return the radii of the worst-case tokens: that of the layer, and a second one.
+        """Return the radii of the worst-case tokens: the layer's R = max_i ||x_i||, and a second.
 
-        The second is the user's. By default it is one at which norms rise and fall over the
-        lengths, if it is smaller than the layer's.
+        The second radius is the one that the user gave. By default, the second is a smaller radius
+        at which norms first rise and then fall over the measured lengths; it is left out if the
+        layer's radius is smaller still.
         """
         if self.options.radius is not None:
             return [self.layer_radius, self.options.radius]
-        # Norms peak at n_max tokens: choose the radius that puts it in the middle of the lengths.
+        # Norms at radius R rise until about n_max(R) tokens, and then fall. Choose the radius with
+        # n_max in the middle of the lengths.
         lengths = self.options.lengths
         smaller = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
         if smaller < self.layer_radius:
@@ -189,10 +192,14 @@ class WorstHead:
         return [self.layer_radius]
 
     def _spread_radii(self) -> list[float]:
-        """Return the radii of mode radius, evenly spaced in R^2, for a number of tokens n.
+        """Return the radii R of mode radius (norms over R, at the largest length n), ascending.
 
-        They range from the radius with n_max = 3 to that with n_max = n^2, or to the layer's.
-        Norms grow fast until about n_max = n.
+        n_max(R) is the number of tokens up to which worst-case norms at radius R grow like sqrt n.
+        log n_max grows about linearly in R^2. `worst.radius` returns the R with a given n_max.
+        Norms at n tokens grow fast with R until about n_max(R) = n. The radii are evenly spaced in
+        R^2 from n_max = 3 (R = 0 has n_max = 2) to n_max = n^2: about half of them are in the fast
+        growth, half behind it. None exceeds the largest token norm of the layer, unless this is
+        below the first radius; the first radius is then the only one.
         """
         first = self.worst.radius(3.0)
         last = min(self.layer_radius, self.worst.radius(self.options.lengths[-1] ** 2.0))
@@ -204,24 +211,26 @@ class WorstHead:
     def _measure_worst(
         self, radius: float, lengths: Sequence[int], *, masked: bool
     ) -> Iterator[tuple[int, Cells]]:
-        """Yield each length n and ||J|| at n worst-case tokens within a radius.
+        """Yield each length n and ||J|| at n worst-case tokens of norm at most `radius`.
 
-        Without a mask, the largest norm for any number of copies (`mean_field`) is given as well.
+        The n tokens are one token and n - 1 copies of a second token. Without a mask, ||J|| has a
+        closed form in the two distinct tokens and their numbers of copies. `mean_field` is then
+        the largest norm for any number of copies. Behind a causal mask, copies of a token see
+        different keys: the norm is computed at all n tokens, and `mean_field` is None.
         """
         if masked:
-            # Behind a mask the copies of a token see different keys: all n tokens are needed.
             for n in lengths:
-                tokens = self.worst.tokens(n, radius)
-                at = worst_tokens.move_heads(self.head, tokens, causal=True)
-                norms = head_norms(at, seeds=[self.options.seed], tol=self.options.tol)
+                tokens = self.worst.tokens(n, radius)  # all n tokens, with the copies
+                moved = worst_tokens.move_heads(self.head, tokens, causal=True)
+                norms = head_norms(moved, seeds=[self.options.seed], tol=self.options.tol)
                 yield n, {"norm": float(norms.norm), "mean_field": None}
             return
-        at = worst_tokens.move_heads(self.head, self.worst.points(radius), causal=False)
+        points = self.worst.points(radius)  # the two distinct tokens
+        moved = worst_tokens.move_heads(self.head, points, causal=False)
         limit, _ = worst_tokens.mean_field_norm(self.head, self.worst, radius)
         for n in lengths:
-            # The n tokens are the first point once and the second n - 1 times.
-            copies = at.x.new_tensor([1.0, n - 1.0])
-            norm = worst_tokens.duplicated_norm(at, copies)
+            copies = moved.x.new_tensor([1.0, n - 1.0])  # of the first and of the second token
+            norm = worst_tokens.duplicated_norm(moved, copies)
             yield n, {"norm": float(norm), "mean_field": limit}
 
     def _search(
@@ -229,17 +238,18 @@ class WorstHead:
     ) -> Iterator[tuple[int, Cells]]:
         """Yield each length n and the largest ||J|| that independent searches find, with a range.
 
-        The range says how far the searches differ.
+        The more the results of the searches differ, the wider the range.
         """
         # A seed of its own for every layer and head.
         seed = int(self.options.seed * 10**6 + 1000 * self.name["layer"] + self.name["head"])
-        if masked:  # without a closed form for copies, long searches are too expensive
+        if masked:  # copies have no closed form here, so searches over many tokens are too slow
             lengths = [n for n in lengths if n <= SEARCHED]
         found = steepest_tokens(self.head, radius, lengths, seed=seed, causal=masked)
         for n, steepest in zip(lengths, found, strict=True):
             worst = float(steepest.norm.min())  # of the searches
             best = float(steepest.norm.max())
-            # The upper end is as far above the best search as the worst is below it.
+            # The range is best / spread to best * spread, where spread is best / worst, slightly
+            # raised: equal results of the searches do not prove that the norm is the largest.
             spread = 1 + REPEATS
             if worst:
                 spread *= best / worst
@@ -249,7 +259,9 @@ class WorstHead:
 def worst_case(
     net: Net, sample: Batch, options: ScalingOptions
 ) -> tuple[list[Cells], tuple[Note, ...]]:
-    """Return rows of `scaling` for the worst case of the chosen heads, and notes on the others.
+    """Return rows of `scaling` for the worst case of the chosen heads, and notes on failures.
+
+    The rows have Jacobian norms at tokens that are constructed or searched for a large norm.
 
     Args:
         net: the model.
@@ -268,7 +280,7 @@ def worst_case(
     if unknown:
         advice = "Give heads as LAYER.HEAD, counted from 0, or all."
         raise UsageError(f"there is no head {min(unknown)}", advice)
-    if set(options.modes) == {"real"}:  # data only: heads are checked, no worst case is wanted
+    if set(options.modes) == {"real"}:  # norms on data only: no worst case was requested
         return [], ()
     measure = partial(_measure_layer, options=options)
     cases = capture(net, sites, sample, measure, layers={site.index for site in chosen})
@@ -301,7 +313,8 @@ def _measure_layer(layer: Layer, options: ScalingOptions) -> LayerCase:
         return LayerCase([], [(heads, f"layer {index}")])
     case = LayerCase([], [])
     radius = float(torch.linalg.vector_norm(heads.x, dim=-1).max())  # R = max_i ||x_i||
-    # Whether later keys are masked: the options to measure. `own` is the mask of the model.
+    # Whether later keys are masked; "both" measures both cases. The option `own`, the mask of the
+    # model, is not in the table: it is the default of `get`.
     masks = {"none": (False,), "causal": (True,), "both": (False, True)}
     mask = masks.get(options.mask, (heads.is_causal(),))
     for number in _choose_heads(layer, heads, options):
@@ -339,7 +352,7 @@ def _fit_heads(layer: Layer) -> Heads | str:
         return error.reason
     if not are_affine_everywhere(heads):
         return "it needs self-attention with affine projections"
-    # Where P > 0 the bias is no mask, and must be 0 but for rounding.
+    # A key with P > 0 is not masked. The bias of its logit must be 0, apart from rounding.
     p = heads.attention()
     bias = heads.bias_rows(0, heads.q.shape[2]).expand_as(p)
     if float(bias[p > 0].abs().max()) > NO_BIAS:

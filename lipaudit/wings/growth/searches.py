@@ -56,7 +56,7 @@ def climb(
         heights: the function, from rows to one number per row; differentiable.
         x: the starts.
         steps: largest number of steps.
-        gain: a row stops if it gains less than this, relatively, in `_PATIENCE` steps in a row.
+        gain: a search stops after `_PATIENCE` steps in succession with a relative gain below this.
 
     >>> peak = climb(lambda x: 5 - (x - 3).square().sum(1), torch.zeros(1, 2), steps=50)
     >>> peak.x
@@ -114,10 +114,10 @@ def _make_pair(step: Tensor, fall: Tensor) -> CurvaturePair:
 
 
 def _search_line(heights: Heights, start: Position, step: Tensor, active: Tensor) -> Position:
-    """Return the rows after a step of a line search: shortened until the function rises enough.
+    """Return the rows after a line search: steps are shortened until the function rises enough.
 
-    It has to rise by at least a share of what the gradient promises (Armijo). A row that does not
-    rise after `_TRIES` lengths stays where it is.
+    The function has to rise by at least a share of the rise that the gradient predicts (Armijo).
+    A row for which none of `_TRIES` step lengths is enough does not move.
 
     Args:
         heights: the function to maximise.
@@ -127,7 +127,8 @@ def _search_line(heights: Heights, start: Position, step: Tensor, active: Tensor
     """
     promised = _dot(step, start.slope)[:, 0]
     rounding = torch.finfo(step.dtype).eps ** 0.5
-    is_top = promised <= rounding * start.height.abs()  # no rise can be told from rounding
+    # At a maximum, the predicted rise is too small to be seen beside rounding errors.
+    is_top = promised <= rounding * start.height.abs()
     rows = (active & ~is_top).nonzero()[:, 0]  # rows that still have to move
     position = start
     size = 1.0
@@ -151,8 +152,8 @@ def _search_line(heights: Heights, start: Position, step: Tensor, active: Tensor
 def _choose_direction(slope: Tensor, memory: list[CurvaturePair]) -> Tensor:
     """Return the next step of L-BFGS in each row, at most 1 long.
 
-    It is the gradient times an estimate of the inverse Hessian, by the two-loop recursion (Nocedal
-    & Wright, algorithm 7.4) for an ascent.
+    The step is the gradient times an estimate of the inverse Hessian, by the two-loop recursion
+    (Nocedal & Wright, algorithm 7.4) for an ascent.
 
     Args:
         slope: the gradient of each row.
@@ -164,7 +165,8 @@ def _choose_direction(slope: Tensor, memory: list[CurvaturePair]) -> Tensor:
         share = pair.weight * _dot(pair.step, direction)
         direction = direction - share * pair.fall
         shares.append(share)
-    # The scale is the inverse curvature along the last step; without one, a step is _FIRST long.
+    # The scale is the inverse curvature along the last step. Without a last step, or if the
+    # gradient did not fall along it, the scale makes the gradient _FIRST long.
     tiny = torch.finfo(slope.dtype).tiny
     steepness = slope.norm(dim=1, keepdim=True).clamp_min(tiny)
     scale = _FIRST / steepness
@@ -223,8 +225,8 @@ def steepest_tokens(
 
     The tokens are copies of three points: two leaders, and followers that attend to both. Each
     search maximises ||J^T u|| over the points, the number of copies of the leaders and the unit
-    vector u together, from random starts and from its end at the length before. It runs on the CPU
-    in float64, so that it ends at the same tokens wherever the model is.
+    vector u together. A search starts from random points and from its own result at the previous
+    length. Searches run on the CPU in float64, so that the tokens do not depend on the device.
 
     Args:
         heads: one head, in float64.
@@ -236,7 +238,8 @@ def steepest_tokens(
     head, basis = _narrow_head(heads)
     generator = torch.Generator().manual_seed(seed)
     parameters = 3 * len(basis) + 1
-    # (searches, starts, parameters): the ends of the length before; none at first.
+    # (searches, starts, parameters): the results at the previous length; none at first. A row of
+    # parameters is three points and an angle for the number of copies (`_Objective`).
     ends = torch.empty(SEARCHES, 0, parameters, dtype=basis.dtype)
     for n in lengths:
         objective = _Objective(head, radius, n, causal)
@@ -248,10 +251,10 @@ def steepest_tokens(
 
 
 def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
-    """Return one head on the CPU in as few token coordinates as its projections read.
+    """Return the head on the CPU for tokens in fewer coordinates, and the axes of these.
 
-    Directions of a token to which q, k and v do not react are left out of the search. The axes of
-    the coordinates are returned too, (coordinates, D).
+    The coordinates span all directions of a token on which q, k or v depend; other directions
+    are left out of the search. The axes have the shape (coordinates, D).
     """
     projections = affine_projections(heads)
     weights = [projection.weight[0].cpu() for projection in projections]
@@ -273,7 +276,7 @@ def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
         scale=heads.scale[:1].cpu(),
         out=None,
     )
-    # At a single zero token: the search puts its own tokens in.
+    # The head must have some tokens: a single zero token, until the search moves the head.
     return move_heads(head, basis.new_zeros(1, 1, len(basis))), basis
 
 
@@ -301,7 +304,8 @@ class _Objective:
     def starts(self, count: int, generator: torch.Generator) -> Tensor:
         """Return random rows of parameters without u, (count, parameters): where searches start.
 
-        Every other row has several copies of the leaders.
+        A row is three points z and an angle t for the number of copies of the leaders. The leaders
+        have one copy in rows 0, 2, 4, ... and a random number of copies in the other rows.
 
         Args:
             count: number of rows.
@@ -313,7 +317,7 @@ class _Objective:
         # An angle t stands for (n / 3)^(sin^2 t) copies: sin^2 t is uniform in [0, 1].
         power = torch.rand(count, 1, generator=generator, dtype=points.dtype)
         angle = power.sqrt().asin()
-        angle[::2] = 0.0  # every other start has one copy
+        angle[::2] = 0.0  # (n / 3)^0 = 1 copy
         return torch.cat([points.flatten(1), angle], 1)
 
     def _draw_points(self, count: int, generator: torch.Generator) -> Tensor:
@@ -331,15 +335,16 @@ class _Objective:
         bias = torch.zeros_like(wq[0])
         if to_q.bias is not None:
             bias = to_q.bias[0]
-        # The bias of the queries adds <b_Q, W_K^T x> to the logit of a follower x. Take the side
-        # of the ball on which that is negative: followers then attend less to each other.
+        # The bias of the queries adds <b_Q, W_K^T x> to the logits of the key of a follower x. The
+        # sign of x is chosen so that this is negative: followers then attend less to each other.
         towards = (follower @ wk @ bias)[:, None]
         follower = torch.where(towards > 0, -follower, follower)
         # The direction of tokens to which the follower x attends: W_K (W_Q^T x + b_Q).
         query = self.radius * follower @ wq + bias
         query = normalize(query @ wk.mT, dim=1)
-        # The leaders are opposite each other and orthogonal to that direction, so the follower
-        # attends to both alike; W_V W_V^T turns them towards where their values differ most.
+        # The leaders are opposite each other and orthogonal to this direction, so the follower
+        # attends to both alike. The product with W_V W_V^T makes the values of the leaders differ
+        # more. _TILT moves both leaders a little towards the direction that the follower sees.
         across = across @ wv @ wv.mT
         across = normalize(across - _dot(across, query) * query, dim=1)
         leader = normalize(across + _TILT * query, dim=1)
@@ -347,9 +352,10 @@ class _Objective:
         return torch.stack([leader, opposite, follower], 1)
 
     def climb_all(self, starts: Tensor, generator: torch.Generator) -> Tensor:
-        """Run all searches; return the parameters with the largest norm of each, without u.
+        """Run all searches; return the parameters with the largest norm of each search, without u.
 
-        The numbers of copies are whole.
+        First the number of copies is a real number. A second ascent has it rounded and fixed, so
+        the result stands for n tokens.
 
         Args:
             starts: the starts, (searches, starts, parameters), without u.
@@ -359,7 +365,7 @@ class _Objective:
         u = self._start_directions(rows, generator)
         rough = climb(self._measure, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
         highest = _select_highest(rough.x.view(*starts.shape[:2], -1), rough.height)
-        # Climb again from the end with the number of copies rounded down and up, and fixed.
+        # Climb again from the best end of each search, with the copies rounded down and up.
         rounded = self._round_copies(highest)
         with_whole_copies = replace(self, whole=True)
         end = climb(with_whole_copies._measure, rounded.flatten(0, 1), steps=_POLISH)
@@ -481,7 +487,8 @@ class _Objective:
     def _measure(self, rows: Tensor) -> Tensor:
         """Return ||J^T u|| / ||u|| of each row of parameters: what the searches maximise.
 
-        It is at most ||J||, with equality at the leading left singular vector u.
+        J is the Jacobian at the tokens that a row stands for. The quotient is at most ||J||, with
+        equality at the leading left singular vector u.
         """
         x = self._read_points(rows)
         if self.causal:  # copies of a token see different keys: every token is needed

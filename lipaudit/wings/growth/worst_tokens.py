@@ -46,7 +46,8 @@ class Adversary:
     def gamma(self) -> float:
         """Return gamma in n_max = 1 + exp(2 R^2 gamma): how fast n_max grows with the radius R.
 
-        It is an eighth of a positive eigenvalue, or minus a negative one ([C24]).
+        gamma is an eighth of the eigenvalue if the eigenvalue is positive, else minus the
+        eigenvalue ([C24]).
         """
         if self.eigenvalue > 0:
             return self.eigenvalue / 8
@@ -55,22 +56,24 @@ class Adversary:
     def gap(self, radius: float) -> float:
         """Return how far a follower's logit of token 1 is above its logits of all other tokens.
 
-        It is 2 R^2 gamma + tilt R. Followers are all tokens but the first.
+        The result is 2 R^2 gamma + tilt R. Followers are all tokens but the first.
         """
-        # A follower f R u sees x by s <W_Q f R u, W_K x> = lambda f R <u, x>: token 1 is ahead by
-        # lambda R^2 f (lead - f): lambda R^2 / 4 for (1, 1/2), -2 lambda R^2 for (-1, 1).
+        # A follower f R u has the logit s <W_Q^T f R u, W_K^T x> = lambda f R <u, x> of the token
+        # x. Token 1 is lead R u and the other tokens are f R u, so the difference is
+        # lambda R^2 f (lead - f): lambda R^2 / 4 for (lead, f) = (1, 1/2), and -2 lambda R^2 for
+        # (-1, 1).
         return 2 * radius**2 * self.gamma + self.tilt * radius
 
     def n_max(self, radius: float) -> float:
-        """Return 1 + e^gap: the norm grows like sqrt n for numbers n of tokens well below it."""
-        # A follower gives token 1 the weight e^gap / (e^gap + n - 1): one half at n_max.
+        """Return n_max = 1 + e^gap; norms at n tokens grow like sqrt n for n well below n_max."""
+        # A follower gives token 1 the weight e^gap / (e^gap + n - 1), one half for n = n_max.
         gap = self.gap(radius)
         if gap < 700:  # exp overflows above 709
             return 1 + math.exp(gap)
         return math.inf
 
     def radius(self, n_max: float) -> float:
-        """Return the radius at which n_max has a given value above 2."""
+        """Return the radius at which `n_max` has a given value above 2: the inverse of `n_max`."""
         # 2 gamma R^2 + tilt R = log(n_max - 1), solved for R > 0.
         double = 4 * self.gamma
         discriminant = self.tilt**2 + 2 * double * math.log(n_max - 1)
@@ -93,7 +96,8 @@ def adversary(heads: Heads) -> Adversary | None:
 
     lambda_max and lambda_min are the largest and the smallest real eigenvalue of s W_K W_Q^T. The
     tokens are R (u, u/2, ..., u/2) with the eigenvector u of lambda_max if
-    lambda_max > -8 lambda_min, else R (-u, u, ..., u) with that of lambda_min.
+    lambda_max > -8 lambda_min, else R (-u, u, ..., u) with the eigenvector u of lambda_min. R is
+    the norm of the longest token.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> eye = torch.eye(2, dtype=torch.float64)[None]
@@ -102,8 +106,8 @@ def adversary(heads: Heads) -> Adversary | None:
     (-1.0, 0.7071, 5.1133)
     """
     to_q, to_k, _ = affine_projections(heads)
-    # If z is an eigenvector of s W_Q^T W_K (d x d), W_K z is one of s W_K W_Q^T (D x D), with the
-    # same eigenvalue.
+    # If z is an eigenvector of s W_Q^T W_K (d x d), W_K z is an eigenvector of s W_K W_Q^T (D x D)
+    # with the same eigenvalue. The small matrix is cheaper.
     scale = heads.scale.flatten()[0]
     wq = to_q.weight[0]
     wk = to_k.weight[0]
@@ -122,7 +126,9 @@ def adversary(heads: Heads) -> Adversary | None:
         return None
     u = wk @ vectors[:, index].real
     u = u / torch.linalg.vector_norm(u)
-    tilt = 0.0  # what the bias of the queries adds to the logits of token 1, per radius
+    # By how much the bias of the queries raises the logit of token 1 above the logits of the other
+    # tokens, divided by R.
+    tilt = 0.0
     if to_q.bias is not None:
         slope = scale * (to_q.bias[0] @ (wk.mT @ u))
         tilt = (lead - follow) * float(slope)
@@ -170,10 +176,10 @@ def move_heads(
 def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> Float[Tensor, "batch heads"]:
     """Return ||J|| if token i stands for w_i copies that change together.
 
-    In the softmax, copies are a bias log w_j; inputs and outputs are measured in
-    sum_i w_i ||x_i||^2. Only ratios of weights matter: this is the mean-field constant of the
-    distribution of tokens with the weights w_i ([C24]). It forms the Jacobian, so it is for few
-    distinct tokens. Domain: at X, unmasked affine heads.
+    In the softmax, w_j copies of a key are a bias log w_j of its logits. Lengths of inputs and
+    outputs are (sum_i w_i ||x_i||^2)^1/2. Only ratios of weights matter: the result is the
+    mean-field constant of the distribution of tokens with the weights w_i ([C24]). The Jacobian is
+    formed, so there should be few distinct tokens. Domain: at X, unmasked affine heads.
 
     Args:
         heads: the heads at the distinct tokens.
@@ -197,9 +203,11 @@ def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> Float[Tensor, "
 def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, "batch heads"]:
     """Return ||J|| of the long sequence in which token i is repeated counts_i >= 1 times.
 
-    The copies of a token move together, or their moves sum to 0. The first gives `weighted_norm`,
-    the second the largest norm by which a token with two copies or more moves its output through
-    its query alone. ||J|| is the larger of the two (ours). Domain: as `weighted_norm`.
+    Every move of the tokens is the sum of a move in which all copies of a token move alike, and a
+    move in which the copies of each token sum to 0. Moves of the first kind have the norm
+    `weighted_norm`. In moves of the second kind, a token with two copies or more moves its own
+    output, through its query alone. ||J|| is the larger of the two norms (our result). Domain: as
+    `weighted_norm`.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.ones(1, 1, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)[None]
@@ -220,8 +228,9 @@ def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, 
 def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[float, float]:
     """Return the largest ||J|| at two worst-case points, the second repeated any number of times.
 
-    That is the maximum of `weighted_norm` over the weights (1, m), for log m within 6 of log
-    n_max; m is returned as well. It grows like R^2 e^{c R^2} with the radius.
+    The result is the maximum of `weighted_norm` over the weights (1, m), for log m within 6 of
+    log n_max, and the m of the maximum. The norm grows like R^2 e^{c R^2} with the radius R. n_max
+    is the number of tokens at which a token gives half of its attention to the first one.
 
     Args:
         heads: one head.
@@ -238,14 +247,15 @@ def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[floa
         return float(weighted_norm(moved, weights))
 
     centre = min(worst.gap(radius), 600.0)  # log(n_max - 1); e^600 is near the largest float
-    # There may be several peaks: a grid finds the highest one, a search in it the top.
+    # The norm may have several peaks over log m. A grid finds the highest peak, and a search
+    # around this grid point finds the maximum.
     grid = [centre + 0.5 * i for i in range(-12, 13)]
     highest = max(grid, key=measure_norm)
     top = minimize_scalar(
         lambda log_m: -measure_norm(log_m),
         bounds=(highest - 0.5, highest + 0.5),
         method="bounded",
-        options={"xatol": 1e-3},  # near its maximum the norm is flat: this costs 1e-6 of it
+        options={"xatol": 1e-3},  # the norm is flat near its maximum: a relative error of 1e-6
     )
     return -float(top.fun), math.exp(top.x)
 
@@ -286,7 +296,7 @@ def power_law(n: Float[Tensor, " points"], norm: Float[Tensor, " points"]) -> Po
     residual = float((dy - slope * dx).square().sum())
     total = float(dy.square().sum())
     standard_error = math.nan
-    if len(y) > 2:  # a line through two points leaves no residual to estimate it from
+    if len(y) > 2:  # a line through two points has no residual, so no standard error
         variance = residual / (len(y) - 2)
         standard_error = math.sqrt(variance / size)
     r2 = math.nan

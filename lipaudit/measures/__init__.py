@@ -43,10 +43,10 @@ def load_measures() -> dict[str, Measure]:
 
 
 def find_measure(name: str) -> Measure:
-    """Return the measure of a name.
+    """Return the measure with a name.
 
     Raises:
-        UsageError: it does not exist, or is not installed.
+        UsageError: there is no such measure, or its package is not installed.
     """
     known = load_measures()
     if name not in known:
@@ -58,9 +58,9 @@ def find_measure(name: str) -> Measure:
 def _find_fault(name: str, measure: Measure) -> str:
     """Return what is wrong with the tables of a plug-in's measure; empty if nothing is.
 
-    A table describes a section of the report. The first has the name of the measure, the others
-    NAME.SOMETHING. Headlines, the figures that a report shows first, must be of its columns, and
-    its drawings must exist.
+    A table describes a section of the report. The first table must have the name of the measure,
+    all further tables a name NAME.SOMETHING. Headlines are the figures that a report shows first:
+    their columns must be columns of the table. The drawings of a table must exist.
     """
     sections = [table.name for table in measure.tables]
     if not sections or sections[0] != name:
@@ -106,9 +106,9 @@ def list_headlines() -> list[tuple[str, Headline]]:
 
 
 def find_headline(section: str, column: str) -> Headline | None:
-    """Return the headline, a figure that a report shows first, of a column of a section.
+    """Return the headline of a column of a section, or None if the column has no headline.
 
-    None if the column has none.
+    A headline is a figure that a report shows first.
     """
     layout = layouts().get(section)
     for headline in layout.headlines if layout else ():
@@ -120,7 +120,7 @@ def find_headline(section: str, column: str) -> Headline | None:
 def find_column(metric: str) -> Column:
     """Return the column of a metric (`bounds.exact:median`, `attack.robust@pgd`).
 
-    If its measure is not installed, the column has the metric's name only.
+    If the measure of the metric is not installed, the result is a column with a name only.
     """
     path = re.split("[@:]", metric)[0]  # SECTION.COLUMN, without a statistic or a row
     section, _, name = path.rpartition(".")
@@ -135,7 +135,7 @@ def option_types() -> dict[str, type[MeasureOptions]]:
     """Return the class of options of every command that runs one measure, by its name."""
     types: dict[str, type[MeasureOptions]] = {}
     for name, measure in load_measures().items():
-        if not measure.command:  # otherwise a command of another name runs it
+        if not measure.command:  # a measure with `command` is run by the command of this name
             types[name] = measure.options
     return types
 
@@ -161,7 +161,7 @@ def load_audit_options() -> type[AuditOptions]:
         for name, end in measure.audit.options.items():
             known = measure.options.options()[name]
             fields[name] = option(None, known.help + end, *known.flags, need=_need_user(name))
-            # As typed: the measure itself reads the text.
+            # The text as the user typed it: the measure parses it later.
             fields[name].annotation = str | None
     return add_options(AuditOptions, fields)
 
@@ -226,7 +226,8 @@ class AuditOptions(Settings):
     def names(self) -> tuple[str, ...]:
         """Return the names of the measures to run, in the order of an audit.
 
-        They are those of --only, or the default ones, with those of switches and without --skip.
+        These are the measures of --only, or else the default ones. Switches such as --certify add
+        measures, and --skip removes measures.
         """
         names = set(USUAL)
         if self.only is not None:
@@ -250,9 +251,9 @@ class AuditOptions(Settings):
 
     @property
     def required(self) -> frozenset[str]:
-        """Return the measures that the user asked for by name: it is an error if one cannot run.
+        """Return the measures that the user requested: if one cannot run, this is an error.
 
-        An option of a measure, such as --eps, asks for it, too.
+        A measure is requested by --only, or by an option of its own, such as --eps.
         """
         names = set(self.only or ())
         for name, measure in load_measures().items():
@@ -263,7 +264,8 @@ class AuditOptions(Settings):
     def plan(self, *, demo: bool) -> dict[str, MeasureOptions]:
         """Return the options of every measure to run, by its name.
 
-        A measure with a plan makes them from the request; others get their defaults.
+        A measure with `audit.plan` makes its options from the request of the user. All other
+        measures get their default options.
 
         Raises:
             UsageError: for a bad radius, attack or norm.
@@ -283,7 +285,7 @@ class AuditOptions(Settings):
         return "full" if self.full else "usual"
 
     def counts(self, *, demo: bool) -> Mapping[str, int]:
-        """Return the number of samples by measure; one that is missing uses its default."""
+        """Return the number of samples by measure; measures not listed use their default."""
         size = self.find_size(demo=demo)
         counts: dict[str, int] = {}
         for name, measure in load_measures().items():

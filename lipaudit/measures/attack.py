@@ -148,11 +148,12 @@ ATTACK_TABLE = Layout(
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
     """Yield a part for each chunk of samples, again after every attack if the run can be resumed.
 
-    A round is up to 512 samples. The cheapest attack runs on all of them, then the next one.
+    A round is up to 512 samples. The first attack runs on all samples of a round, then the second
+    attack, and so on. So a time limit leaves out attacks, not samples, as far as possible.
 
     Raises:
-        UsageError: a batch is not a chunk of the run, so `logical_chunk` would be wrong.
-        InputError: samples without labels, or token ids whose embedding nothing shows.
+        UsageError: a batch is not a chunk of the run, and random numbers depend on the chunk.
+        InputError: samples have no labels, or the embedding of token ids was not found.
     """
     from lipaudit.attacks.transfer import note_source
     from lipaudit.data.batch import find_unfinished
@@ -162,11 +163,13 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     steps = kinds.list_steps(options.trials())
     target = options.find_target(net)
     notes = (*map(note_source, options.transfer), *texts.note_target(net, target))
-    # Parts of an interrupted run; None: this run cannot be resumed, and takes no incomplete parts.
+    # Parts of an interrupted run. None: this run cannot be resumed, so incomplete parts are not
+    # yielded below.
     incomplete = find_unfinished(batches)
     begin = prepare_chunks(net, options, steps, incomplete or {})
-    # Whether the model scores continuations. `move_losses` needs the examples of a complete chunk,
-    # which incomplete parts do not store: such chunks are attacked one by one, without stopping.
+    # Whether the model scores continuations. `move_losses` then needs the adversarial examples of
+    # all attacks, and incomplete parts do not store examples. So chunks are attacked one by one,
+    # each to its end.
     continues = net.scored == "continuation"
     unread = iter(batches)
     while group := list(islice(unread, 1 if continues else ROUND)):
@@ -189,9 +192,9 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
 
 
 def _name_round(group: Sequence[Batch]) -> str:
-    """Return the beginning of a message about a round: which samples it has.
+    """Return the beginning of a message about a round: the numbers of its samples.
 
-    Empty for the first round, which is the only one of most runs.
+    Empty for the first round: most runs have a single round, and need no numbers.
     """
     first = group[0].start
     if first == 0:
@@ -203,9 +206,10 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     """Refuse a model, samples or a radius that the attacks do not work with.
 
     Raises:
-        InputError: a model without classes, samples without labels, or token ids whose embedding
-            nothing shows.
-        UsageError: an attack that cannot work on such samples, or a radius beyond the box.
+        InputError: the model has no classes, samples have no labels, or the embedding of token
+            ids was not found.
+        UsageError: an attack cannot work on such samples, or a radius exceeds the box, the range
+            of input values.
     """
     from lipaudit.attacks.evaluate import require_radius
     from lipaudit.attacks.transfer import find_examples
@@ -216,7 +220,8 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     base.require_labels(batch, "an attack")
     options.find_target(net)  # raises if the model has no such class
     trials = options.trials()
-    # `changes`: the units of a text that attacks can change. NEEDED: why others cannot.
+    # `changes`: the units of a text that attacks can change, such as words. NEEDED: the reason for
+    # the error message if a trial changes other units.
     kinds.require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
         require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
@@ -244,7 +249,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     """Make the section `attack`: a row for the worst case of each ball, then one per trial.
 
     A trial is some attacks in one ball (a norm and a radius). In the worst case of a ball, a
-    sample is robust if it is so in all trials inside the ball.
+    sample is robust if no trial inside the ball broke it.
     """
     import numpy as np
 
@@ -322,8 +327,8 @@ def _read_results(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[TrialK
 def _join_results(ball: TrialKey, results: Mapping[TrialKey, _Result]) -> _Result:
     """Return the worst case of a ball, from the results of all trials inside it.
 
-    A trial in a smaller ball counts, too: its examples are inside this ball. The cost is only that
-    of trials at the radius of the ball.
+    A trial in a smaller ball counts, too, because its examples are inside this ball. The cost is
+    the sum over the trials at exactly the radius of the ball.
     """
     import numpy as np
 
@@ -355,7 +360,8 @@ def _list_samples(
     columns = {name: base.join_parts(parts, name) for name in ("label", "predicted", "correct")}
     distances = dict(zip(trials, base.join_parts(parts, "distance").T, strict=True))
     for key, result in results.items():
-        # Broken is certain. A sample that is not broken yet, with attacks to come, is unknown.
+        # A broken sample stays broken. A sample that is not broken yet is unknown (NaN) while
+        # attacks are still to come.
         unknown = result.robust.astype(bool) & result.unfinished
         columns[key.column("robust")] = np.where(unknown, np.nan, result.robust)
         if key in distances:
@@ -371,7 +377,7 @@ def _list_samples(
 def _rate(parts: Sequence[Part], results: Sequence[_Result]) -> dict[str, Any]:
     """Return the columns of the calibration error and of the worst class, a value per result.
 
-    Of few samples there is no calibration error: the columns are missing.
+    With fewer than FEWEST_RATED samples, there are no columns of the calibration error.
     """
     import numpy as np
 
@@ -396,7 +402,7 @@ def _rate(parts: Sequence[Part], results: Sequence[_Result]) -> dict[str, Any]:
 def _mark_unfinished(parts: Sequence[Part], trials: Sequence[Trial]) -> Values:
     """Return for each sample and trial whether attacks of the trial are still to come.
 
-    That is so after a time limit. The shape is (samples, trials).
+    Attacks are missing after a time limit. The result has the shape (samples, trials).
     """
     import numpy as np
 
@@ -410,12 +416,17 @@ def _mark_unfinished(parts: Sequence[Part], trials: Sequence[Trial]) -> Values:
 
 
 def _note_limits(parts: Sequence[Part], trials: Sequence[Trial]) -> tuple[Note, ...]:
-    """Say which attacks did not run on all samples; nothing if all did."""
+    """Warn which attacks did not run on all samples, because of a time limit; () if all ran.
+
+    A part holds the results of some samples. Its facts["attacks"] has, for each trial, how many
+    of the trial's attacks ran on these samples, from the first one on.
+    """
     samples = len(base.sample_ids(parts))
     partial_runs = []
     for i, trial in enumerate(trials):
-        for number, attack in enumerate(trial.attacks, 1):
-            attacked = sum(len(part.ids) for part in parts if part.facts["attacks"][i] >= number)
+        for count, attack in enumerate(trial.attacks, 1):
+            # This is attack number `count` of the trial: it ran if at least `count` attacks ran.
+            attacked = sum(len(part.ids) for part in parts if part.facts["attacks"][i] >= count)
             if attacked < samples:
                 partial_runs.append(f"{attack.name} ({trial.key.ball}) on {attacked}")
     if not partial_runs:
@@ -434,8 +445,8 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> tuple[Note, 
     from lipaudit.attacks.signs import note_masking, note_signs, note_square
     from lipaudit.measures import texts
 
-    # Continuations have losses. A continuation and its rival are not two classes: half of the
-    # samples would not be right by chance.
+    # Whether the model decides between classes. Parts with `losses` are of a model that scores
+    # continuations: guessing does not make half of the samples right, as with two classes.
     of_classes = "losses" not in parts[0].values
     gradients = sum(cost[-1] for part in parts for cost in part.facts["cost"])
     nonfinite = sum(part.facts["nonfinite"] for part in parts)
@@ -448,7 +459,8 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> tuple[Note, 
     notes += note_square(int(before), int(after), len(unique))
     limits = _note_limits(parts, trials)
     notes += limits
-    # Masking shows in which attacks break more samples than others: all of them must have run.
+    # Masked gradients show in a comparison: weak attacks break more samples than strong ones. All
+    # attacks must have run for that.
     if not limits:
         robust = base.join_parts(parts, "robust")[unique].astype(bool)
         labels = base.join_parts(parts, "label")[unique]

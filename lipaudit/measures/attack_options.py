@@ -32,15 +32,17 @@ TABLE = ".jsonl"
 
 
 def _need_effort(*efforts: str) -> Need:
-    """Return the condition of an option: that an attack runs which has one of these efforts.
+    """Return the condition of an option such as --steps: an attack must run that uses it.
 
-    The effort is what an attack spends (`AttackKind.effort`): steps, queries...
+    `efforts` are the kinds of effort (`AttackKind.effort`) of such attacks: steps, queries...
     """
 
     def holds(options: AttackOptions) -> bool:
-        """Say whether such an attack runs."""
+        """Return whether an attack with one of the efforts runs."""
         if options.attack is None or not (options.eps or options.attack == "paper"):
-            return True  # the attacks are not known yet: `adapt` checks again
+            # Attacks or radii depend on the model, and are not known yet. Accept the option now:
+            # `adapt` checks the condition again.
+            return True
         planned = (attack for trial in options.trials() for attack in trial.attacks)
         return any(attack.kind.effort in efforts for attack in planned)
 
@@ -184,25 +186,28 @@ class AttackOptions(MeasureOptions):
 
     @model_validator(mode="after")
     def _require_plan(self) -> AttackOptions:
-        """Refuse attacks and radii that make no plan.
+        """Refuse attacks and radii that do not fit together: `trials` raises the error.
 
-        If one of them is left out, it depends on the kind of model: `adapt` fills it in and checks
-        the plan.
+        If the attacks or the radii are left out, they depend on the kind of model. `adapt` then
+        fills them in and checks them.
         """
         if self.attack is not None and (self.eps or not self.usual_eps):
             self.trials()
         return self
 
     def adapt_scores(self, changes: Sequence[Norm]) -> Self:
-        """Return the options for a language model that scores continuations.
+        """Return the options for a language model that scores continuations of prompts.
 
-        By default the attacks change embeddings. Those that change the prompt need a tokenizer.
-        `changes` has the units of its prompts that attacks can change.
+        By default the attacks change embeddings. If the user named attacks, or a radius such as
+        2words, these attacks run instead; attacks that change the prompt need a tokenizer.
+
+        Args:
+            changes: the units of the prompts that attacks can change: words, characters.
         """
-        # A radius such as 2words asks for an attack that changes the prompt.
-        has_units = any(radius.unit for radius in self.eps)
+        has_units = any(radius.unit for radius in self.eps)  # 2words: an attack on prompts
         if self.attack is not None or has_units:
-            return self.adapt("text", changes, "this needs a fast tokenizer beside config.json")
+            why = "this needs a fast tokenizer beside config.json"  # for the error without one
+            return self.adapt("text", changes, why)
         return self.model_copy(update={"attack": EMBEDDINGS}).adapt("text", changes)
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
@@ -212,11 +217,11 @@ class AttackOptions(MeasureOptions):
 
         Args:
             kind: image, tokens or text.
-            changes: the units of its texts that attacks can change.
-            why: why other units cannot be changed.
+            changes: the units of the model's texts that attacks can change.
+            why: the reason, for error messages, why other units cannot be changed.
 
         Raises:
-            UsageError: an attack or a norm means nothing for it, or there is no radius.
+            UsageError: an attack or a norm does not apply to this kind, or there is no radius.
         """
         is_text = kind == "text"
         for radius in self.eps:
@@ -239,8 +244,8 @@ class AttackOptions(MeasureOptions):
         kinds.require_suitable(trials, kind, changes, why)
         # COUNTED: the units in which attacks change texts. WHOLE: these, and patches of images.
         of_texts = [trial for trial in trials if trial.norm in COUNTED]
-        # A table (.jsonl) can store only changed texts, a file of tensors only all else: so no
-        # trial changes texts, or every one does.
+        # A file of tensors cannot store changed texts: no trial may change texts. A table (.jsonl)
+        # can store nothing else: every trial must change texts.
         storable = 0 if self.saves_tensors else len(trials)
         if self.save_adv is not None and len(of_texts) != storable:
             raise UsageError(
@@ -250,8 +255,8 @@ class AttackOptions(MeasureOptions):
         # The report records the number of queries of attacks on texts, if all have the same.
         queries = {attack.queries for trial in of_texts for attack in trial.attacks}
         most_queries = queries.pop() if len(queries) == 1 else self.queries
-        # The norm is needed only if some attack searches balls. Without typed radii, attacks that
-        # count changes have used their own.
+        # The norm is needed only if some attack searches a norm ball. If the user typed no radii,
+        # record the default radii of the attacks that count changes.
         counting = [trial for trial in trials if trial.norm in WHOLE]
         norm = self.norm
         if norm is None and len(counting) < len(trials):
@@ -283,7 +288,10 @@ class AttackOptions(MeasureOptions):
         return self.save_adv is not None and self.save_adv.suffix != TABLE
 
     def identify(self) -> dict[str, Any]:
-        """Return the options that figures depend on; a hash of its contents in place of a file."""
+        """Return the options that figures depend on; files are replaced by hashes of their bytes.
+
+        Two runs with equal results of this function give the same figures.
+        """
         from lipaudit.attacks.transfer import hash_file
 
         return dict(self) | {"transfer": [hash_file(path) for path in self.transfer]}
@@ -352,10 +360,10 @@ class AttackOptions(MeasureOptions):
 
 
 def plan_attacks(request: AuditRequest) -> AttackOptions:
-    """Return the options of the attacks in an audit: those that the user typed, else its defaults.
+    """Return the options of the attacks in an audit: what the user typed, and defaults of audits.
 
-    The default attacks and radii (`usual`, `usual_eps`) are for images; other models have the
-    defaults of `adapt`.
+    The default attacks and radii (`usual`, `usual_eps`) are for images. For other models, `adapt`
+    chooses the defaults.
 
     Raises:
         UsageError: for a bad radius, attack or norm.

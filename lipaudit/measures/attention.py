@@ -394,7 +394,7 @@ def _cast_inputs(heads: Heads) -> Heads:
 
 
 def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
-    """Compute P in chunks of rows, and return what later steps need of it.
+    """Compute the attention map P in chunks of rows, and return figures of its rows and keys.
 
     Returns:
         The fields of a `RowProfile`, (batch, heads, queries); `mass`, the attention on each key
@@ -469,8 +469,8 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     # Arrays (samples, heads, statistics). Maps and rows are left out: their sizes vary.
     of_layers = [name for name in parts[0].values if name.startswith(ROWS)]
     arrays = base.join_arrays(parts, besides=[*MAP, *of_layers])
-    # Sums over rows, and the number of rows that have the statistic: rows of few keys have no
-    # regime, and a sample may have no row with one.
+    # For each statistic: its sum over rows, and the number of rows that have it. Rows with few
+    # keys have no regime, so the number differs between statistics and may be 0.
     total = arrays["total"]
     count = arrays["count"]
     # Means over the rows of each sample, and over the rows of all samples.
@@ -492,7 +492,8 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         short_rows=arrays["short"].sum(0).astype(int),
         p_norm=arrays["p_norm"].mean(0),
     )
-    # What a comparison reads of each sample: statistics, and their number of rows if it varies.
+    # Arrays that a comparison of two models reads: the statistics of each sample, and the numbers
+    # of rows if they differ between samples.
     stored: dict[str, Values] = {}
     for column in ATTENTION_TABLE.columns.values():
         if column.reduction is not None:

@@ -39,8 +39,8 @@ CLASSES = {
 def keep_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Tensor:
     """Return the statistics of rows by sample: (samples, heads, windows, rows, statistics).
 
-    Layers that attend within windows of a sample (Swin) have several windows per sample, others
-    one. A sample with fewer windows than another is padded with NaN.
+    Layers that attend within windows of a sample (Swin) have several windows per sample. All other
+    layers have one window. Samples with fewer windows are padded with NaN.
 
     Args:
         by_row: statistics of each row, (windows of all samples, heads, rows).

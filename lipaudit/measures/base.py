@@ -85,12 +85,12 @@ class MeasureOptions(Settings):
         return ()
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
-        """Return the options for a kind of model; a measure for which it matters overrides this.
+        """Return the options for a kind of model: unchanged, unless a measure overrides this.
 
         Args:
             kind: image, tokens or text.
-            changes: the units of its texts that can be changed: words, characters.
-            why: why other units cannot be changed.
+            changes: the units of the model's texts that can be changed: words, characters.
+            why: the reason, for error messages, why other units cannot be changed.
 
         Raises:
             UsageError: the options do not suit such a model.
@@ -98,17 +98,18 @@ class MeasureOptions(Settings):
         return self
 
     def adapt_scores(self, changes: Sequence[Norm]) -> Self:
-        """Return the options for a language model that scores continuations.
+        """Return the options for a language model that scores continuations of prompts.
 
-        By default these are the options for a text of which nothing can be changed.
+        The default treats the model as a text model whose texts cannot be changed, and ignores
+        `changes`. A measure that can change prompts, such as `attack`, overrides this method.
 
         Args:
-            changes: the units of its prompts that can be changed.
+            changes: the units of the prompts that could be changed: words, characters.
 
         Raises:
             UsageError: the options do not suit such a model.
         """
-        return self.adapt("text", (), "it scores continuations")
+        return self.adapt("text", changes=(), why="it scores continuations")
 
     def redirect(self, name: str) -> tuple[str, MeasureOptions]:
         """Return the measure that these options ask for, with its options; as a rule this one."""
@@ -313,7 +314,7 @@ def require_time() -> None:
     """End the work on the current part if the time limit is over.
 
     Raises:
-        TimeOverError: it is over.
+        TimeOverError: the time limit is over.
     """
     if time.monotonic() >= _LISTENER.get().end:
         raise TimeOverError
@@ -327,9 +328,9 @@ def join_parts(parts: Sequence[Part], name: str) -> Values:
 
 
 def join_arrays(parts: Sequence[Part], besides: Collection[str] = ()) -> dict[str, Values]:
-    """Concatenate every array that all parts have, along the samples; `besides` is left out.
+    """Concatenate every array that all parts have, along the samples, but for those in `besides`.
 
-    Parts that an older version stored may have further arrays, which are left out, too.
+    Arrays that only some parts have are left out: an older version may have stored these parts.
     """
     names = set(parts[0].values) - set(besides)
     for part in parts:
@@ -354,9 +355,9 @@ def make_rows(
 
     Args:
         layout: the layout of the table.
-        heads: layer, head and module of each row of a table of heads, which has these columns too.
-        columns: by name, one value per row, or one for all rows; plain values, or an array of
-            numpy. NaN means not computed: it becomes None.
+        heads: (layer, head, module) of each row, for a table of heads: three further columns.
+        columns: by name, one value per row, or a single value for all rows; plain values, or an
+            array of numpy. NaN means not computed, and becomes None.
     """
     if heads:  # (layer, head, module) of each row -> the three columns
         columns |= zip(HEAD, zip(*heads, strict=True), strict=True)
@@ -367,7 +368,7 @@ def make_rows(
     count = max(len(values) for values in columns.values() if isinstance(values, list | tuple))
     rows: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, values in columns.items():
-        # A single value is that of all rows.
+        # A single value is repeated in all rows.
         cells = values if isinstance(values, list | tuple) else [values] * count
         for row, cell in zip(rows, _read_cells(cells), strict=True):
             row[name] = cell
@@ -401,7 +402,7 @@ def make_section(
     """Return a section of the report of a measure.
 
     Args:
-        layout: its layout.
+        layout: the layout of the section.
         parts: the parts, with sample ids, and facts of samples: examples, gradients, classes.
         options: the options; the section records them as its settings.
         rows: the rows of its table.
@@ -449,7 +450,7 @@ def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
     """Return parts in the order of `ids`, the samples of the run.
 
     A part whose samples are not neighbours in that order is split into one part per sample.
-    Figures of a whole part, such as its seconds, go with the first of these.
+    Figures of the whole part, such as its seconds, then belong to the part of its first sample.
     """
     position = {name: i for i, name in enumerate(ids)}
     pieces: list[Part] = []
@@ -479,7 +480,7 @@ def _pick_sample(part: Part, i: int) -> Part:
 
 
 def mark_unique(parts: Sequence[Part]) -> Values:
-    """Return for each sample whether it repeats no earlier one; shares count only these."""
+    """Return for each sample whether it repeats no earlier sample; shares count only such ones."""
     import numpy as np
 
     return np.array([not is_repeat(name) for name in sample_ids(parts)])
@@ -498,7 +499,7 @@ def repeat_notes(parts: Sequence[Part]) -> tuple[Note, ...]:
 
 
 def class_names(net: Net, *columns: Values) -> dict[str, str]:
-    """Return the names of the classes whose numbers occur, where the model has any."""
+    """Return the names of the classes whose numbers occur; classes without a name are left out."""
     known = dict(enumerate(net.labels or ()))
     numbers: set[int] = set()
     for column in columns:
@@ -569,7 +570,7 @@ def require_decision(net: Net, advice: str) -> None:
     """Refuse a model without a decision between classes, or whose tokens cannot be perturbed.
 
     Raises:
-        InputError: it has fewer than two classes, or its embedding table was not found.
+        InputError: the model has fewer than two classes, or its embedding table was not found.
     """
     if (net.classes or 0) < 2:
         reason = f"{net.architecture} has one class" if net.classes else net.lacks_classes

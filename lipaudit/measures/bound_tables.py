@@ -41,8 +41,8 @@ RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="
 def read_steepest(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the figure of the steepest head: its norm.
 
-    The text adds its share of the model's sensitivity, if it was measured, the next heads, and the
-    median of all heads.
+    The text adds the share of this head in the model's sensitivity, if shares were measured, the
+    next heads, and the median of all heads.
     """
     norms = finite(row.exact for row in section.rows)
     if not norms:
@@ -51,7 +51,7 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
     first, *others = largest(rows, "exact", STEEPEST)
     text = f"head {first.layer}.{first.head}"
     shares = report.section("jacobian.shares")
-    shares_of_heads = shares.rows if shares else ()  # of another measure, which may not have run
+    shares_of_heads = shares.rows if shares else ()  # the measure of shares may not have run
     for row in shares_of_heads:
         if (row.layer, row.head) == (first.layer, first.head) and finite([row.share]):
             text += f" (share {row.share:.1%})"
@@ -67,7 +67,7 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
 def read_tightest(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield how many times the tightest bound exceeds the exact norm (median over heads).
 
-    The text also has the tightest certified bound, which holds for other inputs, too.
+    The text adds the tightest certified bound: one that also holds for inputs other than X.
     """
     log_ratios: dict[str, list[float]] = {}  # log10 of bound / exact of each head, by bound
     for name in find_bounds(section.columns):

@@ -167,29 +167,35 @@ def _remove_bounds(measured: dict[str, Values], facts: Mapping[str, Any]) -> dic
     medians of bounds and norms would be over different samples.
 
     Args:
-        measured: arrays of all samples, (samples, heads or layers, ...).
+        measured: arrays of all samples, (samples, heads or layers, ...). `numerical` says whether
+            a head's norm was computed by differentiating the module, without the closed form.
         facts: the layer of each head, and the layers.
     """
     import numpy as np
 
-    # Heads and layers that lose their bounds.
+    # Heads, and layers with such a head, that lose their bounds.
     lost: Values = np.asarray(measured["numerical"].any(0))
     layer_of_head = np.array([layer for layer, _, _ in facts["heads"]])
     lost_layers = np.array([lost[layer_of_head == layer].any() for layer, _ in facts["layers"]])
+    # By name of the figure: the heads or layers at which it becomes NaN. `load_bounds` has the
+    # names of all bounds of heads, plug-ins included.
     removed = dict.fromkeys(load_bounds(), lost)
     removed |= dict.fromkeys(
         ("layer_sharp_sum", "layer_sharp_rss", "layer_theorem3_sum"), lost_layers
     )
     for name in IN_BALLS.values():
         if name in measured:
-            removed[name] = lost[:, None]
+            removed[name] = lost[:, None]  # (heads, 1): at every radius
     return measured | {
-        name: np.where(where, np.nan, measured[name]) for name, where in removed.items()
+        name: np.where(mask, np.nan, measured[name]) for name, mask in removed.items()
     }
 
 
 def _add_numerical(texts: Sequence[str], numerical: Sequence[str], lost: Values) -> list[str]:
-    """Return a text for each head, with that of its numerical norms behind it, if it has some.
+    """Return a text for each head: kind or input of its closed form, and of its numerical norms.
+
+    The norm of a head is numerical where it was computed by differentiating the module, without
+    the closed form. The second text is added to heads with such a norm on some sample.
 
     Args:
         texts: kind or input of each head in closed form.
@@ -212,7 +218,8 @@ def _name_heads(heads: Iterable[tuple[int, int, str]]) -> list[str]:
 def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | None]]:
     """Return the cells of each column from its array, (samples, rows).
 
-    A cell is the median over the samples, or the largest value in columns that say so.
+    A cell is the median over the samples; in the columns of MAXIMA, and in columns NAME_max that
+    are no bound, the largest value.
     """
     import numpy as np
 
@@ -308,11 +315,12 @@ def _write_notes(
 def _explain_missing(
     reasons: Sequence[str], numerical: Values, options: BoundsOptions
 ) -> list[str]:
-    """Return for each head why it has no bounds from the closed form; empty if it has them.
+    """Return for each head why it has no bounds from the closed form; "" for heads with bounds.
 
     Args:
-        reasons: for each head, why it has no closed form on the first sample; empty if it has one.
-        numerical: whether its norm is numerical, without the closed form, (samples, heads).
+        reasons: for each head, why it has no closed form on the first sample; "" if it has one.
+        numerical: whether its norm was computed by differentiating the module, without the closed
+            form, (samples, heads).
         options: the options.
     """
     causes = []

@@ -30,8 +30,8 @@ LETTERS = 40
 def name_tokens(net: Net, batch: Batch) -> list[tuple[str, ...]]:
     """Return the names of the tokens of each sample, without padding.
 
-    A token of a text is named by its characters, or its id without a tokenizer; a token of another
-    input by its position.
+    The name of a token of a text is its characters, or its id without a tokenizer. In any other
+    input, the name of a token is its position.
     """
     if net.kind != "text":
         return [tuple(map(str, range(batch.x.shape[1])))] * len(batch)
@@ -48,12 +48,12 @@ def share_squares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
 
     Args:
         batch: the samples; padding has no share.
-        gradient: (batch, tokens, ...); its length does not matter.
+        gradient: (batch, tokens, ...), of any length, as shares do not depend on the length.
 
     Returns:
         The shares of each sample; empty if its gradient is 0 or NaN.
     """
-    # Divided by the largest entry, so that no square underflows; shares do not change by it.
+    # Divided by the largest entry, so that no square underflows; the shares stay the same.
     rows = gradient.flatten(2)
     largest = rows.abs().amax((1, 2), keepdim=True)
     squares = (rows / largest).to("cpu", torch.float64).square().sum(2)
@@ -75,9 +75,10 @@ def describe_gradients(
         net: the model.
         batch: the samples.
         gradient: (batch, tokens, ...).
-        of: what the gradient is of: margin or direction.
+        of: what the gradient is: `margin`, the gradient of the margin, or `direction`, the input
+            direction in which the output changes most.
     """
-    # Only an input with a vector per token has such shares, unlike a waveform.
+    # Only an input with a vector per token has shares of tokens. A waveform has none.
     if gradient.ndim < 3 or batch.x.ndim < 2 or gradient.shape[:2] != batch.x.shape[:2]:
         return {}
     # The mask of the tokens that may change: without padding and, of a prompt, continuations.
@@ -127,8 +128,8 @@ class DrawnMap(NamedTuple):
 def draw_map(net: Net, layer: Layer, head: int) -> DrawnMap:
     """Return the attention map of a head on the first sample of a layer's batch.
 
-    Padding is cut off. If the layer attends within windows of a sample, it is the first window. A
-    large map is reduced to means of square blocks.
+    Padding is cut off. If the layer attends within windows of a sample, the map is that of the
+    first window. A large map is reduced to means of square blocks.
 
     Raises:
         UsageError: the layer has no such head.
@@ -178,16 +179,16 @@ def describe_examples(
 ) -> dict[str, dict[str, Any]]:
     """Describe, by sample id, the adversarial example of each broken sample, as plain values.
 
-    It is the example of the first trial that broke the sample.
+    If several trials broke a sample, the example is that of the first such trial.
 
     Args:
         net: the model.
         batch: the samples.
         chunk: the samples, as they were attacked.
-        outcomes: those of the clean samples, then the last one of each trial.
+        outcomes: the outcome of the clean samples, then the last outcome of each trial.
         size: number of samples on the device at a time.
-        known: examples described after earlier attacks; one of the same trial is not described
-            again.
+        known: examples that were described after earlier attacks. A sample that has an example of
+            the same trial here is not described again.
     """
     clean, *ends = outcomes
     # (samples, trials)

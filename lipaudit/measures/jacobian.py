@@ -275,8 +275,8 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
 
     blocks: Blocks | None = None
     first: Batch | None = None
-    # Texts of one length at a time, so that a position is the same column in all of them. A run
-    # hands out such batches already; batches of a caller may be mixed.
+    # Texts of one length at a time, so that a position is the same column in all texts. Batches of
+    # a run have one length already. Batches from the Python interface may have mixed lengths.
     for batch in (piece for whole in batches for piece in whole.by_length(len(whole))):
         if blocks is None or first is None:
             first = find_first(batches, batch)
@@ -412,7 +412,7 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
     """Refuse options that do not fit the model or the samples, before anything is measured.
 
     Raises:
-        UsageError: --from, --per-layer, --shares or --direction do not work with it.
+        UsageError: --from, --per-layer, --shares or --direction do not work with this model.
         InputError: the model lacks the output, or a text is too short for the position of --to.
     """
     from lipaudit.measures.sensitivity import find_position

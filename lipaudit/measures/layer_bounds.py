@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 def has_bounds(site: Site, options: BoundsOptions) -> bool:
     """Say whether a layer gets norms and bounds in closed form, with respect to --input.
 
-    The closed form differentiates by the input of the projections of q, k and v. With --input
-    module it serves only if they read the arguments of the module directly (`Site.direct`).
+    The closed form differentiates with respect to the input of the projections of q, k and v. With
+    --input module it can be used only if the projections read the arguments of the module directly
+    (`Site.direct`).
     """
     return site.closed_form and (options.input == "projections" or site.direct)
 
@@ -34,9 +35,10 @@ def has_bounds(site: Site, options: BoundsOptions) -> bool:
 def describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
     """Return what tables and notes say of the layers: the facts that are equal for all samples.
 
-    They are lists with an item per head (`kinds`, `inputs`, `module_inputs`, `reasons`) or per
-    layer (`layers`). `apart` has the layers whose norm varies the input of the queries and that of
-    keys and values independently, where --input module gives another norm.
+    The facts are lists with an item per head (`kinds`, `inputs`, `module_inputs`, `reasons`) or
+    per layer (`layers`). `apart` lists layers whose queries read another input than keys and
+    values, so that the norm varies both inputs independently. For these layers, --input module
+    gives another norm.
     """
     names = ("kinds", "inputs", "module_inputs", "reasons", "layers", "apart")
     facts: Facts = {name: [] for name in names}

@@ -60,9 +60,9 @@ def by_layer(
 ) -> Iterator[Part]:
     """Yield a Part per batch: the figures of every layer, concatenated along the heads.
 
-    The survey of the layers is a run on the first sample: it finds which have a closed form. If a
-    layer differs from it on a later sample, `reduce` gets that sample without the closed form, and
-    a note says so. The other samples of the batch keep the closed form.
+    The survey, a run on the first sample, finds the layers and which of them have a closed form.
+    If a layer differs from the survey on a later sample, `reduce` gets this sample without the
+    closed form, and a note says so. All other samples of the batch keep the closed form.
 
     Args:
         net: the model.
@@ -100,25 +100,32 @@ def _read_pieces(
 ) -> tuple[list[Reduced], tuple[Note, ...]]:
     """Return the figures of a batch in pieces of samples, and notes on layers that differ.
 
-    The batch is one piece unless a layer differs from its survey, a run on the first sample. Then
-    every sample is a piece, and where the layer differs, it is read without its closed form. The
-    figures of all layers of a piece are concatenated along the heads.
+    The survey, a run on the first sample of the run, found the structure of every layer and
+    whether its Jacobian has a closed form. On other samples the structure may differ, and `read`
+    then raises `StructureError`. In three steps:
+
+    * the whole batch is read as one piece;
+    * if a layer differs, the batch is split, and every sample is read as a piece of its own;
+    * if a layer differs on a single sample, the sample is read again, this layer without its
+      closed form.
+
+    The figures of all layers of a piece are concatenated along the heads.
 
     Args:
-        read: (layers, samples) -> the figures of each layer; raises `StructureError` if a layer
-            differs from its survey.
+        read: (layers, samples) -> the figures of each layer.
         sites: the layers, as surveyed.
         batch: the samples.
     """
     pieces: list[Reduced] = []
     notes: list[Note] = []
-    queue = [(batch, sites)]  # samples in order, and the layers as they are on these samples
+    # Samples still to be read, in order, and the layers with the structure assumed on them.
+    queue = [(batch, sites)]
     while queue:
         samples, known = queue.pop(0)
         try:
             of_layers = read(known, samples)
         except StructureError as error:
-            if len(samples) > 1:  # find the samples on which the layer changes
+            if len(samples) > 1:  # the layer may differ on some of the samples only
                 queue[:0] = [(sample, known) for sample in samples.split(1)]
                 continue
             text = (
@@ -126,7 +133,8 @@ def _read_pieces(
                 "has no closed form there, so it gets no bounds on any sample"
             )
             notes.append(Note.warn("structure-changed", text))
-            # Read it again, without the closed form of this layer; another layer may differ, too.
+            # Read the sample again, without the closed form of this layer. If another layer
+            # differs as well, the next error removes its closed form, too.
             numerical = replace(known[error.layer], structure=None, reason=error.reason)
             known = (*known[: error.layer], numerical, *known[error.layer + 1 :])
             queue.insert(0, (samples, known))
@@ -145,7 +153,7 @@ def _join_heads(layers: Sequence[Reduced]) -> Reduced:
 
 
 def _join_samples(pieces: Sequence[Tensor]) -> Tensor:
-    """Concatenate arrays along the samples; those of shorter texts are padded with NaN."""
+    """Concatenate arrays along the samples; arrays of shorter texts are padded with NaN."""
     shapes = torch.tensor([piece.shape[1:] for piece in pieces])  # without the samples
     missing = shapes.amax(0) - shapes  # entries to add on each axis, (pieces, axes)
     padded = []
@@ -193,9 +201,9 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
 
 
 def _note_inputs(sites: Sequence[Site]) -> Iterator[Note]:
-    """Note what X is, the input of the norms, where it is not the input of the attention module.
+    """Note where X, the input of the norms, is not the input of the attention module.
 
-    X may be further inside the module, behind another map or a normalisation, or outside of it.
+    X may be inside the module, behind another map or a normalisation, or outside of the module.
     """
     # Layers by whether the modules that read X are inside the attention module, and their names.
     alike: dict[tuple[bool, str], list[Site]] = {}
@@ -391,9 +399,9 @@ def below_by_rounding(
     bounds: Mapping[str, Values],
     norm: str = "exact norm",
 ) -> tuple[Note, ...]:
-    """Note how many bounds are below their norm, and the one that is furthest below.
+    """Note how many bounds are below their norm, and the bound that is furthest below.
 
-    The run passed `require_bounds_hold`, so rounding explains all of them.
+    The run passed `require_bounds_hold`, so rounding errors explain all these differences.
 
     Args:
         places: names of what the columns belong to: heads, layers, or heads at radii.
@@ -403,7 +411,7 @@ def below_by_rounding(
         norm: the name of the norm in the message.
     """
     with np.errstate(invalid="ignore"):  # NaN is never below
-        # By how much each bound is below the norm, relatively; 0 where it is not.
+        # How far each bound is below the norm, as a share of the norm; 0 for bounds above it.
         gaps = {name: np.where(b < exact, 1 - b / exact, 0) for name, b in bounds.items()}
     count = sum(int((gap > 0).sum()) for gap in gaps.values())
     if not count:

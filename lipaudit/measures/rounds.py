@@ -75,7 +75,7 @@ class ChunkRun:
 def prepare_chunks(
     net: Net, options: AttackOptions, steps: Sequence[Step], incomplete: Mapping[str, Part]
 ) -> Callable[[Batch], ChunkRun]:
-    """Return a function that begins the attacks on a batch, or continues those of a part.
+    """Return a function that prepares the attacks on a batch, new or of an interrupted run.
 
     Args:
         net: the model.
@@ -95,15 +95,18 @@ def prepare_chunks(
         "patch": options.choose_patch(net),
         "target": options.find_target(net),
     }
-    # A time limit ends an attack before its next pass. Attacks on continuations run to the end, as
-    # their incomplete chunks cannot be resumed.
+    # `check` is called before every pass of an attack, and ends the attack after a time limit.
+    # Attacks on continuations run to the end, because incomplete chunks of continuations cannot be
+    # resumed.
     if net.scored != "continuation":
         how["check"] = base.require_time
 
     def begin(batch: Batch) -> ChunkRun:
-        """Return a batch with its attacks, each of which runs when its outcome is asked for.
+        """Return a batch with an iterator over its attacks. No attack runs yet.
 
-        Outcomes of an interrupted run are taken from its part.
+        Each `next` on the iterator runs one attack and returns its outcome, so the caller can run
+        one attack on all batches before the next attack. If an interrupted run stored a part of
+        this batch, the outcomes and examples of the attacks that ran are taken from the part.
         """
         chunk = _make_chunk(net, batch, options, reader)
         earlier = []
@@ -113,7 +116,7 @@ def prepare_chunks(
             earlier = restore_outcomes(part, chunk, steps)
             examples = dict(part.facts.get("examples", {}))
         model = net.make_classifier(batch)
-        with torch.no_grad():
+        with torch.no_grad():  # the logits without attack
             logits = torch.cat([net.output(piece) for piece in batch.split(options.batch_size)])
         attacks = evaluate_chunk(model, chunk, trials, earlier=tuple(earlier), **how)
         return ChunkRun(batch, chunk, model, attacks, earlier, logits, examples)
@@ -164,7 +167,7 @@ def attack_round(
         runs: the chunks, some perhaps of an interrupted run.
         steps: the attacks in order, of `kinds.list_steps`.
         classes: number of classes of the model.
-        prefix: the samples of this round in words, for messages; empty if it has all.
+        prefix: the samples of this round in words, for messages; "" if a message needs none.
 
     Raises:
         TimeOverError: the time limit is over; chunks that were yielded keep their outcomes.
@@ -178,7 +181,8 @@ def attack_round(
     _report_progress(runs, steps, costs, complete)
     _report_estimate(runs, steps, costs, classes, prefix)
     for number, (trial, attack) in enumerate(steps, 1):
-        # Chunks without an outcome of this attack; others have it from an interrupted run.
+        # Chunks without an outcome of this attack. All other chunks have the outcome from an
+        # interrupted run. outcomes[0] is that of the clean samples.
         waiting = [run for run in runs if len(run.outcomes) <= number]
         for run in waiting:
             run.outcomes.append(next(run.attacks))
@@ -214,7 +218,7 @@ def _report_progress(
 
 
 def _count_remaining(run: ChunkRun, steps: Sequence[Step], costs: Sequence[int]) -> int:
-    """Return the forward passes that the attacks to come take at most on a chunk.
+    """Return the largest number of forward passes of the attacks still to come on a chunk.
 
     Args:
         run: the chunk.
@@ -223,8 +227,8 @@ def _count_remaining(run: ChunkRun, steps: Sequence[Step], costs: Sequence[int])
     """
     clean, *attacked = run.outcomes
     correct = int(clean.robust.sum())
-    # By norm and attacks: how many samples survived the last radius. The same attacks at a larger
-    # radius run only on these.
+    # By norm and attacks: how many samples survived at the last radius. The same attacks at a
+    # larger radius run on the survivors only.
     survivors: dict[Any, int] = {}
     for outcome, (trial, _) in zip(attacked, steps, strict=False):
         survivors[trial.norm, trial.attacks] = int(outcome.robust.sum())
@@ -237,7 +241,9 @@ def _count_remaining(run: ChunkRun, steps: Sequence[Step], costs: Sequence[int])
 def _estimate_seconds(
     runs: Sequence[ChunkRun], steps: Sequence[Step], costs: Sequence[int], number: int
 ) -> float:
-    """Return the seconds that the attacks to come take at most, at the pace of attack `number`.
+    """Return the largest time in seconds of the attacks still to come, at the pace of one attack.
+
+    The pace is that of attack `number`, the position in `outcomes`; 0 are the clean samples.
 
     A backward pass counts as two forward passes.
     """
@@ -357,8 +363,8 @@ def _describe_survivors(
 def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note, ...]) -> Part:
     """Return the part of a chunk after some or all attacks, with all that the report needs.
 
-    An attack that did not run yet broke no sample. The part also stores what a resumed run needs
-    to go on, if it is not complete.
+    An attack that did not run yet counts as one that broke no sample. An incomplete part also
+    stores the outcomes so far, from which a resumed run continues.
     """
     chunk = run.chunk
     clean, *attacked = run.outcomes
@@ -383,8 +389,8 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note
         "attacks": [len(outcomes) for outcomes in by_trial],
         "cost": costs,
         "square": squares or [(0, 0)],
-        # One sign of masked gradients needs a ball that holds the centre of the box. It holds it
-        # only if every entry of a sample may change.
+        # One sign of masked gradients needs a ball that contains the centre of the box. A ball
+        # contains the centre only if every entry of a sample may change.
         "box": net.box if chunk.mask is None else None,
         "nonfinite": sum(outcome.nonfinite for outcome in attacked),
     }
@@ -398,8 +404,9 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note
         facts["sizes"] = texts.count_units(chunk.texts)
     facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
     complete = len(attacked) >= sum(len(trial.attacks) for trial in trials)
-    # Outcomes are stored without their examples. A run that saves examples, or changes texts,
-    # needs these: when resumed, it attacks an incomplete chunk from the beginning.
+    # Outcomes are stored without their adversarial examples. A run that saves examples or changes
+    # texts needs the examples, so nothing is stored here: when resumed, such a run attacks the
+    # chunk from the beginning.
     if not complete and options.save_adv is None and chunk.texts is None:
         outcome_arrays, outcome_facts = store_outcomes(run.outcomes)
         arrays |= outcome_arrays
@@ -466,7 +473,7 @@ def restore_outcomes(part: Part, chunk: Chunk, steps: Sequence[Step]) -> list[Ou
     """Return the outcomes that `store_outcomes` stored; x_adv is the sample itself.
 
     The examples were not stored, and are not needed: broken samples are not attacked again, and
-    the next attack finds new points for the others.
+    the next attack finds new points for the survivors.
     """
     outcomes: list[Outcome] = []
     for number, facts in enumerate(part.facts.get("outcomes", ())):

@@ -84,7 +84,8 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
             without_block.setdefault(NO_BLOCK, []).append(site.index)
         elif not block.by_sample:  # its rows are tokens or windows
             without_block.setdefault(NO_ROWS, []).append(site.index)
-        # Several attention layers in one block share its output, which is named by the first.
+        # Several attention layers in one block share the block's output. The output is named after
+        # the first of these layers.
         elif from_layers and block not in cuts.values():
             cuts[f"layer:{site.index}"] = block
     reasons = []
@@ -104,7 +105,7 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
 def find_position(net: Net, batch: Batch, end: Target) -> Tensor | None:
     """Return the column of the token in each text at which --to reads the output, (samples,).
 
-    -1 where a text is too short for it. None if --to names no position.
+    -1 if a text is too short for the position. None if --to names no position.
     """
     # The loss predicts each next token, so a text needs a second token: position 1.
     if end.what == "loss" and net.classes is None:
@@ -142,7 +143,8 @@ class _CutGraph:
         """Return the map from the output of a block to the output of the model.
 
         Raises:
-            InputError: there is no path, or the block has no row per sample.
+            InputError: the output does not depend on the block, or the block's output has no row
+                per sample.
         """
         block = self.blocks[name]
         inner = self.outputs[block]
@@ -209,8 +211,8 @@ def measure_batch(
     has_margins = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
     norms = compute_jacobian_norms(
         linear,
-        # The direction is for a drawing of tokens, which shows the margin's gradient if there is
-        # one; images have no such drawing.
+        # The direction is needed for a drawing of tokens only. Images have no such drawing, and
+        # with margins the drawing shows the gradient of the margin instead.
         directions=net.kind != "image" and options.norm == "2" and not has_margins,
         # The left singular vector is the direction of the output in which shares are measured.
         left=options.shares and options.direction != "margin",
@@ -263,7 +265,7 @@ def _find_margin_directions(linear: Linearization, labels: Tensor | None) -> tup
     """Return the direction in the logits of each sample's margin f_y - f_j, for its shares.
 
     The direction is u = e_y - e_j, (samples, 1, classes), with unit vectors e, the class y and the
-    next best class j. The second result, (samples, 1), marks directions that count: all do.
+    next best class j. The second result, (samples, 1), says which directions count: all are True.
     """
     logits = linear.output
     classes = logits.argmax(1)
@@ -281,7 +283,7 @@ def _measure_margins(
     """Return margins and first-order radii per sample, and the gradients of the margins.
 
     The gradient, (samples, inputs), is the direction in which the margin changes most. Without
-    labels, all are of the predicted class.
+    labels, margins are those of the predicted class.
 
     Args:
         linear: the Jacobian from the input to the logits, at each sample.

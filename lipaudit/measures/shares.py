@@ -67,8 +67,8 @@ ENDS = {
 def read_sources(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the share of the sensitivity that passes through attention maps, median over samples.
 
-    Without shares of maps, it is the share through attention in any way. The text has the shares
-    of MLPs and of the head with the largest share.
+    If shares through maps are not known, the figure is the share through attention in any way. The
+    text has the shares of MLPs and of the head with the largest share.
     """
     rows = [row for row in section.rows if finite([row.share])]
     if not rows:
@@ -189,7 +189,7 @@ def measure_shares(
 ) -> tuple[dict[str, Values], dict[str, Any]]:
     """Return the shares of heads and blocks at every sample, as values and facts of a part.
 
-    Where they cannot be computed, the facts say why.
+    If shares cannot be computed, there are no values, and the fact `unshared` is the reason.
 
     Args:
         net: the model.
@@ -212,13 +212,15 @@ def measure_shares(
     try:
         sites = find_layers(net, first)
         for rows in pieces:
-            # The rows of a piece are numbered from 0, those of `at.f` over the whole batch.
+            # `compute_shares` numbers the rows of a piece from 0, and `at.f` numbers the rows of
+            # the whole batch: shift the numbers.
             f = _number_from(at.f, rows.start)
             shares = compute_shares(net, sites, f, at.x[rows], left[rows], tied[rows])
             shares_of_pieces.append(shares)
     except (LipauditError, RuntimeError) as error:
-        # The norm does not need shares, so the run goes on without them: a model may have no
-        # second derivative where it has a first one. A failing machine ends the run.
+        # The norm does not need shares, so the run continues without them. For example, an
+        # operation of the model may have a first derivative but no second one. An error of the
+        # machine (memory, device) ends the run.
         if of_machine(error):
             raise
         return {}, {"unshared": first_line(error)}
@@ -254,8 +256,8 @@ def summarise_shares(
         norm: the norm of each sample.
         to: name of the output; `margin` if shares are of the direction of the margin.
     """
-    # Parts with shares. If the samples of a part are no neighbours in the order of the report, it
-    # was split (`base.in_order`), and only its first piece has the facts.
+    # Parts with the facts of shares. A part whose samples are not neighbours in the report was
+    # split (`base.in_order`), and only its first piece has the facts.
     described = [part for part in parts if "steps" in part.facts]
     if not described:
         return []
@@ -352,8 +354,8 @@ def _make_paths_section(
 def _join(parts: Sequence[Part], name: str, shape: tuple[int, ...]) -> Values:
     """Return one array of all parts, (samples, *shape).
 
-    NaN for the samples of a part that lacks the array, because its shares could not be computed,
-    or has it in another shape, because the model took other steps on these samples.
+    Samples of some parts get NaN: parts without the array, because shares could not be computed,
+    and parts with an array of another shape, because the model took other steps on these samples.
     """
     import numpy as np
 
@@ -369,7 +371,7 @@ def _join(parts: Sequence[Part], name: str, shape: tuple[int, ...]) -> Values:
 def _reduce(values: Values, statistic: Any) -> list[float]:
     """Return a statistic of each column of an array (samples, heads or steps), without NaN.
 
-    NaN for a column that has no other values.
+    A column with no value but NaN gives NaN.
     """
     reduced = [base.reduce_known(of_row, statistic) for of_row in values.T]
     return [math.nan if value is None else value for value in reduced]
@@ -378,8 +380,8 @@ def _reduce(values: Values, statistic: Any) -> list[float]:
 def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
     """Note which layers have no shares of heads, and which have no shares through the map P.
 
-    `uncut` has the layers that could not be cut out of the graph, `whole` those where P could not
-    be read.
+    Among the facts, `uncut` lists layers whose heads could not be separated from the graph, with
+    reasons, and `whole` lists layers whose attention map P could not be read.
     """
     reasons: Mapping[str, list[str]] = group_values(
         (why, f"{index} ({module})") for index, module, why in parts[0].facts["uncut"]

@@ -75,8 +75,9 @@ def make_reader(net: Net) -> Reader:
         forward=lambda z, ids, mask: net.forward(z, _make_batch(ids, mask)),
         table=table.detach(),
         lexicon=lexicon,
-        # A row packs a prompt with all its continuations, and may be longer than the model takes:
-        # each continuation is scored alone behind the prompt.
+        # The largest number of tokens. A row of a scoring model packs a prompt with all its
+        # continuations. Each continuation is scored alone behind the prompt, so a row may be
+        # longer than the model's limit: WHOLE is no limit.
         most=WHOLE if net.scored else net.input_shape[0],
         pad_id=net.pad_id or 0,
         tokenize=net.tokenize if net.scored else None,
@@ -122,7 +123,7 @@ def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
 def _reads_padding(reader: Reader, ids: Tensor) -> bool:
     """Say whether padding behind a text changes the output of the model.
 
-    Texts of different lengths are then not padded to one batch.
+    If so, texts of different lengths cannot be padded to one batch.
     """
     # Make room for padding. The beginning is dropped, as some models need the last token.
     ids = ids[max(0, len(ids) + PADDING - reader.most) :]
@@ -182,8 +183,8 @@ def _draft_prompts(
         tokens, spans = read((prompt.rstrip(),), WHOLE)
         ids = tuple(prompt_ids)
         packed = row.tolist()
-        # Compared without the tokens behind: a tokenizer may end every text with a token, which
-        # is not part of a prompt.
+        # Compare the beginning only: a tokenizer may end every text with a special token, and a
+        # prompt is packed without this token.
         if tokens[: len(ids)] != ids or packed != list(packer.pack(prompt, continuations)):
             continue  # the missing draft is an error below
         words = lexicon.words(ids, spans[: len(ids)])
@@ -228,7 +229,8 @@ def describe_changes(
     """
     lines = []
     for outcome in outcomes:
-        if outcome.drafts is None or outcome.trial is None:  # it changed no text, or did not run
+        # No drafts: the attack changed no text. No trial: no attack of the trial ran.
+        if outcome.drafts is None or outcome.trial is None:
             continue
         trial = str(outcome.trial.key)
         pairs = zip(before.drafts, outcome.drafts, strict=True)
@@ -298,9 +300,9 @@ def list_survivors(parts: Sequence[Part], trial: Trial) -> list[dict[str, Any]]:
 
 
 def share_untried(parts: Sequence[Part], trial: Trial) -> float:
-    """Return which share of all single changes a trial did not try, on the texts that survived.
+    """Return the share of all single changes that a trial did not try, on the texts that survived.
 
-    NaN if no text survived, or none can change.
+    NaN if no text survived, or if no surviving text can change.
     """
     survivors = list_survivors(parts, trial)
     possible = sum(line["possible"] for line in survivors)
@@ -346,8 +348,9 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
     )
     for trial in of_texts:
         yield from note_untried(parts, trial)
-    # The largest number of changed words, and of characters: trials are sorted by it, so the last
-    # one stays in the dict. If it can rewrite most texts from end to end, it is too large.
+    # The largest allowed number of changed words, and of changed characters. Trials are sorted by
+    # this number, so the largest number stays in the dict. A number that can rewrite most texts
+    # from end to end is too large.
     budgets = {trial.norm: int(trial.radius.value) for trial in of_texts if trial.norm != "suffix"}
     for norm, budget in budgets.items():
         sizes = [size for part in parts for size in part.facts["sizes"][norm]]
@@ -407,9 +410,9 @@ def move_losses(
     """Increase the loss of every continuation, right or wrong, with the attacks of each trial.
 
     The attacks that ran before lower the margin, not the loss, and skip samples that are wrong
-    already. So each trial gets one more outcome: at the point or text that broke the sample, else
-    at the one with the higher loss. A sample is robust only if these attacks do not break it
-    either. With a target, they decrease the loss.
+    already. So each trial gets one more outcome from attacks on the loss. Its points or texts are
+    those that broke the sample, or else those with the higher loss. A sample stays robust only if
+    the attacks on the loss do not break it either. With a target, the attacks decrease the loss.
 
     Args:
         net: the model, which scores continuations (see `models.sources.classifiers`): the first
@@ -431,8 +434,8 @@ def move_losses(
         top = climbs[-1]
         scores = score_outcome(net, batch, chunk, end, size)
         top_scores = score_outcome(net, batch, chunk, top, size)
-        # `top` replaces `end` if the loss is higher there, unless only `end` broke the sample;
-        # and it always does if it alone broke the sample.
+        # `top` replaces `end` if the loss at `top` is higher, unless only `end` broke the sample.
+        # If only `top` broke the sample, `top` always replaces `end`.
         right = top_scores.argmax(1) == chunk.y  # not broken at `top`
         higher = sign * top_scores[:, 0] < sign * scores[:, 0]  # lower log p, with sign 1
         only_end_broke = correct & ~end.robust & right
@@ -461,8 +464,9 @@ def _climb_ball(
 
     Attacks need a classifier, so they get one of two classes. Class 0, the label of all samples,
     has the logit log p; class 1 has a constant logit, the floor. Its cross-entropy
-    softplus(floor - log p) rises as log p falls, and has a gradient in the direction of that of
-    -log p. Its margin is log p - floor: the iterate with the smallest margin has the highest loss.
+    softplus(floor - log p) rises as log p falls, and its gradient has the direction of the
+    gradient of -log p. The margin is log p - floor: the iterate with the smallest margin has the
+    highest loss.
 
     Args:
         net: the model, whose first score is log p of the continuation.
@@ -494,8 +498,9 @@ def _climb_texts(
     """Raise the loss -log p of every continuation by changes of texts; return the outcomes.
 
     The arguments are those of `_climb_ball`, and the attacks get a classifier of two classes, too:
-    class 0, the label of all samples, has the logit log p. The logit of class 1 is far below: a
-    search ends once the margin is negative, and this one must go on to the highest loss.
+    class 0, the label of all samples, has the logit log p. The logit of class 1 is far below. A
+    search ends once the margin is negative. With this logit the margin stays positive, and the
+    search goes on to the highest loss.
     """
     assert chunk.texts is not None
     reader = chunk.texts.reader

@@ -185,7 +185,8 @@ def _read_tables(
     from lipaudit.models.attention.capture import capture
 
     notes = [Note.info("weights-only", "only figures at X depend on the samples")]
-    # A bound of x + f(x) needs one of f on all inputs: Kim et al. 2021 show that there is none.
+    # A bound of a block x + f(x) needs a Lipschitz constant of f on all inputs. Kim et al. 2021
+    # show that attention has none.
     text = "the product of the weights' norms is no bound: attention has no Lipschitz constant"
     notes.append(Note.info("no-bound", text))
     if any("rotation" in site.kinds[:2] for site in sites):  # queries or keys are rotated
@@ -235,7 +236,7 @@ def _multiply_norms(block: str, heads: Sequence[Cells], maps: Sequence[Cells]) -
     """Return the row of a block: log10 of (1 + sum ||W_OV||) (1 + MLP).
 
     MLP is the product of the norms of the block's linear maps outside of heads; each 1 is a skip
-    connection. Without a linear W_OV of every head, there is no such product.
+    connection. If some head has no linear W_OV, the row has no product.
 
     Args:
         block: path of the block.
@@ -390,11 +391,11 @@ def _read_gains(part: nn.Module, weight: Tensor) -> Cells:
 
 
 def _find_gain(part: nn.Module, weight: Tensor) -> Tensor | None:
-    """Return the gain of each channel of a normalisation; None if it is another map.
+    """Return the gain of each channel of a normalisation; None if the module is no such map.
 
-    The gains are its weight, or 1 + weight (Gemma): running the module on a random row x shows
-    which. Let x have mean 0 and variance 1. A LayerNorm and an RMSNorm map c x to gain * x + bias
-    then, for any large c. The bias cancels in (f(c x) - f(-c x)) / 2, the odd part.
+    The gains are the module's weight, or 1 + weight (Gemma). A run on a random row x decides. Let
+    x have mean 0 and variance 1. LayerNorm and RMSNorm f then map c x to gain * x + bias, for any
+    large c. The bias cancels in (f(c x) - f(-c x)) / 2, the odd part of f.
     """
     import torch
 

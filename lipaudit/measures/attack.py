@@ -269,8 +269,8 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     order = [*balls, *keys]  # of the rows
     unique = base.mark_unique(parts)  # a repeated sample counts once in a share
     shares = base.share_columns("robust", np.stack([results[k].robust[unique] for k in order], 1))
-    # Before all attacks of a row ran, its robust accuracy is an upper limit: it may fall to any
-    # lower value.
+    # Until all attacks of a row ran, the robust accuracy of the row is an upper limit. It may fall
+    # to any lower value, so there is no lower confidence limit.
     is_limit = np.array([results[key].unfinished.any() for key in order])
     shares["robust_low"] = np.where(is_limit, np.nan, shares["robust_low"])
     # A continuation and its rival are no classes: no worst class, and no calibration.

@@ -295,8 +295,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
                     f"layer {reader.head[0]} is not measured, so there is no map of it",
                     f"Give a layer from 0 to {part.facts['heads'][-1][0]} (see --layers).",
                 )
-            # One map for the whole part: its first axis, where others have the samples, has
-            # length 1.
+            # Arrays of a part have the samples on the first axis. The map is one array for the
+            # whole part: its first axis has length 1.
             arrays = (reader.map.values[None], reader.map.counts[None])
             values = {**part.values, **dict(zip(MAP, arrays, strict=True))}
             part = replace(part, values=values, facts={**part.facts, "tokens": reader.map.tokens})
@@ -462,7 +462,7 @@ def _reduce_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> 
 def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]:
     """Make the section `attention`: a row per head, with means over attention rows and samples.
 
-    It also has the statistics of each sample, and the map that --map asks for.
+    The section also has the statistics of each sample, and with --map the map of a head.
     """
     import numpy as np
 
@@ -510,7 +510,8 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     if options.map is not None:
         first = parts[0]
         for name in MAP:
-            # `make_section` transposes every array; transposed here, a map keeps its axes.
+            # `make_section` transposes every array. A map is transposed here as well, so that its
+            # axes are (queries, keys) in the report.
             stored[f"{name}@{options.map}"] = first.values[name][0].T
         tokens = first.facts["tokens"]
         if tokens:

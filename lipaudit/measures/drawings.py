@@ -210,7 +210,8 @@ def describe_examples(
         before = torch.cat([net.output(part).softmax(1) for part in samples.split(size)])
         after = texts.forward_pieces(net, samples, x_adv, size).softmax(1)
         for i, (row, end) in enumerate(pairs):
-            # An attack that changes texts has no x_adv: its text is read again.
+            # Attacks that change texts give a draft in place of x_adv. The model runs on the
+            # changed text.
             if end.drafts is not None and chunk.texts is not None:
                 reader = chunk.texts.reader
                 ids = torch.tensor([reader.read(end.drafts[row])], device=net.device)

@@ -301,8 +301,8 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     """Make the section `jacobian`, and with --shares the sections of shares.
 
-    Its first row is the model, the further ones are blocks. It also has the figures of each
-    sample.
+    The first row is the model, all further rows are residual blocks. The section also has the
+    figures of each sample.
     """
     import numpy as np
 
@@ -316,7 +316,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             columns[name] = values.tolist()
         elif name in JACOBIAN_TABLE.sample_columns:
             columns[name] = values
-    # (samples, rows): the first column is the model, the others are blocks.
+    # (samples, rows): the first column is the model, all further columns are blocks.
     of_rows = {name: arrays[name][:, None] for name in OF_BLOCKS}
     of_norms = {}
     if "block_norm" in arrays:

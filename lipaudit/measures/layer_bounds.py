@@ -87,7 +87,7 @@ def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, flo
                     matrix_norms.spectral_norm(heads.out.double().flatten(0, 1))
                 )
             values |= _bound_layer(values, out_norms[site.index])
-    else:  # norms alone, by differentiating the module; NaN if it cannot run on its own
+    else:  # only norms, by differentiating the module; NaN if the module cannot be run alone
         heads = layer.attention
         values = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
     queries = heads.q.shape[2]
@@ -184,7 +184,8 @@ def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -
             head_bounds.ball_size_bounds(heads, r) | {"ball_norm": found, "ball_sharp": sharp}
         )
     if balls:
-        # Stored under other names: some figures of balls are called like those at X.
+        # Some figures of balls have the same name as figures at X. IN_BALLS gives the names under
+        # which figures of balls are stored.
         for name, stored in IN_BALLS.items():
             figures[stored] = torch.stack([ball[name] for ball in balls], -1)
     return figures

@@ -244,7 +244,7 @@ def _name_layers(sites: Sequence[Site]) -> str:
 def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     """Note which modules have attention that no layer covers; layer numbers skip them."""
     modules: Sequence[str] = ()
-    for survey in net.surveys:  # take the one that found these layers
+    for survey in net.surveys:  # the survey that found these layers also found such modules
         if survey.sites is sites:
             modules = survey.unread
     if not modules:

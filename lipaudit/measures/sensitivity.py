@@ -82,7 +82,7 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
         block = around[site.index]
         if block is None:
             without_block.setdefault(NO_BLOCK, []).append(site.index)
-        elif not block.by_sample:  # its rows are tokens or windows
+        elif not block.by_sample:  # rows of the block's output are tokens or windows
             without_block.setdefault(NO_ROWS, []).append(site.index)
         # Several attention layers in one block share the block's output. The output is named after
         # the first of these layers.
@@ -228,7 +228,7 @@ def measure_batch(
     labels = batch.y if net.classes is not None else None
     if end.what == "loss":
         values["loss"] = linear.output[:, 0].double().cpu().numpy()
-        # For these samples the loss is that of the predicted class.
+        # Number of samples without a label, whose loss is that of the predicted class.
         facts["unlabelled"] = 0 if net.classes is None else _count_unlabelled(batch)
     steepest = norms.vector
     if has_margins:

@@ -37,10 +37,10 @@ def _share(label: str, meaning: str, values: str, **how: Any) -> Column:
     """Return the column of a share, the median over the samples.
 
     Args:
-        label: its label.
-        meaning: its meaning.
+        label: label of the column.
+        meaning: what the share says, for reports.
         values: name of the array with the share of each sample.
-        how: attributes of the column that differ from the usual ones.
+        how: attributes of the column that differ from `usual`.
     """
     reduction = Reduction("median", values)
     usual: dict[str, Any] = {"format": ".1%", "reading": READING, "reduction": reduction}
@@ -290,7 +290,8 @@ def _make_heads_section(
 
     heads = described[0].facts["heads"]
     unique = base.mark_unique(parts)
-    # (samples, heads, 3): the share of a head, and how much of it passes its map and its values.
+    # (samples, heads, 3): the share of a head, the share through its attention map, and the share
+    # through its values.
     values = _join(parts, "share_heads", (len(heads), len(OF_HEADS)))
     arrays = dict(zip(OF_HEADS, values.transpose(2, 0, 1), strict=True))  # (samples, heads)
     arrays["carried"] = arrays["share"] * norm[:, None]  # in the unit of the norm

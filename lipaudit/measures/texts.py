@@ -191,7 +191,7 @@ def _draft_prompts(
         unused_spans = iter(spans)
         spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
         room = packer.find_room(continuation_ids)  # largest number of tokens of the prompt
-        prompt_length = len(ids[-room:])  # a long prompt loses its beginning
+        prompt_length = len(ids[-room:])  # packing cuts off the beginning of a long prompt
         tail = tuple(packed[prompt_length:])  # the ids of the continuations
         pack = partial(_pack_prompt, packer, continuations)
         behind = Continuations(continuations, tail, room, pack)

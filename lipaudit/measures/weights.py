@@ -322,7 +322,7 @@ def _find_products(heads: Heads) -> dict[str, Product]:
 def _list_weights(sites: Sequence[Site]) -> Iterator[str | int]:
     """Yield the linear maps that are part of a head: W_Q, W_K and W_V by module, W_O by address.
 
-    The address is that of the weight in memory.
+    The address is where the weight is in memory: weights of W_O have no module path here.
     """
     from lipaudit.models.precision import WeightReference
 
@@ -347,8 +347,8 @@ def _read_map(weight: Tensor) -> Cells:
     from lipaudit.theory.matrix_norms import product_values
 
     rows, columns = weight.shape
-    tall = weight if rows >= columns else weight.mT  # has the same singular values
-    values = product_values(tall)  # these values, largest first
+    tall = weight if rows >= columns else weight.mT  # the transpose has the same singular values
+    values = product_values(tall)  # singular values, largest first
     norm, rank = _reduce(values)
     smallest = float(values[-1])
     # Singular values below this are rounding: the matrix may be singular.

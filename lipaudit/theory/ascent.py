@@ -31,13 +31,14 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
     gradient of ||J^T u|| to the edge of the ball. ||J^T u|| is never above ||J(X')||.
 
     Args:
-        heads: heads of self-attention with affine (or constant) projections; others give NaN.
+        heads: heads of self-attention with affine (or constant) projections; all other heads give
+            NaN.
         r: radius, in the Frobenius norm over all tokens of a sample (of a window).
         seeds: one per sample.
     """
     if heads.x_kv is not None or not are_affine(heads):
-        # If the tokens move by dX, the search moves q, k and v by dX W. Only affine projections
-        # move them so.
+        # The search moves q, k and v by dX W if the tokens move by dX. This is right for affine
+        # projections only.
         return torch.full(heads.q.shape[:2], torch.nan, dtype=torch.float64, device=heads.q.device)
     # Values divided by `size`, so that no number overflows. ||J|| is proportional to the values.
     unit, size = unit_values(heads.to(torch.float64))

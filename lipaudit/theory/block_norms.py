@@ -171,7 +171,7 @@ def _bound_dense_blocks(heads: Heads) -> Tensor:
     sizes = []
     for b in range(len(heads.q)):
         jacobian = products.dense_jacobian(heads.row(b)).flatten(0, 1)  # (heads, n dv, inputs)
-        # In units of its largest entry no power of J overflows.
+        # J is divided by its largest entry, so that no product of its entries overflows.
         largest = jacobian.abs().amax((-2, -1))
         size = largest.clamp_min(torch.finfo(jacobian.dtype).tiny)
         jacobian = jacobian / size[:, None, None]
@@ -217,7 +217,7 @@ def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
     # Upper limits of ||F_i||, where F_i has the columns P_ij (v_j - o_i).
     f = row_lengths(at, rows, pw)
     matrix = block_norms(at, rows, pw, t, f, joint=joint)  # M
-    # In units of its largest entry no square of M overflows.
+    # M is divided by its largest entry, so that no product of its entries overflows.
     largest = matrix.amax((-2, -1))
     largest = largest.clamp_min(torch.finfo(matrix.dtype).tiny)
     matrix = matrix.div_(largest[..., None, None])

@@ -183,11 +183,12 @@ def _describe_result(result: object, shape: torch.Size) -> TypeError:
 def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHead:
     """Return a Lipschitz constant of every head on the ball ||X' - X||_F <= r.
 
-    It holds with any mask or position bias that does not depend on X. It is `sharp` at r = 0,
-    grows linearly at first and, once the logits move by 1 and more, like a power of r.
+    The constant holds with any mask or position bias that does not depend on X. At r = 0 it equals
+    `sharp`, our bound at X. It grows linearly with r at first, and like a power of r once the
+    logits move by 1 and more.
 
     Args:
-        heads: self-attention with affine (or constant) projections; others give NaN.
+        heads: self-attention with affine (or constant) projections; all other heads give NaN.
         r: radius, in the Frobenius norm over all tokens of a sample (of a window).
         sharp: the bound at X; computed if None.
 
@@ -419,11 +420,11 @@ def bound_moves(at: BallPoint, rho: float) -> BallLimits:
 def bound_curvature(at: BallPoint, on: BallLimits) -> PerHead:
     """Bound the largest second derivative of the output O on a ball, given upper limits there.
 
-    f_j are the moves of the tokens. With x_j = ||f_j||^2, which add up to 1, and y = spread x, row
-    i of the second derivative is at most, in norm,
-    sum_j columns_ij x_j + diagonal_i x_i + 2 mixed_i (x_i y_i)^1/2. The last term is at most a sum
-    of a multiple of x_i and one of y_i. So the row is at most (H x)_i, and the second derivative
-    at most the length of the longest column of H.
+    f_j are the moves of the tokens, with sum_j ||f_j||^2 = 1. With x_j = ||f_j||^2 and
+    y = spread x, row i of the second derivative is at most, in norm,
+    sum_j columns_ij x_j + diagonal_i x_i + 2 mixed_i (x_i y_i)^1/2. The last term is at most a
+    multiple of x_i plus a multiple of y_i. So row i is at most (H x)_i for some matrix H, and the
+    second derivative is at most the length of the longest column of H.
 
     Args:
         at: quantities at the centre X.

@@ -135,7 +135,8 @@ class Heads:
             start: the first query.
             stop: one more than the last query.
             whole: whether to return the probability of the sink too, in a last column. A sink is a
-                constant logit beside those of the keys; rows sum to less than 1 without it.
+                constant logit beside the logits of the keys. With a sink, a row without this
+                column sums to less than 1.
         """
         q = self.q[..., start:stop, :]
         if self.pairs is None:
@@ -180,7 +181,7 @@ class Heads:
         if whole or self.sink is None:
             return p
         p_of_keys = p[..., :-1]
-        if self.valid is not None:  # as `rows` returns it, which multiplies by `valid`
+        if self.valid is not None:  # contiguous, as the product with `valid` in `rows` is
             p_of_keys = p_of_keys.contiguous()
         return p_of_keys
 
@@ -389,7 +390,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
                 changes[entry.name] = cast_floats(getattr(value, entry.name), dtype)
         return replace(value, **changes)
     if isinstance(value, Tensor) and value.is_floating_point():
-        # Contiguous: q, k and v of a model are views of one tensor, which each product would copy.
+        # Contiguous: q, k and v of a model are views of one tensor, and each product with a view
+        # would copy it again.
         return value.to(dtype, memory_format=torch.contiguous_format)
     return value
 
@@ -451,7 +453,8 @@ def rows_in_reach(
         if len(visible):
             keys = slice(int(visible[0]), int(visible[-1]) + 1)
         bias = bias[..., keys]
-    # P on these keys needs their k and bias; v need only have as many keys.
+    # P on these keys needs their rows of k and their bias. v is not used, but must have as many
+    # keys as k.
     fewer_keys = replace(heads, k=heads.k[:, :, keys], v=heads.v[:, :, keys], bias=bias, x_kv=None)
     return fewer_keys.rows(start, stop), keys
 

@@ -446,8 +446,8 @@ def bound_token_spread(
 ) -> PerHead:
     """Bound max_i ||X^T M(P_i)|| over the rows of P, M(p) = diag(p) - p p^T.
 
-    The bound is the Schatten-4 norm. It takes three products with the Gram matrix for all rows
-    (`sum_spread`), and is within 1% of the spectral norm on trained heads.
+    The bound is the Schatten-4 norm, from three products with the Gram matrix for all rows
+    (`sum_spread`). On trained heads the bound is within 1% of the spectral norm.
 
     Args:
         p: attention maps P.

@@ -80,7 +80,7 @@ def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
 def positive_vector(b: Float[Tensor, "*batch n m"], steps: int) -> Float[Tensor, "*batch 1 m"]:
     """Return u > 0 near the leading right singular vector of each matrix B with entries >= 0.
 
-    It makes at most `steps` power steps u -> B^T B u.
+    u is the result of at most `steps` power steps u -> B^T B u.
     """
     u = b.new_ones(*b.shape[:-2], 1, b.shape[-1])
     for _ in range(steps):

@@ -96,7 +96,8 @@ class HeadProducts:
         weight = attend.value_weight
         if weight is None:
             return torch.zeros_like(attend.o).flatten(1)
-        # The leading left vector of a Kronecker product is the product of those of its factors.
+        # The leading left singular vector of a Kronecker product is the Kronecker product of the
+        # factors' leading left singular vectors.
         tokens = _token_images(attend, attend.v.new_ones(1))  # of P, (problems, 1, n)
         values, vectors = torch.linalg.eigh(weight.mT @ weight)
         norm = values[:, -1:].clamp_min(0.0).sqrt()  # ||W_V||
@@ -263,7 +264,7 @@ def head_products(heads: Heads) -> HeadProducts:
     """Return the map u -> J J^T u of every head of a layer, on every batch row."""
     attend = linearize_attention(heads)
     grams = []
-    for side in attend.sides:  # the inputs: X, and that of keys and values if it is another one
+    for side in attend.sides:  # one input, or two: that of the queries, that of keys and values
         gram = side.weight.mT @ side.weight  # W^T W, (heads, e, e)
         grams.append(gram.repeat(len(heads.q), 1, 1))  # one per problem: row by row, all heads
     return HeadProducts(attend, grams)

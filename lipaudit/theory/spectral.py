@@ -258,7 +258,7 @@ def spectral_norms(
 
     Args:
         select: returns the products of a set of problems; called for all first, and again for the
-            remaining ones when enough others are finished.
+            unfinished problems when enough problems are finished.
         start: Gaussian vectors (`random_starts`) in the precision and on the device of the
             products, exactly zero on coordinates where A is known to vanish (padding).
         guess: vectors that may be near the leading singular vectors, or zeros. They are added to

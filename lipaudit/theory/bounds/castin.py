@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def castin(ingredients: Ingredients, r: float = 0.0) -> Tensor:
     """Return sqrt(3) ||W_V|| (||A||^2 (R + r)^4 (4N + 1) + N)^(1/2) of affine heads, else NaN.
 
-    It is a Lipschitz constant on all N tokens of norm R + r or less, where R = max_i ||x_i|| at X
-    and A = s W_Q W_K^T with the scale s of the logits.
+    The result is a Lipschitz constant on all inputs of N tokens with norms of R + r or less, where
+    R = max_i ||x_i|| at X and A = s W_Q W_K^T with the scale s of the logits.
     """
     if not ingredients.affine:
         return ingredients.nothing

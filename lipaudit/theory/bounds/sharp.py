@@ -20,7 +20,7 @@ def sharp(ingredients: Ingredients) -> Tensor:
     """
     from lipaudit.theory.block_norms import bound_by_blocks
 
-    # The norm of a block matrix G is at most that of a matrix B_il >= ||G_il||:
+    # The norm of a block matrix G is at most the norm of a matrix B with entries B_il >= ||G_il||:
     # ||G x||^2 = sum_i ||sum_l G_il x_l||^2 <= sum_i (sum_l B_il ||x_l||)^2 <= ||B||^2 ||x||^2.
     # `bound_by_blocks` uses this for G = J J^T, where ||J J^T|| = ||J||^2, or for G = J. `once`
     # stores Theorem 3, because it is also a bound of its own.

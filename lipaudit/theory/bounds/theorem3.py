@@ -41,8 +41,8 @@ def theorem3(ingredients: Ingredients, m: Tensor | None = None) -> Tensor:
     #     (P dV)_i + V^T M(P_i) (y_i + G_i dq_i), y_ij = <b_ij, dk_j>.
     # ||P dV||_F <= ||P|| max_j ||Phi^v_j|| ||dX||_F. V^T M = V_c^T M, and sum_ij y_ij^2 =
     # sum_j ||H_j Phi^k_j dx_j||^2: the second term is at most ||V_c|| m max_j ||H_j Phi^k_j||. The
-    # third acts query by query: ||V_c|| m max_i ||G_i Phi^q_i||. With a sink (a constant logit
-    # beside those of the keys) P_i is that of the keys alone, and V keeps its mean.
+    # third acts query by query: ||V_c|| m max_i ||G_i Phi^q_i||. With a sink (a further, constant
+    # logit of each query), P_i has the probabilities of the keys alone, and V keeps its mean.
     value, growth = ingredients.once(value_and_growth)
     return value * ingredients.p_norm + growth * m
 

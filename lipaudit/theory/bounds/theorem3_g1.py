@@ -17,11 +17,11 @@ def theorem3_g1(ingredients: Ingredients) -> Tensor:
     """Return Theorem 3 with g_1(P_i) in place of ||M(P_i)||, the norm of the softmax Jacobian.
 
     g_1 = p_(1) (1 - p_(1) + p_(2)) with the largest two entries of a row p = P_i of the attention
-    map. It is an upper limit of ||M(p)||, M(p) = diag(p) - p p^T.
+    map. g_1 is an upper limit of ||M(p)||, M(p) = diag(p) - p p^T.
     """
-    # Proof of g_1 >= ||M(p)||, the largest eigenvalue of diag(p) - p p^T. It solves phi(x) = 0,
-    # phi(x) = 1 - sum_j p_j^2 / (p_j - x), which falls between p_(2) and p_(1), and phi(g_1) <= 0.
-    # For with p_(1) - g_1 = p_(1) (p_(1) - p_(2)) and, for j >= 2, g_1 - p_(j) >= g_1 - p_(2)
+    # Proof of g_1 >= ||M(p)||. The largest eigenvalue of M(p) solves phi(x) = 0 for
+    # phi(x) = 1 - sum_j p_j^2 / (p_j - x). phi falls between p_(2) and p_(1), and phi(g_1) <= 0:
+    # with p_(1) - g_1 = p_(1) (p_(1) - p_(2)) and, for j >= 2, g_1 - p_(j) >= g_1 - p_(2)
     # = (1 - p_(1)) (p_(1) - p_(2)): sum_(j>=2) p_(j)^2 / (g_1 - p_(j)) <= p_(2) / (p_(1) - p_(2))
     # = p_(1)^2 / (p_(1) - g_1) - 1.
     return theorem3(ingredients, ingredients.g1_max)

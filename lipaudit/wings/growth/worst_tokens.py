@@ -132,7 +132,7 @@ def adversary(heads: Heads) -> Adversary | None:
     if to_q.bias is not None:
         slope = scale * (to_q.bias[0] @ (wk.mT @ u))
         tilt = (lead - follow) * float(slope)
-    if tilt < 0:  # -u is an eigenvector too, and its tilt is positive
+    if tilt < 0:  # -u is an eigenvector as well, and -u has a positive tilt
         u = -u
     return Adversary(u, eigenvalue, lead, follow, abs(tilt))
 

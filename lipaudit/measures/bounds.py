@@ -114,7 +114,10 @@ def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Itera
 
 
 def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
-    """Make the sections `bounds`, `bounds.layers` and, with radii, `bounds.ball`."""
+    """Make the sections `bounds`, `bounds.layers` and, with radii, `bounds.ball`.
+
+    Rows are heads, layers, or heads at a radius. A cell is a median or maximum over the samples.
+    """
     import numpy as np
 
     from lipaudit.measures.layers import below_by_rounding

@@ -352,7 +352,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
 
 
 def _join_arrays(parts: Sequence[Part]) -> dict[str, Values]:
-    """Return the arrays of all samples by name, without those of shares."""
+    """Return the arrays of all samples by name, but for arrays of shares (`summarise_shares`)."""
     import numpy as np
 
     arrays = {}

@@ -387,7 +387,10 @@ class Attend:
         return side.weight[..., -self.v.shape[2] :]
 
     def select(self, index: Tensor | slice) -> Attend:
-        """Return the derivative for some problems, each one head on one batch row."""
+        """Return the derivative for some problems, each one head on one batch row.
+
+        The solver drops problems that have converged, so that products cost less.
+        """
         # A layer whose P is too large to be stored has been split into parts with one norm each.
         # Such a part is solved as a whole, and nothing is selected from it.
         assert self.p is not None

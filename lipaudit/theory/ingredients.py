@@ -111,16 +111,20 @@ def rounding(rows: Float[Tensor, "*batch n d"]) -> float:
 
 @dataclass(frozen=True)
 class Weights:
-    """What comes of the weights of affine heads alone.
+    """Norms of the weights of affine heads, and small matrices that replace the weights.
+
+    Tokens have D channels, q and k have d. Norms and inner products of vectors W_K q or W_Q k (D
+    channels) are computed from q and k times the matrices below (d channels).
 
     Attributes:
-        q, k, v, a: ||W_Q||, ||W_K||, ||W_V|| and ||W_Q W_K^T|| with their biases, [W; b^T] for W.
-        value: ||W_V|| without.
-        to_u: to what has the norm of W_K q.
-        to_a: W_K^T W_V.
-        to_inside: to what has the norm of W_K q on the range of W_Q, but for `left`.
-        shared: at least ||W_V^T|| on the range of W_Q.
-        to_z: to what has the inner products of W_Q k.
+        q, k, v, a: ||W_Q||, ||W_K||, ||W_V|| and ||W_Q W_K^T||, where W is [W; b^T] with a bias.
+        value: ||W_V|| without the bias.
+        to_u: q to_u has the norms and inner products of W_K q.
+        to_a: W_K^T W_V, so q to_a is W_V^T W_K q.
+        to_z: k to_z has the inner products of W_Q k, slightly raised.
+        to_inside: q to_inside is X^T W_K q for a basis X of the range of W_Q.
+        shared: upper limit of ||W_V^T X||.
+        left: rounding error of X.
     """
 
     q: Norm
@@ -148,7 +152,10 @@ class Tokens:
     """
 
     def __init__(self, heads: Heads) -> None:
-        # Sizes of the tokens X that enter a layer: norms, radius, and X less its mean.
+        """Compute sizes of the tokens X that enter a layer: norms, radius, and X less its mean.
+
+        With a bias the published bounds hold for the tokens [X 1], whose norms are used then.
+        """
         x = heads.x
         valid = x.new_ones(x.shape[:2])  # 1 for tokens, 0 for padding
         if heads.valid is not None:
@@ -190,7 +197,7 @@ class Ingredients:
     """
 
     def __init__(self, heads: Heads, tokens: Tokens) -> None:
-        # What bounds are computed from: some heads of a layer, and norms of the layer's tokens.
+        """Hold what bounds are computed from: some heads of a layer, and the layer's tokens."""
         self.heads = heads
         self.tokens = tokens
         self.policy = heads.policy
@@ -208,7 +215,11 @@ class Ingredients:
 
     @cached_property
     def weights(self) -> Weights:
-        """Norms and products of the weights W_Q, W_K, W_V of heads with affine projections."""
+        """Norms and products of the weights W_Q, W_K, W_V of heads with affine projections.
+
+        The products replace vectors of the width D of tokens by short vectors with the same norms
+        and inner products: see `Weights`.
+        """
         to_q, to_k, to_v = projections(self.heads)
         # [W; b^T] of each: with a bias the tokens are [X 1] in the published bounds.
         q = _append_bias(to_q)

@@ -335,12 +335,16 @@ class _Krylov:
         level: log of beta_1 ... beta_k / delta.
         ritz: eigenvalues of T, ascending.
         shorter: eigenvalues of T one step earlier.
-        exponent: A stands for the caller's times 2^exponent, which is even.
+        exponent: the process runs on A = J J^T times 2^exponent; even.
         repeated: number of products that were computed again because of their size.
     """
 
     def __init__(self, start: Tensor, guess: Tensor | None) -> None:
-        """Begin with u, the normalised start, or the sum of start and guess at equal lengths."""
+        """Begin the Lanczos process with a unit vector u for each problem, (problems, size).
+
+        u is the normalised start vector, or the normalised sum of start and guess, each of length
+        one. All other attributes are those of a process without steps.
+        """
         count, size = start.shape
         live = start.ne(0).sum(1)  # dimension of each space, without padding
         # Divide by a power of two before normalising: the squares of tiny entries may underflow.

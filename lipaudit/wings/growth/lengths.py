@@ -306,7 +306,10 @@ class LayerCase(NamedTuple):
 
 
 def _measure_layer(layer: Layer, options: ScalingOptions) -> LayerCase:
-    """Return the rows of the worst case of the chosen heads of a layer, and reasons for none."""
+    """Return the rows of the worst case of the chosen heads of a layer.
+
+    Heads or layers without a worst case have a reason in place of rows.
+    """
     index = layer.site.index
     heads = _fit_heads(layer)
     if isinstance(heads, str):  # the reason why the worst case of this layer is unknown

@@ -290,7 +290,7 @@ class AttackOptions(MeasureOptions):
     def identify(self) -> dict[str, Any]:
         """Return the options that figures depend on; files are replaced by hashes of their bytes.
 
-        Two runs with equal results of this function give the same figures.
+        So a changed file under the same name is seen as a change of the options.
         """
         from lipaudit.attacks.transfer import hash_file
 

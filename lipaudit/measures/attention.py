@@ -322,14 +322,17 @@ class _LayerReader:
     windowed: dict[int, None] = field(default_factory=dict)
 
     def read(self, layer: Layer) -> Reduced:
-        """Return the statistics of a layer; draw the requested map when its layer comes first."""
+        """Return the statistics of a layer, called for every layer of every batch.
+
+        If the layer has the head whose map was requested, the map of the first sample is stored.
+        """
         import torch
 
         from lipaudit.measures.drawings import draw_map
 
         if self.head is not None and self.map is None and layer.site.index == self.head[0]:
             self.map = draw_map(self.net, layer, self.head[1])
-        if len(layer.attention.q) > layer.samples:  # the batch has a row per window
+        if len(layer.attention.q) > layer.samples:  # several windows per sample: note the layer
             self.windowed[layer.site.index] = None
         with torch.inference_mode():
             return layer_statistics(layer, self.options)
@@ -477,8 +480,8 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     with np.errstate(invalid="ignore"):
         of_samples = np.where(count > 0, total / count, np.nan)
         means = np.where(count.sum(0) > 0, total.sum(0) / count.sum(0), np.nan)
-    maxima = arrays["largest"].max(0)
-    sinks = arrays["sink"].mean(0)
+    maxima = arrays["largest"].max(0)  # of g_1 and ||M||, (heads, 2)
+    sinks = arrays["sink"].mean(0)  # attention on the first and on the most attended key
     rows = base.make_rows(
         ATTENTION_TABLE,
         parts[0].facts["heads"],

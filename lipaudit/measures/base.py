@@ -504,7 +504,7 @@ def class_names(net: Net, *columns: Values) -> dict[str, str]:
     numbers: set[int] = set()
     for column in columns:
         numbers.update(column.tolist())
-    # Facts have text as keys.
+    # Text as keys: facts are stored as JSON.
     return {str(number): known[number] for number in sorted(numbers) if number in known}
 
 
@@ -558,7 +558,7 @@ def require_labels(batch: Batch, what: str) -> Tensor:
     """Return the labels of samples, all of which must have one.
 
     Raises:
-        InputError: a sample has no label; `what` needs it.
+        InputError: a sample has no label. The message says that `what` needs one.
     """
     if batch.y is None or bool((batch.y < 0).any()):
         text = f"{what} needs a label for every sample"
@@ -592,7 +592,7 @@ def read_checks(*outcomes: Outcome) -> list[dict[str, Any]]:
 
 
 def sum_checks(parts: Sequence[Part]) -> Checks:
-    """Return the signs of weak attacks, counted over all clean samples."""
+    """Add up the counts of the parts: how many clean samples show each sign of weak attacks."""
     from lipaudit.attacks.signs import Checks
 
     counts = (Checks(**checks) for part in parts for checks in part.facts["checks"])

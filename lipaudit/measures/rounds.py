@@ -457,7 +457,10 @@ FIGURES = ("attack", "seed", "seconds", "forwards", "backwards", "nonfinite")
 
 
 def store_outcomes(outcomes: Sequence[Outcome]) -> tuple[dict[str, Values], dict[str, Any]]:
-    """Return the outcomes so far, without their examples, as arrays and facts of a part."""
+    """Return the outcomes so far, without their examples, as arrays and facts of a part.
+
+    A resumed run reads them with `restore_outcomes`.
+    """
     arrays = {}
     for name in ARRAYS:
         columns = [getattr(outcome, name) for outcome in outcomes]

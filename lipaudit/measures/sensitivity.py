@@ -136,7 +136,8 @@ class _CutGraph:
         self.blocks = blocks
         # `outputs`: the output of each block in this pass, as a tensor inside the graph.
         f, self.outputs = record_outputs(net, tuple(blocks.values()), at.f)
-        self.whole = linearize(f, at.x)
+        self.whole = linearize(f, at.x)  # the Jacobian from the input of the model
+        # Blocks around which the input also reaches the output; `start_after` adds them.
         self.bypassed: list[str] = []
 
     def start_after(self, name: str) -> Linearization:

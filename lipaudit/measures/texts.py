@@ -222,6 +222,9 @@ def describe_changes(
 ) -> list[dict[str, Any]]:
     """Describe the changed text of each sample in each trial, as plain values for a part.
 
+    A description has the number of changes, how many single changes the search tried, and how many
+    were possible.
+
     Args:
         outcomes: the last outcome of each trial.
         before: the unchanged texts.
@@ -313,7 +316,10 @@ def share_untried(parts: Sequence[Part], trial: Trial) -> float:
 
 
 def note_untried(parts: Sequence[Part], trial: Trial) -> Iterator[Note]:
-    """Note whether the search of a trial tried every single change of the surviving texts."""
+    """Note whether the search of a trial tried every single change of the texts that survived it.
+
+    Nothing is noted if no text survived (the share is NaN).
+    """
     share = share_untried(parts, trial)
     if share == 0:
         counts = [line["possible"] for line in list_survivors(parts, trial)]
@@ -333,8 +339,8 @@ def note_untried(parts: Sequence[Part], trial: Trial) -> Iterator[Note]:
 def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
     """Note the limits of attacks that change texts.
 
-    Meaning and label are not checked; some changes may not have been tried; and with many changes
-    nothing of a short text is left.
+    Three limits: nobody checks that a changed text keeps its meaning and label. Some changes may
+    not have been tried. A large number of changes can replace a short text as a whole.
     """
     of_texts = [trial for trial in trials if trial.norm in COUNTED]
     of_texts.sort(key=lambda trial: trial.radius.value)

@@ -417,11 +417,12 @@ def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"])
 def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     """Return B with B_ij >= ||J_ij||, an upper limit of the norm of every block of J.
 
-    Block (i, j) is the derivative of output i in token j. Through value j and key j it is
-    P_ij (Phi^v_j + w u^T), see `_local_beta`, with a norm of at most P_ij beta_ij. Block (i, i)
-    adds a term through query i, with a norm of at most t_i. B has the shape (batch, heads, n, m).
-    If queries read another input than keys (not `joint`), J has further columns for this input,
-    and B = [P∘beta, diag t] has the shape (batch, heads, n, m + n).
+    Block (i, j) is the derivative of output o_i in token j. Through value j and key j it is
+    P_ij (Phi^v_j + w u^T) with Phi^v_j = dv_j / dx_j, w = v_j - o_i and the gradient u of logit ij
+    in token j. Its norm is at most P_ij beta_ij (`_local_beta`). Block (i, i) adds a term through
+    query i, with a norm of at most t_i (`_local_query_term`). B is (batch, heads, n, m). If
+    queries read another input than keys (not `joint`), J has further columns for this input, and
+    B = [P∘beta, diag t] is (batch, heads, n, m + n).
     """
     # The outputs o_i. For the largest P_ij of each row also c_ij = P_ij (v_j - o_i), without
     # cancellation. Some queries at a time, to save memory.

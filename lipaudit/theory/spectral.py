@@ -387,18 +387,19 @@ class _Krylov:
         image = self._apply(products, last)
         if self.steps:
             return image
-        # Of each problem: the largest entry, and the exponent that brings it to about one.
+        # The first step decides by which power of two A is scaled. Of each problem: the largest
+        # entry of A u, and the exponent that brings this entry to about one.
         size = image.abs().amax(1).to("cpu", torch.float64)
         change = _choose_exponents(size)
         is_far = change.abs() > _ROOM // 2
         if is_far.any():
-            # The image overflowed, or lost digits to underflow: compute it again, with A scaled.
+            # A u overflowed, or lost digits to underflow: compute A u again, with A scaled.
             self.exponent += change.where(is_far, 0)
             self.repeated += is_far
             image = self._apply(products, last)
             size = image.abs().amax(1).to("cpu", torch.float64)
             change = _choose_exponents(size)
-            # A u = 0 has no scale.
+            # A u = 0 even so: there is nothing to scale.
             self.exponent[size == 0] = 0
             change[size == 0] = 0
         self.exponent += change

@@ -141,7 +141,10 @@ class Bound:
         return columns
 
     def over_lengths(self) -> dict[str, Column]:
-        """Return the bound's column in the section `scaling`."""
+        """Return the bound's column in the section `scaling`, by its name in this section.
+
+        The cells are medians over windows of the data, so the column has no reduction of its own.
+        """
         meaning = f"{self.name}, median over the windows."
         column = replace(self.column(), meaning=meaning, better=None, reduction=None)
         return {f"bound_{self.name}": column}

@@ -394,9 +394,11 @@ class _Objective:
         return u
 
     def _round_copies(self, rows: Tensor) -> Tensor:
-        """Return each row twice, with its number of copies of the leaders rounded down and up.
+        """Return each row twice, with the number of copies of the leaders rounded down and up.
 
-        The shape is (searches, 2, parameters); 1 in place of 2 if a leader has one copy anyway.
+        The number is stored in a row as an angle t: (n / 3)^(sin^2 t) copies. The result has the
+        shape (searches, 2, parameters), or (searches, 1, parameters) if leaders always have one
+        copy, which needs no rounding.
         """
         if self._most_copies == 1:
             single = rows.clone()

@@ -2,30 +2,26 @@
 
 y = W x + b of x = c + g . e +- s is (W c + b) + (W g) . e +- |W| s, and all but s is computed with
 rounding: `Form.bound_input_error` is what W sees of that, so that |W| times it is the slack of y.
-Moving data about rounds nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.wings.certificates.form import REARRANGEMENTS, Form, NoRuleError, Quotient
-from lipaudit.wings.certificates.symbols import (
-    DOUBLE,
-    PartRadii,
-    gamma,
-    join_blocks,
-    move_stack,
-    round_up,
-    tiny,
+from lipaudit.wings.certificates.form import Form, NoRuleError, Quotient
+from lipaudit.wings.certificates.rearrangements import (
+    as_constant,
+    broadcast,
+    broadcast_shapes,
+    masked_fill,
 )
+from lipaudit.wings.certificates.symbols import DOUBLE, gamma, join_blocks, round_up, tiny
 
 Linear = Callable[..., Tensor]
 
@@ -215,33 +211,6 @@ def align_blocks(x: Form, y: Form) -> None:
                 form.make_dense()
 
 
-def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
-    """Return the broadcast shape; not by torch's function, which imports sympy."""
-    return torch.Size(np.broadcast_shapes(*(tuple(shape) for shape in shapes)))
-
-
-def broadcast(x: Form, other: Sequence[int]) -> Form:
-    """Return the form broadcast to the common shape; slack of repeated entries becomes symbols."""
-    shape = broadcast_shapes(x.shape, other)
-    if x.shape == shape:
-        return x
-    if x.centre.numel() < shape.numel():
-        # All copies have the same error. A symbol keeps that; as slack, the errors of copies would
-        # be independent.
-        x = x.symbolize_slack()
-    x.quadratic_range  # noqa: B018 - cached now: after the expansion it would be computed per copy
-    return cast("Form", rearrange(x, lambda t: t.expand(shape)))
-
-
-def expand(x: Any, *shape: Any) -> Any:
-    """Return the expanded form, like Tensor.expand."""
-    if not isinstance(x, Form):
-        return x.expand(*shape)
-    # Let torch find the new shape, in which -1 keeps a size, on a tensor that takes no memory.
-    expanded = torch.empty(()).expand(x.shape).expand(*shape)
-    return broadcast(x, expanded.shape)
-
-
 def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
     """Return x times a constant, entry by entry.
 
@@ -259,17 +228,6 @@ def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
         return Form.from_quotient(replace(quotient, numerator=numerator, constant=constant))
     x = broadcast(x, weight.shape)
     return linear_map(x, torch.mul, weight, roundings=roundings + 1, mixes="entries")
-
-
-def as_constant(value: Any, x: Form) -> Tensor:
-    """Return a number or a constant tensor of a model as a tensor that holds it exactly."""
-    if not isinstance(value, Tensor):
-        return torch.as_tensor(value, dtype=DOUBLE, device=x.device)
-    if value.is_complex():
-        raise NoRuleError("complex numbers")
-    if value.is_floating_point():
-        return value.detach().to(x.device)
-    return value.to(x.device, DOUBLE)
 
 
 def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
@@ -471,148 +429,7 @@ def variance(
     return scale(total, 1 / freedom, roundings=2)
 
 
-def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule of a function of tensors, or of a method by name, that moves entries.
-
-    It may also repeat entries and add zeros. A rule does to forms what the function does to
-    tensors: it moves the centre, the slack, and every row of coefficients in the same way.
-    """
-    if not isinstance(function, str):
-        # A function may mix axes in ways that sparse coefficients do not follow: dense ones do.
-        return lambda x, *args, **kwargs: rearrange(
-            x.make_dense(), lambda t: function(t, *args, **kwargs)
-        )
-    method = getattr(Tensor, function)
-
-    def move(x: Form, *args: Any, **kwargs: Any) -> Any:
-        """Apply the method to a form.
-
-        A pending quotient (numerator / root + constant, not multiplied out yet) stays pending: the
-        method is applied to each of its forms.
-        """
-        quotient = x.pending_quotient
-        if quotient is None:
-            return rearrange(x, lambda t: method(t, *args, **kwargs))
-        moved = []
-        for part in vars(quotient).values():
-            moved.append(move(broadcast(part, x.shape), *args, **kwargs))
-        if isinstance(moved[0], Form):
-            return Form.from_quotient(Quotient(*moved))
-        # The method has several results, such as those of chunk.
-        results = zip(*moved, strict=True)
-        return tuple(Form.from_quotient(Quotient(*parts)) for parts in results)
-
-    return move
-
-
-def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
-    """Return the form with its entries rearranged by `move`, which acts on tensors (*shape).
-
-    The result is a tuple if `move` returns several tensors, such as chunk.
-    """
-    stacks = move_stack(move, x.dense)
-    if isinstance(stacks, Tensor):
-        (form,) = _rearrange_all(x, lambda t: (move(t),), (stacks,))
-        return form
-    return tuple(_rearrange_all(x, move, stacks))
-
-
-def _rearrange_all(
-    x: Form, move: Callable[[Tensor], Sequence[Tensor]], stacks: Sequence[Tensor]
-) -> list[Form]:
-    """Return a form for each result of `move`, which rearranges entries of tensors (*shape).
-
-    `stacks` are its results on the coefficients, one (symbols, *new shape) for each.
-    """
-    centres = move(x.centre)
-    slacks = move(x.slack)
-    # Radii and ranges belong to entries, so they are moved, too: it is cheaper than to compute
-    # them again from all coefficients.
-    linear = move(x.radii.linear)
-    quadratic = move(x.radii.quadratic)
-    errors = move(x.radii.errors)
-    range_ends = [move(end) for end in x.__dict__.get("quadratic_range", ())]
-    blocks = [block.rearrange(move) for block in x.blocks]
-    forms = []
-    for i, dense in enumerate(stacks):
-        form_blocks = [block[i] for block in blocks]
-        form = Form(centres[i], dense, slacks[i], x.symbols, blocks=form_blocks)
-        form.radii = PartRadii(linear[i], quadratic[i], errors[i])
-        if range_ends:
-            low, high = range_ends
-            form.quadratic_range = low[i], high[i]
-        forms.append(form)
-    return forms
-
-
-def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
-    """Concatenate forms and constants along an axis, like torch.cat.
-
-    A form has a centre (*shape), coefficients (symbols, *shape) and a slack (*shape): each of the
-    three is concatenated. As in torch, tensors of shape (0,) are ignored.
-    """
-    tensors = [tensor for tensor in tensors if tensor.shape != (0,)]
-    first_form = next(tensor for tensor in tensors if isinstance(tensor, Form))
-    forms = []
-    for tensor in tensors:
-        if not isinstance(tensor, Form):
-            tensor = lift_constant(tensor, first_form)
-        forms.append(tensor)
-    rows = max(len(form.generators) for form in forms)
-    stacks = []
-    for form in forms:
-        # A form has no rows for symbols that were created after it: they get zeros. F.pad takes
-        # pairs for the last axis first: (0, 0) for all but axis 0, the symbols.
-        missing = rows - len(form.generators)
-        stacks.append(F.pad(form.generators, (*[0, 0] * form.ndim, 0, missing)))
-    axis = dim % first_form.ndim
-    centre = torch.cat([form.centre for form in forms], axis)
-    slack = torch.cat([form.slack for form in forms], axis)
-    # Coefficients have the axis of symbols in front.
-    return Form(centre, torch.cat(stacks, axis + 1), slack, first_form.symbols)
-
-
-def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
-    """Stack forms and constants along a new axis."""
-    return cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
-
-
-def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
-    """Return a form with a constant in the entries where a mask is True.
-
-    There its coefficients and slack are 0.
-    """
-    mask = mask.bool()
-    unchanged = ~mask
-    input = broadcast(input, mask.shape)
-    centre = input.centre.masked_fill(mask, float(value))
-    dense, blocks = input.map_coefficients(lambda t: t * unchanged)
-    return Form(centre, dense, input.slack * unchanged, input.symbols, blocks=blocks)
-
-
-MOVE_METHODS = (*REARRANGEMENTS, "index_select", "roll", "flip", "repeat")
 """Tensor methods that rearrange entries."""
-
-
-def lift_constant(value: Any, like: Form) -> Form:
-    """Return a constant as a form with the symbols of `like` and coefficients of zero."""
-    centre = as_constant(value, like).to(DOUBLE)
-    rows = like.dense.new_zeros(like.symbols.first_error, *centre.shape)
-    return Form(centre, rows, torch.zeros_like(centre), like.symbols)
-
-
-def lift_first_constant(like: Any, *constants: Any) -> tuple[Any, ...]:
-    """Return factors of a product; if all are constants, the first becomes a form.
-
-    The product of two constants is rounded, too. As a form it has slack for that.
-
-    Args:
-        like: what the product is combined with later; if it is no form, nothing is changed.
-        constants: the factors; if one of them is a form, nothing is changed.
-    """
-    if not isinstance(like, Form) or any(isinstance(value, Form) for value in constants):
-        return constants
-    return (lift_constant(constants[0], like), *constants[1:])
 
 
 def where(condition: Tensor, input: Any, other: Any) -> Form:
@@ -629,41 +446,3 @@ def where(condition: Tensor, input: Any, other: Any) -> Form:
         return torch.where(mask, as_constant(value, form), 0.0)
 
     return add(zero_outside(input, condition), zero_outside(other, ~condition))
-
-
-def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None = None) -> Form:  # noqa: A002
-    """Add entries at the ends of axes, like F.pad: constants, or copies of entries."""
-    pad = tuple(pad)
-    if mode != "constant":
-        return make_rearrangement(F.pad)(input, pad, mode)
-    # New entries are constants: their coefficients and slack are 0.
-    centre = F.pad(input.centre, pad, value=float(value or 0.0))
-    generators = F.pad(input.generators, pad)
-    return Form(centre, generators, F.pad(input.slack, pad), input.symbols)
-
-
-def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
-    """Return patches as columns (F.unfold), or windows of an axis (Tensor.unfold).
-
-    Both arrive under one name. F.unfold is called with the keyword `stride`, the method without.
-    """
-    rule = make_rearrangement(F.unfold if "stride" in kwargs else "unfold")
-    return rule(input, *args, **kwargs)
-
-
-def make_constant(name: str) -> Callable[..., Tensor]:
-    """Return the rule of a function, such as zeros_like, that creates a constant tensor.
-
-    A rule takes a form in place of a tensor.
-    """
-
-    def create(input: Form, *args: Any, **kwargs: Any) -> Tensor:
-        """Call torch's function with a plain tensor of the form's shape, dtype and device.
-
-        It needs no more of the form. The tensor is one number, expanded to the shape.
-        """
-        like = torch.empty(1, dtype=input.dtype, device=input.device).expand(input.shape)
-        function = getattr(torch, name, None) or getattr(Tensor, name)
-        return function(like, *args, **kwargs)
-
-    return create

@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.wings.certificates import affine
+from lipaudit.wings.certificates import affine, rearrangements
 from lipaudit.wings.certificates.curves import RECIPROCAL, relax
 from lipaudit.wings.certificates.form import Form, NoRuleError
 from lipaudit.wings.certificates.symbols import (
@@ -78,7 +78,7 @@ def matmul(x: Any, y: Any) -> Form:
     if y.ndim == 1:
         column: Any = matmul(x, y[:, None])
         return column.squeeze(-1)
-    batch_shape = affine.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    batch_shape = rearrangements.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     x = x.expand(*batch_shape, *x.shape[-2:])
     y = y.expand(*batch_shape, *y.shape[-2:])
     roundings = x.shape[-1] + 1
@@ -114,8 +114,8 @@ def mul(x: Any, y: Any) -> Form:
         return affine.scale(y, x)
     if not isinstance(y, Form):
         return affine.scale(x, y)
-    x = affine.broadcast(x, y.shape)
-    y = affine.broadcast(y, x.shape)
+    x = rearrangements.broadcast(x, y.shape)
+    y = rearrangements.broadcast(y, x.shape)
     return _multiply_forms(x, y, torch.mul)
 
 
@@ -123,7 +123,7 @@ def div(x: Any, y: Any) -> Form:
     """Return x / y; a form y must be positive on the whole ball."""
     if isinstance(y, Form):
         return mul(x, relax(y, RECIPROCAL, positive=True))
-    constant = affine.as_constant(y, x).to(DOUBLE)
+    constant = rearrangements.as_constant(y, x).to(DOUBLE)
     # 1 / y is rounded once more than y itself.
     return affine.scale(x, constant.reciprocal(), roundings=2)
 
@@ -634,7 +634,7 @@ def addmm(
 ) -> Form:
     """Return beta input + alpha mat1 @ mat2, at least one of which is a form."""
     # If both matrices are constants, one becomes a form: its slack covers the product's rounding.
-    mat1, mat2 = affine.lift_first_constant(input, mat1, mat2)
+    mat1, mat2 = rearrangements.lift_first_constant(input, mat1, mat2)
     product: Any = mat1 @ mat2
     if alpha != 1:
         product = product * alpha

@@ -15,27 +15,11 @@ Where that is wider than order 1 is, b is 0.
 
 All of this is float64. a and b are rounded first to what multiplies the generators, d is what
 they leave.
-
-Piecewise linear functions, built from the ReLU h = a z + m (1 + eps): branching covers all.
-
-On l < 0 < u, with a = u / (u - l), a z <= relu(z) <= a z + 2 m for m = -a l / 2: below, z >= 0
-gives (a - 1) z <= 0 and z <= 0 gives a z <= 0; the line above through both ends is the chord of a
-convex function. For a rounded a in [0, 1] the largest relu(z) - a z is at an end:
-2 m = max(-a l, (1 - a) u). The symbol eps is defined by the equation: on z >= 0 and z <= 0 apart,
-h is z and 0, and what the equation then says of eps is used (`branch`). So eps takes no slack in.
-
-max(x, y) = y + r(x - y); a leaky ReLU is s x + (1 - s) r(x), and |x| that with s = -1; x held to
-[lo, hi] is lo + r(x - lo) - r(x - hi).
-
-The largest of many: for any entry i, max_j x_j - x_i = max_j r(x_j - x_i) lies in [0, h] with h
-the largest end of a difference x_j - x_i. i is the largest at the centre. Where it is the largest
-on the whole ball, h = 0 and nothing is lost.
 """
 
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -45,25 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.wings.certificates.affine import (
-    add,
-    as_pair,
-    make_rearrangement,
-    neg,
-    read_axes,
-    scale,
-    sub,
-)
+from lipaudit.wings.certificates.affine import add, scale
 from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError
-from lipaudit.wings.certificates.symbols import (
-    DOUBLE,
-    LIBRARY_ULPS,
-    ReluCall,
-    cast_up,
-    gamma,
-    round_up,
-    tiny,
-)
+from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY_ULPS, gamma, round_up, tiny
 
 GRID_POINTS = 65
 
@@ -194,7 +162,7 @@ def _choose_parabola(
     is_wide = w > 1e-6 * m.abs() + 1e-12  # below this width, differences are only rounding
     chord = torch.where(is_wide, (at_high - at_low) / (2 * w), slope)
     if z.symbols.order == 1:
-        a = _round_to(chord, dtype)
+        a = round_to(chord, dtype)
         return Parabola(a, torch.zeros_like(a))
     second_difference = (at_high - 2 * f.value(m) + at_low) / (2 * w.square())
     is_wide = w > 1e-4 * m.abs() + 1e-6
@@ -204,10 +172,10 @@ def _choose_parabola(
     a = slope + part * (chord - slope)
     # So far a is the slope at m. At c, around which the parabola is written, it is another.
     a = a - 2 * b * (m - c)
-    return Parabola(_round_to(a, dtype), _round_to(b, dtype))
+    return Parabola(round_to(a, dtype), round_to(b, dtype))
 
 
-def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return float64 numbers rounded to the precision of another dtype."""
     return x.to(dtype).to(DOUBLE)
 
@@ -344,7 +312,7 @@ def square(input: Form) -> Form:
     """
     symbols = input.symbols
     c = input.shifted_centre
-    a = _round_to(2 * c, symbols.dtype)
+    a = round_to(2 * c, symbols.dtype)
     reach = round_up(input.symbol_radius + input.slack)
     if symbols.order == 2:
         b = torch.ones_like(c)
@@ -444,190 +412,4 @@ def glu(input: Form, dim: int = -1) -> Form:
     return cast("Form", first * relax(cast("Form", second), SIGMOID))
 
 
-def relu(input: Form, inplace: bool = False) -> Form:
-    """Return max(z, 0) as the form h = a z + m (1 + eps) of z = input.
-
-    If z has both signs on the ball, l < 0 < u, max(z, 0) lies between a z and a z + 2 m, with
-    a = u / (u - l) and 2 m = max(-a l, (1 - a) u); eps in [-1, 1] is a new symbol. Otherwise a is
-    0 or 1 and m = 0. The ReLUs of both signs are recorded for branch and bound (`branch`).
-    """
-    symbols = input.symbols
-    dtype = symbols.dtype
-    low, high = input.range()
-    if not (torch.isfinite(low) & torch.isfinite(high)).all():
-        raise UnboundedError
-    is_mixed = (low < 0) & (high > 0)
-    chord = _round_to(high / (high - low), dtype).clamp(0, 1)
-    a = torch.where(is_mixed, chord, (low >= 0).to(DOUBLE))
-    m = round_up(torch.maximum(-a * low, (1 - a) * high) / 2)
-    m = cast_up(m * is_mixed, dtype)
-    is_mixed = m > 0
-    slope = a.to(dtype)
-    dense, blocks = input.map_coefficients(lambda t: t * slope)
-    if is_mixed.any():  # a block without symbols would get the key of the next block
-        errors = symbols.add_errors(m)
-        blocks = [*blocks, errors]
-        # Branch and bound needs z as a function of the symbols.
-        call = ReluCall(
-            centre=input.centre[is_mixed],
-            generators=input.select_entries(is_mixed),
-            slack=input.slack[is_mixed],
-            slope=a[is_mixed],
-            offset=m[is_mixed].to(DOUBLE),
-            first=errors.key,
-        )
-        symbols.relu_calls.append(call)
-    centre = a * input.centre + m
-    rounding = gamma(2, DOUBLE) * (centre.abs() + m)
-    rounding = rounding + gamma(1, dtype) * a * input.symbol_radius * is_mixed
-    slack = round_up(a * input.slack + rounding + symbols.count * tiny(dtype) * is_mixed)
-    return Form(centre, dense, slack, symbols, blocks=blocks)
-
-
-def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -> Form:
-    """Return x where x > 0, else s x: s x + (1 - s) relu(x); s may be a tensor of constants."""
-    # In float64, so that 1 - s has the smallest possible rounding error.
-    s = torch.as_tensor(negative_slope, dtype=DOUBLE, device=input.device)
-    return add(scale(input, s), scale(relu(input), 1 - s, roundings=2))
-
-
-def prelu(input: Form, weight: Tensor) -> Form:
-    """Return a leaky ReLU with one slope, or with one per channel (axis 1)."""
-    # The slopes are broadcast over the axes behind the channels.
-    trailing_axes = 0
-    if weight.numel() > 1:
-        trailing_axes = input.ndim - 2
-    return leaky_relu(input, weight.view(-1, *[1] * trailing_axes))
-
-
-def maximum(input: Any, other: Any) -> Form:
-    """Return the larger of two, entry by entry: y + relu(x - y)."""
-    return add(other, relu(sub(input, other)))
-
-
-def minimum(input: Any, other: Any) -> Form:
-    """Return the smaller of two, entry by entry: x - relu(x - y)."""
-    return sub(input, relu(sub(input, other)))
-
-
-def clamp(input: Form, min: Any = None, max: Any = None) -> Form:  # noqa: A002
-    """Return x clamped to [min, max]; as in torch, max if max < min."""
-    if min is not None:
-        input = maximum(input, min)
-    if max is not None:
-        input = minimum(input, max)
-    return input
-
-
-def hardsigmoid(input: Form, inplace: bool = False) -> Form:
-    """Return (x + 3) / 6 clamped to [0, 1]."""
-    return scale(clamp(add(input, 3.0), 0.0, 6.0), 1 / 6, roundings=2)
-
-
-def hardswish(input: Form, inplace: bool = False) -> Form:
-    """Return x hardsigmoid(x)."""
-    return cast("Form", input * hardsigmoid(input))
-
-
-def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
-    """Return the largest value of a form over axes, by default over all."""
-    axes = read_axes(dim, input.ndim)
-    others = [axis for axis in range(input.ndim) if axis not in axes]
-    # `find_largest` works on the last axis: the axes become one there.
-    if axes:
-        rows: Any = input.permute(*others, *axes).flatten(len(others))
-    else:
-        rows = input[..., None]
-    result: Any = find_largest(rows)
-    if not keepdim:
-        return cast("Form", result)
-    shape = list(input.shape)
-    for axis in axes:
-        shape[axis] = 1
-    return cast("Form", result.reshape(shape))
-
-
-def amin(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
-    """Return the smallest value over axes."""
-    return neg(amax(neg(input), dim, keepdim))
-
-
-Extreme = namedtuple("Extreme", ("values", "indices"))
 """What torch.max returns of an axis; the indices depend on the input, and are None."""
-
-
-def make_extreme(
-    of_two: Callable[..., Form], over_axes: Callable[..., Form]
-) -> Callable[..., Any]:
-    """Return the rule of torch.max or torch.min, which do three things by their arguments.
-
-    Args:
-        of_two: the rule for two tensors, entry by entry.
-        over_axes: the rule for all entries, or for an axis.
-    """
-
-    def find_extreme(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
-        """Return torch.max(input, dim), or min; dim may be a second tensor, an axis, or None."""
-        if isinstance(dim, Tensor):
-            return of_two(input, dim)
-        if dim is None:
-            return over_axes(input)
-        # The indices may differ between inputs of the ball: a model that uses them fails.
-        return Extreme(over_axes(input, dim, keepdim), None)
-
-    return find_extreme
-
-
-def find_largest(x: Form) -> Form:
-    """Return the form of the largest value over the last axis, as x_i + [0, h].
-
-    i is the entry that is largest at the centre of the ball, and h the largest x_j - x_i on the
-    ball: 0 if i is the largest everywhere.
-    """
-    top = x.centre.argmax(-1, keepdim=True)
-    chosen = make_rearrangement("gather")(x, -1, top)
-    _, high = sub(x, chosen).range()
-    # Entry i itself, and masked entries (-inf), are not compared.
-    is_out = (x.centre == -torch.inf).scatter(-1, top, True)
-    # h / 2, where h is the largest x_j - x_i on the ball.
-    half = round_up(high.masked_fill(is_out, 0.0).amax(-1).clamp_min(0.0) / 2)
-    chosen = make_rearrangement("select")(chosen, -1, 0)
-    # [0, h] is h / 2 +- h / 2.
-    slack = round_up(chosen.slack + half)
-    wide = Form(chosen.centre, chosen.dense, slack, x.symbols, blocks=chosen.blocks)
-    return add(wide, half)
-
-
-def max_pool2d(
-    input: Form,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Form:
-    """Return the largest value of every window of a form, like F.max_pool2d.
-
-    Padding counts as -inf, so it is never the largest.
-    """
-    if input.ndim != 4 or ceil_mode or return_indices:
-        raise NoRuleError("max_pool2d in ceil mode, with indices or without a batch axis")
-    size = as_pair(kernel_size)
-    if stride in (None, []):
-        step = size
-    else:
-        step = as_pair(stride)
-    pad = as_pair(padding)
-    gap = as_pair(dilation)
-    # Unfold the numbers of the pixels, from 1 on: that gives the pixels of every window. Padding
-    # has the number 0: it is replaced by a pixel of the same window, which changes no maximum.
-    height, width = input.shape[-2:]
-    numbers = torch.arange(1.0, height * width + 1, dtype=DOUBLE, device=input.device)
-    numbers = numbers.view(1, 1, height, width)
-    windows = F.unfold(numbers, size, gap, pad, step)[0].mT.long()  # (windows, size)
-    another = windows.amax(-1, keepdim=True)
-    pixels = torch.where(windows > 0, windows, another) - 1
-    flat: Any = input.flatten(2)
-    pooled: Any = find_largest(flat[..., pixels])
-    return pooled.unflatten(-1, F.max_pool2d(numbers, size, step, pad, gap).shape[-2:])

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lipaudit.errors import of_machine
-from lipaudit.wings.certificates.affine import MOVE_METHODS, rearrange
 from lipaudit.wings.certificates.form import Form, list_forms
+from lipaudit.wings.certificates.rearrangements import MOVE_METHODS, rearrange
 from lipaudit.wings.certificates.symbols import Symbols
 
 ELEMENTWISE = frozenset(

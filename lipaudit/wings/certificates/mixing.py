@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.wings.certificates import affine, curves
+from lipaudit.wings.certificates import affine, curves, rearrangements
 from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError
 from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY_ULPS, gamma, round_up
 from lipaudit.wings.certificates.vector_lengths import Lengths, bound_lengths
@@ -73,7 +73,7 @@ def _softmax_rows(rows: Form) -> Form:
     low, high = _bound_logarithms(log_p, is_masked)
     p = curves.relax(log_p, curves.EXP, known_range=(low, high))
     if is_masked.any():  # keys with a weight below e^-1000: the constant 0 and some slack
-        p = affine.masked_fill(p, is_masked, 0.0)
+        p = rearrangements.masked_fill(p, is_masked, 0.0)
         p.slack = p.slack + _MASKED_WEIGHT * is_masked
     # exp is within LIBRARY_ULPS units in the last place, which is twice as many roundings; the
     # product and the sum below are rounded once each.
@@ -163,7 +163,7 @@ def _log_sum(rows: Form, log_p: Form) -> Form:
         log_p: the form of log softmax(s).
     """
     top = rows.centre.argmax(-1, keepdim=True)
-    gather = affine.make_rearrangement("gather")
+    gather = rearrangements.make_rearrangement("gather")
     score = gather(rows, -1, top)
     return affine.sub(score, gather(log_p, -1, top))
 
@@ -174,7 +174,7 @@ def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> 
         raise NoRuleError("softmax without an axis")
     if dim % input.ndim == input.ndim - 1:
         return rule(input)
-    transpose = affine.make_rearrangement("transpose")
+    transpose = rearrangements.make_rearrangement("transpose")
     result = rule(transpose(input, dim, -1))
     return transpose(result, dim, -1)
 
@@ -273,7 +273,7 @@ def _mask_negligible_keys(s: Form) -> tuple[Form, Tensor]:
     largest = (s.centre - radius).amax(-1, keepdim=True)
     is_masked = s.centre + radius < largest - _MASKED_GAP
     if is_masked.any():
-        s = affine.masked_fill(s, is_masked, -torch.inf)
+        s = rearrangements.masked_fill(s, is_masked, -torch.inf)
     return s, is_masked
 
 
@@ -398,7 +398,7 @@ def scaled_dot_product_attention(
         attn_mask = torch.ones(size, dtype=torch.bool, device=value.device).tril()
     # If only v depends on the input, the product of the constants q and k is rounded: as a form,
     # q has slack for that.
-    query, key = affine.lift_first_constant(value, query, key)
+    query, key = rearrangements.lift_first_constant(value, query, key)
     # The scale is multiplied with a form, q or the scores: times a constant q it would be rounded
     # without slack for it.
     is_query_form = isinstance(query, Form)

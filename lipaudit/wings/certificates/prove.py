@@ -12,19 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.errors import UsageError
-from lipaudit.wings.certificates import affine, bilinear, curves, mixing, normalisations
-from lipaudit.wings.certificates.affine import (
-    add,
-    broadcast,
-    has_constant_rows,
-    linear_map,
-    make_constant,
-    make_rearrangement,
+from lipaudit.wings.certificates import (
+    affine,
+    bilinear,
+    curves,
+    mixing,
+    normalisations,
+    piecewise,
+    rearrangements,
 )
+from lipaudit.wings.certificates.affine import add, has_constant_rows, linear_map
 from lipaudit.wings.certificates.bilinear import mul
 from lipaudit.wings.certificates.curves import SQRT, make_unary, relax
 from lipaudit.wings.certificates.demand import DeviationError, plan_cuts
 from lipaudit.wings.certificates.form import Form, NoRuleError, list_forms
+from lipaudit.wings.certificates.rearrangements import broadcast, make_constant, make_rearrangement
 from lipaudit.wings.certificates.symbols import (
     DOUBLE,
     SLACK_SHARE,
@@ -40,10 +42,11 @@ if TYPE_CHECKING:
 
 
 OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
-    *(affine.add, affine.sub, affine.neg, affine.expand, affine.linear, affine.dropout),
+    *(affine.add, affine.sub, affine.neg, affine.linear, affine.dropout, affine.where),
     *(bilinear.matmul, bilinear.mul, bilinear.div),
-    *(affine.cat, affine.stack, affine.where, affine.masked_fill, affine.pad),
-    *(affine.unfold, bilinear.einsum, bilinear.addmm),
+    *(rearrangements.expand, rearrangements.cat, rearrangements.stack),
+    *(rearrangements.masked_fill, rearrangements.pad, rearrangements.unfold),
+    *(bilinear.einsum, bilinear.addmm),
     *(mixing.softmax, mixing.log_softmax, mixing.logsumexp),
     *(mixing.scaled_dot_product_attention, mixing.multi_head_attention_forward),
     *(
@@ -53,9 +56,9 @@ OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
         normalisations.group_norm,
     ),
     *(normalisations.vector_norm, normalisations.normalize),
-    *(curves.relu, curves.leaky_relu, curves.prelu, curves.hardsigmoid, curves.hardswish),
-    *(curves.maximum, curves.minimum, curves.clamp, curves.amax, curves.amin),
-    curves.max_pool2d,
+    *(piecewise.relu, piecewise.leaky_relu, piecewise.prelu),
+    *(piecewise.hardsigmoid, piecewise.hardswish, piecewise.clamp, piecewise.max_pool2d),
+    *(piecewise.maximum, piecewise.minimum, piecewise.amax, piecewise.amin),
     *(curves.gelu, curves.silu, curves.elu, curves.softplus, curves.glu),
     curves.square,
 )
@@ -70,8 +73,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "negative": affine.neg,
     "radd": affine.add,
     "rsub": lambda x, other, *, alpha=1: affine.sub(other, x, alpha=alpha),
-    "broadcast_to": affine.expand,
-    "expand_as": lambda x, other: affine.expand(x, *other.shape),
+    "broadcast_to": rearrangements.expand,
+    "expand_as": lambda x, other: rearrangements.expand(x, *other.shape),
     **dict.fromkeys(("conv1d", "conv2d"), affine.convolve),
     "sum": affine.reduce_axes,
     "mean": partial(affine.reduce_axes, mean=True),
@@ -81,7 +84,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "adaptive_avg_pool1d": affine.make_pooling(F.adaptive_avg_pool1d, 1),
     "adaptive_avg_pool2d": affine.make_pooling(F.adaptive_avg_pool2d, 2),
     # Entries elsewhere, and new tensors.
-    **{name: make_rearrangement(name) for name in affine.MOVE_METHODS},
+    **{name: make_rearrangement(name) for name in rearrangements.MOVE_METHODS},
     **{
         name: make_rearrangement(name)
         for name in ("gather", "take_along_dim", "repeat_interleave")
@@ -92,7 +95,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "mT": lambda x: x.transpose(-1, -2),
     "iter": lambda x: iter(x.unbind(0)),
     "getitem": make_rearrangement("__getitem__"),
-    "concat": affine.cat,
+    "concat": rearrangements.cat,
     **{name: make_constant(name) for name in ("zeros_like", "ones_like", "full_like")},
     **{name: make_constant(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},
     # Products.
@@ -119,16 +122,16 @@ RULES: dict[str, Callable[..., Any]] = {
     "cos": make_unary(curves.COS),
     "log": make_unary(curves.LOG, positive=True),
     "mish": lambda input, inplace=False: curves.relax(input, curves.MISH),
-    "abs": lambda input: curves.leaky_relu(input, -1.0),
-    "clip": curves.clamp,
-    "clamp_min": lambda input, min: curves.clamp(input, min),
-    "clamp_max": lambda input, max: curves.clamp(input, None, max),
-    "relu6": lambda input, inplace=False: curves.clamp(input, 0.0, 6.0),
-    "hardtanh": lambda input, min_val=-1.0, max_val=1.0, inplace=False: curves.clamp(
+    "abs": lambda input: piecewise.leaky_relu(input, -1.0),
+    "clip": piecewise.clamp,
+    "clamp_min": lambda input, min: piecewise.clamp(input, min),
+    "clamp_max": lambda input, max: piecewise.clamp(input, None, max),
+    "relu6": lambda input, inplace=False: piecewise.clamp(input, 0.0, 6.0),
+    "hardtanh": lambda input, min_val=-1.0, max_val=1.0, inplace=False: piecewise.clamp(
         input, min_val, max_val
     ),
-    "max": curves.make_extreme(curves.maximum, curves.amax),
-    "min": curves.make_extreme(curves.minimum, curves.amin),
+    "max": piecewise.make_extreme(piecewise.maximum, piecewise.amax),
+    "min": piecewise.make_extreme(piecewise.minimum, piecewise.amin),
     "rsqrt": make_unary(curves.RSQRT, positive=True),
     "sqrt": make_unary(curves.SQRT, positive=True),
     "reciprocal": make_unary(curves.RECIPROCAL, positive=True),

@@ -10,7 +10,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 from lipaudit.theory.ingredients import rounding
-from lipaudit.wings.certificates.symbols import round_up
+from lipaudit.wings.certificates.rounding import round_up
 from tests.shapes import checked
 
 

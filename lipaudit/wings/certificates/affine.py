@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipaudit.wings.certificates.error_blocks import join_blocks
 from lipaudit.wings.certificates.form import Form, NoRuleError, Quotient
 from lipaudit.wings.certificates.rearrangements import (
     as_constant,
@@ -21,7 +22,7 @@ from lipaudit.wings.certificates.rearrangements import (
     broadcast_shapes,
     masked_fill,
 )
-from lipaudit.wings.certificates.symbols import DOUBLE, gamma, join_blocks, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, gamma, round_up, tiny
 
 Linear = Callable[..., Tensor]
 
@@ -427,9 +428,6 @@ def variance(
     if freedom <= 0:  # torch divides by zero
         raise NoRuleError("a variance that is not a number: n <= correction")
     return scale(total, 1 / freedom, roundings=2)
-
-
-"""Tensor methods that rearrange entries."""
 
 
 def where(condition: Tensor, input: Any, other: Any) -> Form:

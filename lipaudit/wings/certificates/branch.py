@@ -31,7 +31,7 @@ from torch import Tensor
 from lipaudit.theory import NODES
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.problem import Problem, make_problem, restrict_to_face
-from lipaudit.wings.certificates.symbols import DOUBLE, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, gamma, round_up, tiny
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

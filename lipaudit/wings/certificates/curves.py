@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lipaudit.wings.certificates.affine import add, scale
 from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError
-from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY_ULPS, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, LIBRARY_ULPS, gamma, round_up, tiny
 
 GRID_POINTS = 65
 

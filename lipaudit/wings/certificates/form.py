@@ -13,16 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lipaudit.errors import EvaluationError, InputError
-from lipaudit.wings.certificates.symbols import (
-    DOUBLE,
-    ErrorBlock,
-    PartRadii,
-    Symbols,
-    cast_up,
-    gamma,
-    round_up,
-    tiny,
-)
+from lipaudit.wings.certificates.error_blocks import ErrorBlock
+from lipaudit.wings.certificates.rounding import DOUBLE, cast_up, gamma, round_up, tiny
+from lipaudit.wings.certificates.symbols import PartRadii, Symbols
 
 PARTS = ("centre", "dense", "blocks", "slack")
 """Attributes that a pending quotient does not have yet."""

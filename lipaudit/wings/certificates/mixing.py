@@ -40,7 +40,7 @@ from torch import Tensor
 
 from lipaudit.wings.certificates import affine, curves, rearrangements
 from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError
-from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY_ULPS, gamma, round_up
+from lipaudit.wings.certificates.rounding import DOUBLE, LIBRARY_ULPS, gamma, round_up
 from lipaudit.wings.certificates.vector_lengths import Lengths, bound_lengths
 
 _MASKED_GAP = 1000.0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lipaudit.wings.certificates import affine, curves
 from lipaudit.wings.certificates.form import Form, NoRuleError, Quotient, UnboundedError
-from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY_ULPS, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, LIBRARY_ULPS, gamma, round_up, tiny
 from lipaudit.wings.certificates.vector_lengths import bound_lengths
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import Net
-from lipaudit.wings.certificates.symbols import cast_up, round_up
+from lipaudit.wings.certificates.rounding import cast_up, round_up
 from lipaudit.wings.certificates.vnnlib import Property
 
 

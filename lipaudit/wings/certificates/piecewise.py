@@ -28,7 +28,8 @@ from lipaudit.wings.certificates.affine import add, as_pair, neg, read_axes, sca
 from lipaudit.wings.certificates.curves import round_to
 from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError
 from lipaudit.wings.certificates.rearrangements import make_rearrangement
-from lipaudit.wings.certificates.symbols import DOUBLE, ReluCall, cast_up, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, cast_up, gamma, round_up, tiny
+from lipaudit.wings.certificates.symbols import ReluCall
 
 
 def relu(input: Form, inplace: bool = False) -> Form:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.wings.certificates.form import Form
-from lipaudit.wings.certificates.symbols import DOUBLE, ReluCall, Symbols, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, round_up, tiny
+from lipaudit.wings.certificates.symbols import ReluCall, Symbols
 
 if TYPE_CHECKING:
     from jaxtyping import Float

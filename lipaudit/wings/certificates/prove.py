@@ -27,15 +27,8 @@ from lipaudit.wings.certificates.curves import SQRT, make_unary, relax
 from lipaudit.wings.certificates.demand import DeviationError, plan_cuts
 from lipaudit.wings.certificates.form import Form, NoRuleError, list_forms
 from lipaudit.wings.certificates.rearrangements import broadcast, make_constant, make_rearrangement
-from lipaudit.wings.certificates.symbols import (
-    DOUBLE,
-    SLACK_SHARE,
-    Norm,
-    Symbols,
-    cast_up,
-    gamma,
-    round_up,
-)
+from lipaudit.wings.certificates.rounding import DOUBLE, cast_up, gamma, round_up
+from lipaudit.wings.certificates.symbols import SLACK_SHARE, Norm, Symbols
 
 if TYPE_CHECKING:
     from jaxtyping import Float

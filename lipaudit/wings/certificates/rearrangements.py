@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipaudit.wings.certificates.error_blocks import move_stack
 from lipaudit.wings.certificates.form import REARRANGEMENTS, Form, NoRuleError, Quotient
-from lipaudit.wings.certificates.symbols import DOUBLE, PartRadii, move_stack
+from lipaudit.wings.certificates.rounding import DOUBLE
+from lipaudit.wings.certificates.symbols import PartRadii
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
@@ -175,6 +177,7 @@ def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
 
 
 MOVE_METHODS = (*REARRANGEMENTS, "index_select", "roll", "flip", "repeat")
+"""Tensor methods that rearrange entries."""
 
 
 def lift_constant(value: Any, like: Form) -> Form:

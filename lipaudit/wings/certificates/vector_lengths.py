@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from lipaudit.wings.certificates.form import Form
-from lipaudit.wings.certificates.symbols import DOUBLE, bound_norms, cast_up, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import (
+    DOUBLE,
+    bound_norms,
+    cast_up,
+    gamma,
+    round_up,
+    tiny,
+)
 
 _ROWS = 512
 """Number of rows summed in their own precision before they are added in double precision."""

@@ -12,8 +12,8 @@ from torch import nn
 from benchmarks.reference import loaded, timm_models, transformers_models
 from benchmarks.reference.cases import Case
 from benchmarks.reference.certificates import outcome_of
+from lipaudit.wings.certificates.error_blocks import create_errors
 from lipaudit.wings.certificates.prove import ball, margins, run
-from lipaudit.wings.certificates.symbols import create_errors
 
 CLASSES = 4
 

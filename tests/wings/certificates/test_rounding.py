@@ -13,7 +13,7 @@ from lipaudit.wings.certificates import curves
 from lipaudit.wings.certificates.affine import linear
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.prove import ball, run
-from lipaudit.wings.certificates.symbols import LIBRARY_ULPS, cast_up, gamma, round_up_sum
+from lipaudit.wings.certificates.rounding import LIBRARY_ULPS, cast_up, gamma, round_up_sum
 
 DTYPES = [torch.float32, torch.float64]
 

@@ -1,0 +1,186 @@
+"""Coefficients of errors that each act within one row of a tensor.
+
+The error of a row-wise operation in row t does not affect other rows until attention mixes them. A
+stack (rows, *shape) of its coefficients would be zero except in one row each. An `ErrorBlock`
+folds the stack: its r-th layer holds one symbol for every group of entries. Row-wise operations
+act on layers as on a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ErrorBlock:
+    """Coefficients of errors of which each acts on one group of entries, such as a row.
+
+    An entry in group g depends on one symbol per layer: on symbol numbers[layer, g], with the
+    entry's coefficient in that layer. A dense stack would be zero nearly everywhere.
+
+    Attributes:
+        coefficients: (layers, *shape).
+        group: (*shape), the group of each entry.
+        numbers: (layers, groups), the symbol of a layer at a group, -1 for none (zeros there).
+        key: number of the first symbol, the same in all forms that share these errors.
+    """
+
+    coefficients: Tensor
+    group: Tensor
+    numbers: Tensor
+    key: int
+
+    @property
+    def end(self) -> int:
+        """Return one more than the largest number of a symbol of the block; 0 without symbols."""
+        if not self.numbers.numel():
+            return 0
+        return int(self.numbers.max()) + 1
+
+    def map_coefficients(self, op: Callable[[Tensor], Tensor]) -> ErrorBlock:
+        """Return the block with an operation applied to its coefficients (layers, *shape).
+
+        It works entry by entry, or within rows of the last axis. Within rows it may change their
+        width, such as a product with weights.
+        """
+        coefficients = op(self.coefficients)
+        if coefficients.shape == self.coefficients.shape:
+            return replace(self, coefficients=coefficients)
+        # Each row is one group (after `split_by_row`): its first entry has the group of all.
+        group = self.group[..., :1].expand(coefficients.shape[1:])
+        return replace(self, coefficients=coefficients, group=group)
+
+    def rearrange(self, move: Callable[[Tensor], Any]) -> list[ErrorBlock]:
+        """Return a block for each result of a rearrangement: one for transpose, several for chunk.
+
+        `move` is applied to tensors (*shape): to each layer of coefficients, and to the groups.
+        """
+        stacks = move_stack(move, self.coefficients)
+        groups = move(self.group)
+        if isinstance(groups, Tensor):
+            return [replace(self, coefficients=stacks, group=groups)]
+        blocks = []
+        for coefficients, group in zip(stacks, groups, strict=True):
+            blocks.append(replace(self, coefficients=coefficients, group=group))
+        return blocks
+
+    def has_layers_of(self, other: ErrorBlock) -> bool:
+        """Return whether both blocks have the same symbol in each layer and entry.
+
+        Their coefficients can then be added layer by layer.
+        """
+        same_groups = torch.equal(self.group, other.group)
+        return same_groups and torch.equal(self.numbers, other.numbers)
+
+    def split_by_row(self) -> ErrorBlock | None:
+        """Return the block with one group per row of the last axis; None if that is impossible.
+
+        A group is the set of entries on which one symbol per layer acts. If m groups share a row,
+        every layer becomes m layers, one for each group. For that all rows need equally many
+        groups, and no group may reach over two rows.
+        """
+        if bool((self.group == self.group[..., :1]).all()):
+            return self
+        shape = self.group.shape
+        groups = self.group.reshape(-1, shape[-1])  # (rows, width)
+        distinct_groups = [torch.unique(row) for row in groups]
+        if len({len(distinct) for distinct in distinct_groups}) > 1:
+            return None
+        groups_of_row = torch.stack(distinct_groups)  # (rows, m)
+        if len(torch.unique(groups_of_row)) < groups_of_row.numel():
+            return None
+        row_count, m = groups_of_row.shape
+        # Every old layer becomes m new ones; an entry keeps its coefficient in only one of them,
+        # that of its group among the m groups of the row.
+        is_group = groups[..., None] == groups_of_row[:, None]  # (rows, width, m)
+        new_layer = is_group.long().argmax(-1).view(shape)
+        layer = torch.arange(m, device=groups.device)
+        layer = layer.view(-1, *[1] * new_layer.ndim)
+        is_in_layer = (new_layer == layer)[:, None]  # (m, 1, *shape)
+        coefficients = (self.coefficients * is_in_layer).flatten(0, 1)
+        numbers = self.numbers[:, groups_of_row].permute(2, 0, 1)  # (m, layers, rows)
+        group = torch.arange(row_count, device=groups.device)
+        group = group.view(*shape[:-1], 1).expand(shape)
+        return ErrorBlock(coefficients, group, numbers.flatten(0, 1), self.key)
+
+    def add_to(self, stack: Tensor) -> None:
+        """Add the coefficients to the rows of their symbols in a stack (symbols, *shape)."""
+        numbers = self.numbers[:, self.group.flatten()]  # (layers, entries)
+        entries = numbers.shape[1]
+        flat = stack.view(len(stack), entries)
+        coefficients = self.coefficients.reshape(len(self.coefficients), entries)
+        # Entries without a symbol (number -1) have coefficients 0: added to row 0, they change
+        # nothing.
+        flat.scatter_add_(0, numbers.clamp_min(0), coefficients)
+
+    def select_entries(self, mask: Tensor) -> ErrorBlock:
+        """Return the entries where a mask (*shape) holds, along one axis."""
+        return replace(self, coefficients=self.coefficients[:, mask], group=self.group[mask])
+
+
+def join_blocks(
+    x: Sequence[ErrorBlock], y: Sequence[ErrorBlock], combine: Callable[[Tensor, Tensor], Tensor]
+) -> list[ErrorBlock]:
+    """Return the blocks of a result of two forms, such as a sum.
+
+    A block that both forms have, by its key, gets `combine` of both coefficients; a block that
+    only one form has stays as it is.
+    """
+    joined = {block.key: block for block in x}
+    for block in y:
+        shared = joined.get(block.key)
+        if shared is None:
+            joined[block.key] = block
+        else:
+            coefficients = combine(shared.coefficients, block.coefficients)
+            joined[block.key] = replace(shared, coefficients=coefficients)
+    return list(joined.values())
+
+
+def move_stack(move: Callable[[Tensor], Any], stack: Tensor) -> Any:
+    """Apply a rearrangement of entries to each row of a stack (symbols, *shape)."""
+    if len(stack):
+        return torch.vmap(move)(stack)
+    # vmap takes no empty stack: move one row to learn the shapes, then return none of it.
+    moved = move(stack.new_empty(stack.shape[1:]))
+    if isinstance(moved, Tensor):
+        return moved[None][:0]
+    return tuple(result[None][:0] for result in moved)
+
+
+def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
+    """Return a separate error symbol for every entry of positive radius, numbered from `first`.
+
+    They are stored as a block: one symbol per layer and row of the last axis, so the r-th
+    positive entry of a row is in layer r.
+
+    Args:
+        radius: (*shape), the coefficient of each new symbol.
+        first: number of the first new symbol.
+        dtype: dtype of the coefficients, which holds `radius` exactly.
+    """
+    device = radius.device
+    shape = radius.shape
+    width = 1
+    if radius.ndim:
+        width = shape[-1]
+    radius = radius.reshape(-1, width)
+    positive = radius > 0
+    row, column = positive.nonzero(as_tuple=True)
+    # There are as many layers as the fullest row has positive entries.
+    layer = (positive.cumsum(1) - 1)[row, column]
+    layers = 0
+    if len(row):
+        layers = int(positive.sum(1).max())
+    coefficients = torch.zeros(layers, *radius.shape, dtype=dtype, device=device)
+    coefficients[layer, row, column] = radius[row, column].to(dtype)
+    numbers = torch.full((layers, len(radius)), -1, device=device)
+    numbers[layer, row] = first + torch.arange(len(row), device=device)
+    group = torch.arange(len(radius), device=device)
+    group = group[:, None].expand(radius.shape)
+    return ErrorBlock(coefficients.view(layers, *shape), group.reshape(shape), numbers, first)

@@ -1,0 +1,196 @@
+"""Bounds of the product dx dy of the deviations of two forms from their centres.
+
+Polarisation, also of matrices at order 1: with u = dx / a and v = dy / b for any a, b > 0,
+
+    dx dy = a b ((u + v)^2 - (u - v)^2) / 4
+
+so that sum_j dx_j dy_j lies in [-sum a b r_-^2 / 4, sum a b r_+^2 / 4] with r the radii of u - v
+and of u + v: of forms, so symbols that both share count once. For the radii a and b, each r is at
+most 2, which gives a b; it is less the more symbols move both (root 2 and half of a b for many
+with random signs, and [0, a b] for u = v).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.wings.certificates import affine
+from lipaudit.wings.certificates.form import Form
+from lipaudit.wings.certificates.rounding import DOUBLE, gamma, round_up, tiny
+from lipaudit.wings.certificates.symbols import Symbols
+from lipaudit.wings.certificates.vector_lengths import bound_lengths
+
+_SMALLEST_RADIUS = 1e-15
+"""Radius below which an entry counts as one that moves by this much."""
+
+Bilinear = Callable[[Tensor, Tensor], Tensor]
+
+
+class Remainder(NamedTuple):
+    """dx dy, at order 2 without the product of the linear parts: shift +- radius.
+
+    Attributes:
+        shift, radius: (*shape).
+        is_product_kept: at order 2, a mask of the entries for which coefficients hold the product
+            of the linear parts; for the others the radius covers it. None for all entries.
+    """
+
+    shift: Tensor
+    radius: Tensor
+    is_product_kept: Tensor | None
+
+
+def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remainder:
+    """Bound f(dx, dy) of forms x = c_x + dx and y = c_y + dy, around shifted centres.
+
+    f is torch.matmul or torch.mul. With dx = L_x + R_x and dy = L_y + R_y, L linear in the input,
+    the bound is the sum of those of L_x L_y (only at order 1: at order 2 coefficients hold it),
+    L_x R_y, R_x L_y and R_x R_y. If the sum over all entries is above `worthwhile`, a second bound
+    is tried: by polarisation, dx dy = ((dx + dy)^2 - (dx - dy)^2) / 4.
+    """
+    order = x.symbols.order
+    is_matmul = f is torch.matmul
+    x_radii = (x.radii.linear, x.rest_radius)
+    y_radii = (y.radii.linear, y.rest_radius)
+    if is_matmul:
+        x_lengths = bound_lengths(x, -1, around=x.centre_shift)
+        y_lengths = bound_lengths(y, -2, around=y.centre_shift)
+    zero = torch.zeros((), dtype=DOUBLE, device=x.device)
+    radius = zero
+    # (0, 0) is L_x L_y, (0, 1) is L_x R_y and so on; order 2 begins with the second.
+    for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[order - 1 :]:
+        part = f(x_radii[i], y_radii[j])
+        if is_matmul:
+            # |u . v| <= ||u|| ||v|| of the rows and columns that are multiplied.
+            part = torch.minimum(part, x_lengths[i] * y_lengths[j])
+        radius = radius + part
+    # Polarisation is for matmul at order 1 and for mul at order 2: elsewhere it gains too little.
+    if not radius.sum() > worthwhile or is_matmul == (order == 2):
+        return Remainder(zero, radius, None)
+    if is_matmul:
+        below, above = _polarise_matrices(x, y)
+    else:
+        below, above = _polarise_entries(x, y)
+    # [-below, above] as shift +- radius.
+    is_better = below + above < 2 * radius
+    radius = torch.where(is_better, round_up((above + below) / 2), radius)
+    shift = torch.where(is_better, (above - below) / 2, 0.0)
+    return Remainder(shift, radius, ~is_better)
+
+
+def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
+    """Return l, m >= 0, (*shape) each: dx dy lies in [-l, m], entry by entry; for order 2.
+
+    The forms are x = c_x + dx and y = c_y + dy, around shifted centres. With u = s dx and
+    v = t dy for any s, t > 0, dx dy = ((u + v)^2 - (u - v)^2) / (4 s t). u + v and u - v are
+    forms, in which symbols that both x and y have add up or cancel: their ranges are tighter than
+    the product of the radii.
+    """
+    # The reciprocals of the radii, so that u and v are of one size.
+    s = (x.radii.linear + x.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
+    t = (y.radii.linear + y.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
+    u = affine.scale(_subtract_centre(x), s)
+    v = affine.scale(_subtract_centre(y), t)
+    size_of_sum = _bound_size(affine.add(u, v))
+    size_of_difference = _bound_size(affine.sub(u, v))
+    above = round_up(size_of_sum.square() / (4 * s * t))
+    below = round_up(size_of_difference.square() / (4 * s * t))
+    return below, above
+
+
+def _subtract_centre(x: Form) -> Form:
+    """Return x minus its shifted centre."""
+    slack = x.slack + gamma(4, DOUBLE) * x.centre_shift.abs()
+    return Form(-x.centre_shift, x.dense, slack, x.symbols, blocks=x.blocks)
+
+
+def _bound_size(x: Form) -> Tensor:
+    """Return the largest absolute value of every entry."""
+    low, high = x.range()
+    return torch.maximum(-low, high)
+
+
+def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
+    """Return l, m >= 0, (*b, i, d): sum_j dx_ij dy_jd lies in [-l, m] on the ball; order 1.
+
+    x (*b, i, j) and y (*b, j, d) are c + dx and c + dy. With u = s dx and v = t dy for any
+    s, t > 0, dx dy = ((u + v)^2 - (u - v)^2) / (4 s t): l is the sum over j of
+    max |u_ij - v_jd|^2 / (4 s_ij t_jd), and m that of u + v. In u - v and u + v symbols that both
+    forms have cancel or add up.
+    """
+    symbols = x.symbols
+    n = symbols.inputs
+    dtype = symbols.dtype
+    rows = max(len(x.dense), len(y.dense))
+    # Any scales are valid. The reciprocals of the radii, which make u and v of one size, give the
+    # tightest bounds.
+    s = (x.symbol_radius + x.slack).clamp_min(_SMALLEST_RADIUS)
+    s = s.to(dtype).reciprocal()
+    t = (y.symbol_radius + y.slack).clamp_min(_SMALLEST_RADIUS)
+    t = t.to(dtype).reciprocal()
+    # Coefficients of u and v, symbols last, in one batch of b and j.
+    u = _scale_coefficients(x.dense, s, rows).transpose(-3, -2)
+    u = u.flatten(0, -3)  # (b j, i, symbols)
+    v = _scale_coefficients(y.dense, t, rows).flatten(0, -3)  # (b j, d, symbols)
+    # From here on all have the shape (*b, j, i, d), or broadcast to it.
+    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2], y.shape[-1])
+    s = s.to(DOUBLE).mT[..., :, None]
+    t = t.to(DOUBLE)[..., None, :]
+    # Slack, and errors that only x has, cannot cancel: their sizes add up for u + v and u - v.
+    errors = symbols.bound_parts(x.dense[:0], x.blocks).errors + x.slack
+    independent = errors.mT[..., :, None] * s
+    independent = independent + y.slack[..., None, :] * t
+
+    def bound_squares(v: Tensor) -> Tensor:
+        """Return upper bounds of sum_j |u_ij - v_jd|^2 / (4 s_ij t_jd), (*b, i, d).
+
+        u (b j, i, symbols) and v (b j, d, symbols) are coefficients, scaled by s and t. First come
+        the n symbols of the input, in a ball; the others are in [-1, 1]. `independent` is the
+        radius of the errors that only one of the forms has.
+        """
+        size = _bound_differences(symbols, u[..., :n], v[..., :n])
+        size = size + _one_norm_distance(u[..., n:], v[..., n:])
+        # The roundings of a sum, and of u and v, each of which is about 1 in all.
+        underflow = 4 * (rows * tiny(dtype)) ** 0.5
+        size = size * (1 + gamma(rows + 8, dtype)) + gamma(16, dtype) + underflow
+        size = round_up(size.view(shape) + independent)
+        squares = size.square() / (4 * s * t)
+        return round_up(squares.sum(-3), shape[-3] + 32)
+
+    return bound_squares(v), bound_squares(-v)
+
+
+def _scale_coefficients(dense: Tensor, scale: Tensor, rows: int) -> Tensor:
+    """Return coefficients (symbols, *shape) times scale (*shape), as (*shape, rows).
+
+    `rows` is at least the number of symbols; the further ones are zero.
+    """
+    scaled = dense.movedim(0, -1) * scale[..., None]
+    return F.pad(scaled, (0, rows - len(dense)))
+
+
+def _bound_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
+    """Return max |(u_i - v_d) . e| over the inputs e of the ball, (b, i, d).
+
+    u is (b, i, n) and v (b, d, n), coefficients of the n input symbols: the maximum is the dual
+    norm of u_i - v_d.
+    """
+    if symbols.norm == "linf":
+        return _one_norm_distance(u, v)
+    if symbols.norm == "l2":
+        return torch.cdist(u, v, 2.0, "donot_use_mm_for_euclid_dist").to(DOUBLE)
+    sizes = []
+    for u_matrix, v_matrix in zip(u, v, strict=True):  # one matrix at a time: they are large
+        difference = u_matrix[:, None] - v_matrix  # (i, d, n)
+        sizes.append(symbols.maximise_over_words(difference.abs().movedim(-1, 0)))
+    return torch.stack(sizes)
+
+
+def _one_norm_distance(u: Tensor, v: Tensor) -> Tensor:
+    """Return ||u_i - v_d||_1 of all pairs of rows, (b, i, d)."""
+    return torch.cdist(u, v, 1.0).to(DOUBLE)

@@ -1,0 +1,117 @@
+"""Floating point with errors on the safe side only.
+
+The model of an operation is fl(a o b) = (a o b)(1 + d) + t with |d| <= u, the unit roundoff, and
+|t| <= the smallest normal number, so that a device may flush subnormal numbers to zero. A sum of n
+products in any order is off by gamma_n = n u / (1 - n u) of the sum of their sizes (Higham,
+Accuracy and Stability, 3.1 and 3.5): what conventional matrix products keep in their own
+precision (without TF32, and not those of Strassen).
+
+torch's exp, log, erf, tanh and square root in float64 are assumed to be within `LIBRARY_ULPS`
+units in the last place; tests check this against mpmath.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+LIBRARY_ULPS = 8
+"""Assumed error of library functions in float64, in units in the last place."""
+
+DOUBLE = torch.float64
+
+
+def gamma(n: int, dtype: torch.dtype) -> float:
+    """Return gamma_n = n u / (1 - n u), a bound of the relative error of n roundings.
+
+    u is the unit roundoff of the dtype.
+
+    >>> gamma(1, torch.float64) > 2.0**-53
+    True
+    """
+    unit_roundoff = torch.finfo(dtype).eps / 2
+    error = n * unit_roundoff
+    if error >= 1:
+        return float("inf")
+    # The last factor covers the rounding of this formula itself.
+    return error / (1 - error) * (1 + 2.0**-50)
+
+
+def tiny(dtype: torch.dtype) -> float:
+    """Return the smallest normal number: the most that one operation loses by underflow."""
+    return torch.finfo(dtype).tiny
+
+
+def round_up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*shape"]:
+    """Raise numbers >= 0, computed in float64 from numbers >= 0, above their true values.
+
+    Sums, products, quotients and roots of numbers >= 0 keep their relative accuracy, so
+    `roundings` of them in a row change the result by at most a share gamma.
+
+    >>> round_up(torch.tensor(0.1, dtype=torch.float64) * 3) > 0.3
+    tensor(True)
+    """
+    raised = 1 + 2 * gamma(roundings + 2, DOUBLE)
+    return x * raised + 2.0**-1000  # the sum covers underflow
+
+
+def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """Cast numbers >= 0 to `dtype` without making any smaller.
+
+    >>> cast_up(torch.tensor(0.1, dtype=torch.float64), torch.float32).double() >= 0.1
+    tensor(True)
+    """
+    cast = x.to(dtype)
+    above = torch.nextafter(cast, torch.full_like(cast, torch.inf))
+    return torch.where(cast.to(x) < x, above, cast)
+
+
+def round_up_sum(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*shape"]:
+    """Return computed sums of `terms` numbers >= 0 in float64, raised above the true sums.
+
+    The sums may have been computed in a lower precision, that of `total`.
+    """
+    dtype = total.dtype
+    rounding = 1 + gamma(terms + 1, dtype)
+    underflow = terms * tiny(dtype)
+    return round_up(total.to(DOUBLE)) * rounding + underflow
+
+
+def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tensor, " b"]:
+    """Return upper bounds of the spectral norms of symmetric matrices, in float64.
+
+    ||Q|| <= ||Q^k||_F^(1/k) with k = 2^squarings. The power is computed by repeated squaring, with
+    a bound of its rounding error: the computed power A is off by some E with ||E|| <= error.
+    Squaring it adds A E + E A + E^2, and the product A A itself is off by gamma ||A||_F^2.
+    """
+    n = matrices.shape[-1]
+    dtype = matrices.dtype
+    underflow = n * n * tiny(dtype)
+    size = _bound_row_norms(matrices.flatten(1))  # ||A||_F
+    # Divided by about its norm, no power of Q overflows or underflows.
+    divisor = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
+    power = matrices / divisor[:, None, None]
+    size = round_up(size / divisor.to(DOUBLE))
+    error = gamma(4, dtype) * size + underflow
+    for _ in range(squarings):
+        error = (2 * error + gamma(n + 8, dtype) * size) * size + error.square() + underflow
+        error = round_up(error)
+        power = torch.bmm(power, power)
+        size = _bound_row_norms(power.flatten(1))
+    root = round_up(size + error, 8) ** (0.5**squarings)
+    return round_up(root * divisor.to(DOUBLE), 64) + underflow
+
+
+def _bound_row_norms(rows: Tensor) -> Tensor:
+    """Return upper bounds of the 2-norms of rows (rows, terms), in float64."""
+    terms = rows.shape[1]
+    dtype = rows.dtype
+    norms = torch.linalg.vector_norm(rows, dim=1).to(DOUBLE)
+    norms = norms * (1 + gamma(terms + 8, dtype))
+    # Squares may underflow to zero.
+    return round_up(norms + (terms * tiny(dtype)) ** 0.5)

@@ -11,7 +11,7 @@ from lipaudit.measures.bounds import BOUNDS_TABLE
 from lipaudit.measures.jacobian import JACOBIAN_TABLE
 from lipaudit.tables import Array, Data, Model, Report, Run
 from lipaudit.tables.trials import parse_radius
-from lipaudit.wings.certificates.certify import CERTIFY_TABLE
+from lipaudit.wings.certificates.certificate_tables import CERTIFY_TABLE
 
 NORMS = np.random.default_rng(0).lognormal(0.0, 0.5, 64)
 """They spread over a factor of ten."""

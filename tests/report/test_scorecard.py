@@ -16,7 +16,7 @@ from lipaudit.tables import Note
 from lipaudit.tables.columns import Status, finite, median_limits, wilson
 from lipaudit.tables.summary import find_figures
 from lipaudit.tables.weakest import find_worst
-from lipaudit.wings.certificates.certify import CERTIFY_TABLE
+from lipaudit.wings.certificates.certificate_tables import CERTIFY_TABLE
 from tests.commands import list_commands
 from tests.report.conftest import find_chapter, keep
 

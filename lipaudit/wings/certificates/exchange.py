@@ -25,8 +25,9 @@ from lipaudit.models.sources.loader import assemble
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Report, Run, Section
 from lipaudit.tables.trials import Radius, is_repeat, parse_radius
+from lipaudit.wings.certificates.bracket import Bracket
 from lipaudit.wings.certificates.branch import Nodes
-from lipaudit.wings.certificates.certificate import Bracket, certify_ball
+from lipaudit.wings.certificates.certificate import certify_ball
 from lipaudit.wings.certificates.certify import check, make_proof
 from lipaudit.wings.certificates.exports import name_proof
 from lipaudit.wings.certificates.onnx_graph import Graph, Query

@@ -16,7 +16,7 @@ from lipaudit.wings.certificates.options import CertifyOptions
 
 if TYPE_CHECKING:
     from lipaudit.models.net import Net
-    from lipaudit.wings.certificates.certificate import Bracket
+    from lipaudit.wings.certificates.bracket import Bracket
 
 
 def encode_text(files: Mapping[str, bytes]) -> dict[str, str]:

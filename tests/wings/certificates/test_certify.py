@@ -19,6 +19,7 @@ from lipaudit.errors import InputError
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
 from lipaudit.wings.certificates import certificate as certificates
+from lipaudit.wings.certificates.bracket import Bracket
 from lipaudit.wings.certificates.certificate import Proof, certify_ball
 from lipaudit.wings.certificates.certify import check
 from lipaudit.wings.certificates.form import NoRuleError
@@ -150,7 +151,7 @@ def test_what_is_settled_is_not_tried_again(small, monkeypatch):
     """A broken ball breaks the larger ones, a certified one holds for the smaller ones."""
     model, (x, y), _ = small
     proven, attacked = [], []
-    prove, attack = certificates.Bracket.prove, certificates.Bracket.attack
+    prove, attack = Bracket.prove, Bracket.attack
 
     def proving(self, eps):
         proven.append((self.sample.ids[0], eps))
@@ -160,8 +161,8 @@ def test_what_is_settled_is_not_tried_again(small, monkeypatch):
         attacked.append((self.sample.ids[0], float(radius)))
         return attack(self, radius)
 
-    monkeypatch.setattr(certificates.Bracket, "prove", proving)
-    monkeypatch.setattr(certificates.Bracket, "attack", attacking)
+    monkeypatch.setattr(Bracket, "prove", proving)
+    monkeypatch.setattr(Bracket, "attack", attacking)
     told = measured(model, (x, y), eps=",".join(EPS[::-1])).section("certify").samples
     for number, name in enumerate(told["ids"]):
         verdicts = {float(eps): told[f"verdict@linf,{eps}"][number] for eps in EPS}

@@ -10,7 +10,8 @@ import torch
 
 from lipaudit.errors import InputError
 from lipaudit.wings.certificates.form import Form, NoRuleError
-from lipaudit.wings.certificates.onnx_graph import OPERATORS, Graph
+from lipaudit.wings.certificates.onnx_graph import Graph
+from lipaudit.wings.certificates.onnx_operators import OPERATORS
 from lipaudit.wings.certificates.prove import ball, run
 from tests.nets import draw
 

@@ -1,0 +1,246 @@
+"""Attacks and proofs on the balls around one sample.
+
+`Bracket` searches the smallest ball that an attack breaks and the largest ball that is certified.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+
+import torch
+
+from lipaudit.attacks.balls import distance
+from lipaudit.attacks.evaluate import Chunk, Outcome, Texts, evaluate_chunk
+from lipaudit.attacks.kinds import Trial
+from lipaudit.data.batch import Batch
+from lipaudit.models.net import Net
+from lipaudit.tables import Note
+from lipaudit.tables.trials import Radius
+from lipaudit.wings.certificates.certificate import Certificate, Proof, certify_ball
+
+# First radius of the adversarial search, as a share of the input range.
+ATTACK_SHARE = 2.0**-8
+# First radius of the certificate search, as a share of the adversarial radius.
+PROOF_SHARE = 2.0**-3
+# Number of halvings of the way between a sample and an adversarial example.
+HALVINGS = 8
+# A search stops below this share of the largest possible radius.
+SMALLEST_SHARE = 2.0**-12
+
+
+class Bracket:
+    """Attacks and proofs on the balls around one sample.
+
+    Attributes:
+        label: the true class, -1 if unknown.
+        predicted: the class that the model predicts.
+        clean: the outcome without an attack.
+        correct: whether the prediction is right; without a label it counts as right.
+        unbroken_radius: largest radius at which attacks found nothing.
+        adversarial_radius: distance of the nearest adversarial example found.
+        example: the last adversarial example that an attack found. A proof that finds one, of
+            patches or words, changes `adversarial_radius` alone: nobody reads its example.
+        certified_radius: largest certified radius; -1 for none.
+        certificates: the certificate of each radius that was tried.
+        seconds: wall time.
+        notes: notes of the attacks.
+    """
+
+    def __init__(
+        self,
+        net: Net,
+        sample: Batch,
+        *,
+        proof: Proof,
+        trials: Callable[[Sequence[Radius]], Sequence[Trial]],
+        seed: int,
+        texts: Texts | None = None,
+    ) -> None:
+        """Run the model on the sample without an attack, and begin without known radii.
+
+        Args:
+            net: a classifier.
+            sample: one sample.
+            proof: the settings of proofs.
+            trials: returns the attacks for a ball.
+            seed: seed of the attacks.
+            texts: the sample as a text, for the norm words.
+        """
+        self.net = net
+        self.sample = sample
+        self.proof = proof
+        self.texts = texts
+        self.trials = trials
+        self.seed = seed
+        with torch.no_grad():
+            self.predicted = int(net.output(sample).argmax())
+        self.label = -1 if sample.y is None else int(sample.y)
+        self.unbroken_radius = 0.0
+        self.adversarial_radius = math.inf
+        self.certified_radius = -1.0
+        self.certificates: dict[float, Certificate] = {}
+        self.seconds: dict[float, float] = {}
+        self.notes: list[Note] = []
+        self.clean = next(self._run_attacks(()))
+        self.example = self.clean.x_adv
+        self.correct = bool(self.clean.robust)
+
+    @property
+    def label_to_prove(self) -> int:
+        """Return the class to prove: the label, or without one the prediction."""
+        return self.label if self.label >= 0 else self.predicted
+
+    def decide_balls(self, radii: Sequence[Radius]) -> Iterator[None]:
+        """Attack and prove some balls; yield after the attacks and after each proof.
+
+        The caller can report progress at each `yield`; results are in the attributes.
+        Attacks begin with the smallest ball; a success breaks all larger balls. Proofs begin with
+        the largest ball; a success holds for all smaller ones.
+        """
+        ordered = sorted(radii, key=float)
+        for radius in ordered:
+            if self.correct and self.adversarial_radius > float(radius):
+                self.attack(radius)
+        yield
+        for radius in reversed(ordered):
+            if self.correct and self.adversarial_radius > float(radius) > self.certified_radius:
+                self.prove(float(radius))
+            yield
+
+    def search(self, tol: float) -> None:
+        """Search the smallest adversarial radius, then the largest certified one.
+
+        Args:
+            tol: relative width between the known limits of a radius at which its search ends.
+        """
+        if not self.correct:
+            return
+        largest = self._find_largest_radius()
+
+        # The largest radius known to withstand attacks or to be proven, and the smallest that is
+        # known not to.
+        def read_attacks() -> tuple[float, float]:
+            return self.unbroken_radius, self.adversarial_radius
+
+        def read_proofs() -> tuple[float, float]:
+            unproven = [eps for eps, each in self.certificates.items() if not each.certified]
+            return max(self.certified_radius, 0.0), min([self.adversarial_radius, *unproven])
+
+        _search_radius(
+            self._attack_and_approach, read_attacks, ATTACK_SHARE * largest, largest, tol
+        )
+        largest = min(self.adversarial_radius, largest)
+        _search_radius(self.prove, read_proofs, PROOF_SHARE * largest, largest, tol)
+
+    def _find_largest_radius(self) -> float:
+        """Return the largest radius to search.
+
+        It is the diameter of the box of valid inputs in the norm, or without a box the norm of the
+        sample.
+        """
+        x = self.net.point(self.sample)
+        is_linf = self.proof.norm == "linf"
+        if self.net.box is not None:
+            low, high = self.net.box
+            width = high - low
+            return width if is_linf else width * math.sqrt(x.numel())
+        size = x.abs().max() if is_linf else torch.linalg.vector_norm(x)
+        return float(size)
+
+    def _attack_and_approach(self, eps: float) -> None:
+        """Attack one ball; then move the adversarial example, if there is one, near the sample.
+
+        On the line from the sample to the example, bisection finds the nearest point that is
+        misclassified. Its distance becomes the adversarial radius, so fewer balls are attacked.
+        """
+        before = self.adversarial_radius
+        self.attack(Radius(f"{eps:.6g}", Fraction(eps)))
+        if self.adversarial_radius == before:  # no attack found a nearer example
+            return
+        x = self.net.point(self.sample)
+        low = 0.0
+        high = 1.0  # share of the way to the example at which the class is wrong
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            with torch.no_grad():
+                logits = self.net.forward(torch.lerp(x, self.example, middle), self.sample)
+            if int(logits.argmax()) != self.label_to_prove:
+                high = middle
+            else:
+                low = middle
+        moved = distance(torch.lerp(x, self.example, high), x, self.proof.norm)
+        self.adversarial_radius = min(self.adversarial_radius, float(moved))
+
+    def attack(self, radius: Radius) -> None:
+        """Attack one ball until an attack succeeds, and record the radius.
+
+        A success lowers `adversarial_radius`; without one, `unbroken_radius` rises.
+        """
+        # The first outcome is that without an attack.
+        _, *outcomes = self._run_attacks(self.trials([radius]))
+        for outcome in outcomes:
+            self.notes += outcome.notes
+            if not outcome.robust:
+                self.adversarial_radius = min(
+                    self.adversarial_radius, float(radius), float(outcome.distance)
+                )
+                self.example = outcome.x_adv
+                return
+        self.unbroken_radius = max(self.unbroken_radius, float(radius))
+
+    def prove(self, eps: float) -> None:
+        """Try to certify one ball, and record the certificate, its time and the radius."""
+        began = time.perf_counter()
+        certificate = certify_ball(
+            self.net, self.sample, self.label_to_prove, eps, self.proof, self.texts
+        )
+        self.certificates[eps] = certificate
+        self.seconds[eps] = time.perf_counter() - began
+        if certificate.certified:
+            self.certified_radius = max(self.certified_radius, eps)
+        elif certificate.why == "broken":  # the proof itself found a misclassified input
+            self.adversarial_radius = min(self.adversarial_radius, eps)
+
+    def _run_attacks(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
+        """Yield the outcome without an attack, then that of each attack on the sample.
+
+        Attacks draw from the random stream of `seed`, which is the sample's own.
+        """
+        y = torch.tensor([self.label_to_prove], device=self.sample.x.device)
+        point = self.net.point(self.sample)
+        free = self.net.free(self.sample)
+        chunk = Chunk(0, point, y, free, self.texts)
+        model = self.net.make_classifier(self.sample)
+        box = self.net.box
+        patch = self.proof.patch
+        return evaluate_chunk(model, chunk, trials, box=box, seed=self.seed, patch=patch)
+
+
+def _search_radius(
+    examine: Callable[[float], None],
+    read_limits: Callable[[], tuple[float, float]],
+    first: float,
+    largest: float,
+    tol: float,
+) -> None:
+    """Search the radius up to which a property holds: doubling or halving, then bisection.
+
+    Args:
+        examine: finds out whether the property holds at a radius.
+        read_limits: returns the largest radius at which the property is known to hold, or 0, and
+            the smallest radius at which it is known not to hold.
+        first: the first radius to examine.
+        largest: the largest radius to examine.
+        tol: relative width at which the search ends.
+    """
+    low, high = read_limits()
+    # Double the radius as long as it holds, halve it as long as it never held, then bisect.
+    while low < largest and high > max(low * (1 + tol), SMALLEST_SHARE * largest):
+        if low:
+            examine(min(2 * low, math.sqrt(low * high), largest))
+        else:
+            examine(min(first, high / 2))
+        low, high = read_limits()

@@ -7,7 +7,7 @@ lengths of the contracted vectors (Cauchy-Schwarz, `bound_lengths`), whichever i
 errors add up, entries of a vector are not at their largest all at once. At order 2, c_x and c_y
 are the shifted centres of the forms, about which the R reach least. Where the rest is a share of
 what moves, products of entries (of a normalisation's numerator, often mostly errors, and its
-inverse) are polarised.
+inverse) are polarised (`remainders`).
 
 Rows of an attention map sum to one, so that P V = P (V - k) + k for any constant k of each row and
 channel. For their mean k = sum_j p_j v_j what scales a whole row of P, such as the error of its

@@ -221,7 +221,7 @@ class Commands(Mapping[str, Any]):
         return MEASURING, load_object("lipaudit.cli.measure:make_measure")(name)
 
     def __getitem__(self, name: str) -> Any:
-        """Return the command of a name, or its group."""
+        """Return the command with a name, or the group of commands with this name."""
         if name not in self.cache:
             _, function = self.find(name)
             if not isinstance(function, Group):
@@ -254,8 +254,8 @@ class Group(typer.core.TyperGroup):
     def __init__(
         self, *, members: Mapping[str, tuple[str, str]] | None = None, **settings: Any
     ) -> None:
-        # `members` has heading and function of each command, by name. Without it this is the group
-        # of all commands of lipaudit, which also has measures and the commands of wings.
+        # `members` has the heading and the function of each command, by name. Without `members`,
+        # the group has all commands of lipaudit, with measures and commands of wings (plug-ins).
         super().__init__(**settings)
         self.commands: Any = Commands(members or COMMANDS, extensible=members is None)
 
@@ -270,7 +270,10 @@ class Group(typer.core.TyperGroup):
             return super().invoke(ctx)
 
     def main(self, *args: Any, **how: Any) -> Any:
-        """Run the command line; a plug-in that cannot be used is one line and an exit code."""
+        """Run the command line.
+
+        A plug-in that cannot be used ends the command with one line and an exit code.
+        """
         try:
             return super().main(*args, **how)
         except LipauditError as error:
@@ -279,7 +282,7 @@ class Group(typer.core.TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a line of help for each command, from the docstring of its function.
 
-        The usual way, which creates all commands, would take 0.06 s.
+        click's own method creates all commands for their help, which takes 0.06 s.
         """
         names = list(self.commands)
         first = [name for name in FIRST if name in names]
@@ -311,8 +314,8 @@ def refuse_words() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Errors of click and of typer's copy of it have a context. A command line without words
-        # is no error: it prints the help.
+        # Errors of click, and of the copy of click inside typer, have the attribute `ctx`. A
+        # command line without words raises NoArgsIsHelpError, which prints the help: no error.
         if not hasattr(error, "ctx") or type(error).__name__ == "NoArgsIsHelpError":
             raise
         message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
@@ -535,7 +538,8 @@ def _list_parameters(group: Any, usual: Mapping[str, str]) -> Iterator[inspect.P
         flags = each.flags
         if each.kind is bool and each.default is True:
             flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])
-        # In the text, because the default of the parameter is None: the configuration may set it.
+        # The help text names the default. The parameter itself has None, which means "not typed":
+        # then the configuration may set the option.
         default = replace(each, usual=usual.get(name, each.usual)).shown
         spelling = typer.Option(
             *flags,
@@ -562,7 +566,7 @@ def _report_error(error: BaseException, *, verbose: bool) -> int:
     """Print an error on stderr, and return its exit code."""
     if isinstance(error, KeyboardInterrupt):
         is_terminated = error.args == ("terminated",)  # by SIGTERM, see `_terminate`
-        process = None  # the place of this process among those of a launcher
+        process = None  # the rank, if a launcher such as torchrun started several
         with suppress(UsageError):
             process = find_place()
         if process is None or process.rank == 0:  # of several processes, the first one prints

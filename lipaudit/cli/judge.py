@@ -82,16 +82,16 @@ class Remeasure(Settings):
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Return the options by name: --report is the last one, behind those of measures."""
+        """Return the options by name, with --report behind the options of measures."""
         known = super().options()
         known["report"] = known.pop("report")
         return known
 
     @property
     def moved(self) -> dict[str, dict[str, Any]]:
-        """Return the given options on files of measures that are elsewhere now.
+        """Return the typed options for moved files, by measure and option.
 
-        They are listed by measure, then by name: `{"attack": {"transfer": (...)}}`.
+        An example: `{"attack": {"transfer": (path, ...)}}`.
         """
         moved: dict[str, dict[str, Any]] = {}
         for name, measure in load_measures().items():
@@ -102,9 +102,9 @@ class Remeasure(Settings):
 
 @cache
 def load_remeasure() -> type[Remeasure]:
-    """Return the options of a MODEL that is measured like a baseline, with those of measures.
+    """Return `Remeasure`, the options for a MODEL that is measured like a baseline, extended.
 
-    The latter, `measure.moved`, are paths of files that may have moved since, such as --transfer.
+    Measures add options for files that may have moved since the baseline, such as --transfer.
     """
     fields: dict[str, Any] = {}
     for measure in load_measures().values():
@@ -241,9 +241,9 @@ def gate(
     judgement = judgement.model_copy(update={"baseline_file": str(baseline)})
     subject = of_judgement(judgement)
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        # GitHub shows this file below the job.
+        # GitHub shows the summary below the job.
         _append("GITHUB_STEP_SUMMARY", render(subject, "markdown"))
-        # Later steps of the workflow read this one. A newline would end the value.
+        # Later steps of the workflow read the value of `verdict`. A newline would end the value.
         verdict = " ".join(judgement.reason.split())
         _append("GITHUB_OUTPUT", f"verdict={verdict}\n".encode())
     emit(subject, output)
@@ -325,7 +325,7 @@ def read_or_measure(
     Args:
         current: a report, or a MODEL.
         baseline: the report with the settings.
-        file: its path, beside which its saved examples may be.
+        file: path of the baseline; its saved adversarial examples may be in the same folder.
         remeasure: the options that may differ from those of the baseline's run.
         terminal: gets the messages.
 
@@ -370,7 +370,7 @@ def read_or_measure(
 
 
 def _repeat_run(baseline: Report, remeasure: Remeasure) -> RunOptions:
-    """Return the options of the baseline's run; those given now replace them."""
+    """Return the options of the baseline's run, replaced by options that are typed now."""
     before = baseline.run
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
     for name in remeasure.model_fields_set & RunOptions.model_fields.keys():
@@ -391,7 +391,7 @@ def _plan_again(
     Args:
         model: the MODEL.
         baseline: the report with the settings.
-        file: its path, beside which its saved adversarial examples may be.
+        file: path of the baseline; its saved adversarial examples may be in the same folder.
         remeasure: the options that may differ from those of the baseline's run.
         terminal: gets the messages.
     """
@@ -399,7 +399,7 @@ def _plan_again(
 
     # The given paths of files that measures read, by measure and option.
     moved = remeasure.moved
-    # Adversarial examples of another model: those given, else those that the baseline saved.
+    # Adversarial examples of another model: the typed files, else files that the baseline saved.
     examples = moved.get("attack", {}).get("transfer", ())
     if not examples:
         examples = _find_examples(baseline, file, terminal)
@@ -422,10 +422,10 @@ def _plan_again(
 
 
 def _find_examples(baseline: Report, file: Path, terminal: Terminal) -> tuple[Path, ...]:
-    """Return the adversarial examples that the baseline saved, where they still are.
+    """Return the files of adversarial examples that the baseline saved, if they still exist.
 
     Raises:
-        BaselineError: it tried examples of another model, and there are none to try now.
+        BaselineError: the baseline tried examples of another model, and no file is left to try.
     """
     from lipaudit.attacks.transfer import find_saved
     from lipaudit.gate.conditions import list_examples

@@ -34,7 +34,10 @@ RUNS = Path("lipaudit-runs")
 
 
 def make_measure(name: str) -> Callable[..., None]:
-    """Return the command of a measure, also of a plug-in; its help is that of its options."""
+    """Return the function of a command such as `lipaudit attack`, for ours and plug-ins' measures.
+
+    The help of the command is the docstring of the options of the measure.
+    """
     kind = load_measures()[name].options
 
     def measure(
@@ -46,12 +49,12 @@ def make_measure(name: str) -> Callable[..., None]:
         extent: Extent,
         terminal: Terminal,
     ) -> None:
-        """Measure the model, or call the function of an option that takes its place.
+        """Measure the model; or, for an option that runs without MODEL, call its function.
 
-        `kind.alone` maps such options to their functions: they have models of their own.
+        `kind.alone` maps the names of such options to their functions.
         """
         for alone, function in kind.alone.items():
-            if getattr(options, alone) is None:  # not given
+            if getattr(options, alone) is None:  # not typed
                 continue
             if model is not None:
                 raise UsageError(
@@ -191,6 +194,7 @@ def audit(
     files.require_folder(options.run_dir or RUNS)
     if several:
         require_alone("several models", run, limited=True)
+    # Plan: one request per model, with the attention map of the head with the largest norm.
     demo = api.is_demo(*models)
     command = typed_command()
     place = launcher.find_place()
@@ -198,9 +202,10 @@ def audit(
     for model in models:
         request = api.plan_audit(model, options, run, demo=demo, command=command)
         requests.append(replace(request, draws_steepest=True, place=place))
-    if run.shard:
+    if run.shard:  # measure only a part of the samples: no report, no page
         measure_shard(requests[0], output, terminal, options.run_dir)
         return
+    # Measure: the files of a model are written as soon as its audit ends, before the next model.
     # Audits that begin in the same second have different folders.
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{_name_folder(models[0])}-{os.urandom(4).hex()}"
     folder = options.run_dir or RUNS / stamp
@@ -218,13 +223,14 @@ def audit(
                 make_folder(folder_of_model, "--run-dir")
                 for format in ("json", "html"):
                     files.write(folder_of_model / f"report.{format}", render(report, format))
-            except EvaluationError:  # such as a full disk: print the figures first
+            except EvaluationError:  # a full disk, for example: print the figures, then fail
                 observer.silence.close()
                 with suppress(EvaluationError):
                     emit(of_reports(*reports.values()), output, details=extent.details)
                 raise
     if not reports:  # this process measured a shard for rank 0, which has the reports
         return
+    # Show: rank several models on one page, print the result, name the files and the next command.
     subject = of_reports(*reports.values(), by=extent.rank_by)
     if several:
         files.write(folder / "report.html", render(subject, "html"))
@@ -342,7 +348,7 @@ def require_whole(reports: Mapping[str, Report | Shard], again: str) -> None:
 
     Args:
         reports: the written reports, or the shard, by model.
-        again: the hint.
+        again: the command that measures the rest, as a hint for the user.
 
     Raises:
         LipauditError: some measures failed or ran out of time; the reports have the others.
@@ -357,7 +363,7 @@ def require_whole(reports: Mapping[str, Report | Shard], again: str) -> None:
             reasons.append(f"{prefix}{measure} failed: {failure.reason}")
         for measure, samples in report.unmeasured.items():
             unmeasured.append(f"{samples} samples of {measure}")
-    # A failure outweighs a time limit: its exit code tells what to fix.
+    # With a failure and a time limit, the failure sets the exit code: it tells what to fix.
     if failures:
         first = failures[0]
         raise LipauditError(

@@ -35,20 +35,21 @@ def say(text: str) -> None:
 
 @contextmanager
 def drop_output(stream: TextIO) -> Iterator[None]:
-    """Continue if the reader of a stream is gone (`| head`): what follows is written nowhere.
+    """Drop the output of a stream whose reader is gone, as after `| head`.
 
-    A gate that ended with its reader would not return its exit code, and a build would pass.
+    The command continues: a gate that ended here would not return its exit code, and a build
+    would pass.
     """
     try:
         yield
     except BrokenPipeError:
-        # Redirect the descriptor: Python flushes it again at exit.
+        # Python flushes the stream again at exit, which must not fail: redirect it to null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @dataclass(eq=False)
 class Unheeded:
-    """A text stream that may have no reader: it is written to while it has one."""
+    """A text stream that drops its text once the reader is gone."""
 
     stream: TextIO
 
@@ -56,16 +57,20 @@ class Unheeded:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write text with control characters made visible, or nothing.
+        """Write text with control characters made visible; without a reader, drop the text.
 
-        Terminals also get rich's colours and cursor moves.
+        A name in a model or data set must not be able to control the terminal. On a terminal,
+        rich's own escape sequences for colours and progress bars stay as they are.
+
+        Returns:
+            The number of characters in `text`, as streams do.
         """
         safe = visible(text, keep="\n\t")
-        if safe != text:  # it contains control characters
+        if safe != text:  # the text contains control characters: keep rich's on a terminal
             from rich.console import Console
 
             if Console(file=self.stream).is_terminal:
-                # `split` with a group returns text and escape sequences in turn.
+                # `split` by a pattern with a group alternates: text, escape sequence, text, ...
                 pieces = _SEQUENCE.split(text)
                 pieces[::2] = [visible(piece, keep="\n\t") for piece in pieces[::2]]
                 safe = "".join(pieces)
@@ -120,8 +125,8 @@ def emit(
     Args:
         result: the result.
         output: the destinations.
-        print_always: whether stdout gets the result in any case: it took time, or decides. False:
-            stdout gets it if there is no file, if --format is given, or if a file failed.
+        print_always: whether stdout gets the result in any case, as for a measurement or a
+            verdict. False: only without a file, with --format, or if a file cannot be written.
         details: whether a terminal gets the whole result, not only one screen.
         terminal: gets the name of each written file; None: files are not named.
 
@@ -132,8 +137,8 @@ def emit(
     from lipaudit.report import of_reports
 
     subject = of_reports(result) if isinstance(result, Report) else result
-    # A result that took time is printed even if a file cannot be written any more: so files that
-    # cannot be written are refused here only for the others.
+    # With `print_always` the result took time: a file that cannot be written must not prevent the
+    # print below. All other results are refused here if a file cannot be written.
     stdout, files = check_outputs(output, subject.forms, writable=not print_always)
     if files or output.format:
         gc.enable()  # `main` disabled it, and pages have pictures, whose garbage is large
@@ -174,7 +179,7 @@ def _print(subject: Subject, format: Format, *, details: bool) -> None:
 
 
 def emit_facts(record: Any, output: Output, lines: Sequence[str] = ()) -> None:
-    """Write facts that are no report: lines for people, if there are any, and a record."""
+    """Write facts that are no report, as lines for people or as a record for JSON."""
     from lipaudit.report import FACTS, Subject
 
     emit(Subject(FACTS if lines else FACTS[1:], record, lines=lines), output)

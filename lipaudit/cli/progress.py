@@ -50,9 +50,14 @@ class OnStderr(Observer):
     printed: set[tuple[str, str]] = field(default_factory=set)
 
     def __enter__(self) -> Self:
-        gc.enable()  # `main` disabled it, and the garbage of models holds tensors
+        """Send prints of model code to stderr, and silence download messages with --quiet.
+
+        Both end with the block, or as soon as a command closes `silence` to print its result.
+        """
+        # `main` disabled the garbage collector; unused objects of a model would keep its tensors.
+        gc.enable()
         self.silence = ExitStack()
-        # What the code of a model prints is no part of the result: it goes to stderr.
+        # Text that the code of a model prints is no part of the result: it goes to stderr.
         self.silence.enter_context(redirect_stdout(sys.stderr))
         if self.terminal.quiet:
             self.silence.enter_context(silence_clients())
@@ -66,8 +71,8 @@ class OnStderr(Observer):
         """Print a note on stderr, unless a similar one was printed.
 
         Every measure of an audit repeats notes on loading, with another number or name of a
-        measure: only the first is printed. Notes on reused parts ("reused") and on samples that
-        no attack broke so far ("so-far") report progress, and all of them are printed.
+        measure: only the first is printed. Notes with the code "reused" (results of an earlier
+        run) or "so-far" (samples that no attack broke so far) report progress: all are printed.
         """
         if self.terminal.quiet:
             return
@@ -84,7 +89,7 @@ class OnStderr(Observer):
         self.console.print(f"[{colour}]note:[/] {text}")
 
     def begins(self, measure: str, samples: int) -> None:
-        """Start a bar, or the clock without a terminal."""
+        """Start to show the progress of a measure: a bar on a terminal, else only the clock."""
         self.total = samples
         self.done = 0
         self.start = time.monotonic()
@@ -108,12 +113,13 @@ class OnStderr(Observer):
         self.moves(measure, 0.0)
 
     def moves(self, measure: str, samples: float) -> None:
-        """Show progress within a part: move the bar, or print a line every 30 seconds.
+        """Show progress: move the bar on a terminal, else print a line every HEARTBEAT seconds.
 
         Args:
             measure: the current measure.
-            samples: samples of the unfinished part that are done.
+            samples: number of finished samples in the current batch; it may be a fraction.
         """
+        # Samples of finished batches, and of the current one.
         done = self.done + samples
         now = time.monotonic()
         if self.bar is not None:

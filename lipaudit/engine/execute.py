@@ -192,18 +192,18 @@ def _explain_resuming(job: Job, findings: Findings) -> Iterator[None]:
 
     Args:
         job: the job, with its model; not kept while the block runs.
-        findings: what the block measures, and the observer that shows notes.
+        findings: receives the results of the block; its observer shows notes.
     """
     for note in job.notes:
         findings.observer.note(note)
     text = f"finished batches are kept: {job.request.continuation}"
-    # This generator waits at `yield` until the block ends, and would keep the model in memory as
-    # long. The block frees it earlier, before the report is written.
+    # This generator waits at `yield` until the block ends. A reference to the job would keep the
+    # model in memory, but the block frees the model before the report is written.
     del job
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        # One error may end the jobs of several models: it gets this remark once.
+        # One error may end the jobs of several models: the remark is added only once.
         remarks = getattr(error, "__notes__", ())
         if any(journal.paths for journal in findings.journals) and text not in remarks:
             error.add_note(text)
@@ -219,11 +219,11 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
         findings: receives the sections of the report, or the parts of a shard.
 
     Returns:
-        The job, without optional measures that the model turned out not to allow; and its shard,
-        with the measures that failed and the samples that the time limit left out.
+        The job, without optional measures that do not work on the model; and its shard, with the
+        failed measures and the samples that the time limit left out.
 
     Raises:
-        Exception: the first failure, if no partial report is wanted or nothing else has figures.
+        Exception: the first failure, if no partial report is wanted or if all measures failed.
     """
     request = job.request
     observer = findings.observer
@@ -234,8 +234,8 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     for name, options in request.measures.items():
         if name not in job.request.measures:  # left out since an earlier measure failed
             continue
-        # The attention map is drawn of the head with the largest norm that `bounds` found. A shard
-        # does not know that head, and stored parts of a run must not depend on it.
+        # A later measure draws the attention map of the head with the largest norm, as found by
+        # `bounds`. A shard does not know this head, and stored parts must not depend on it.
         if request.draws_steepest and not request.run.shard and request.run.parts is None:
             options = options.draw_steepest(findings.sections)
         try:
@@ -251,7 +251,7 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
         except Exception as error:
             if not request.partial:
                 raise
-            # Without attention layers, optional measures of these are left out with a note.
+            # A model without attention layers: leave out the optional measures of attention.
             smaller = leave_out_layers(job, error)
             if smaller is not None:
                 job = smaller
@@ -265,7 +265,7 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     # A report without any figures is useless: raise the first error.
     if len(errors) == len(job.request.measures):
         raise errors[0]
-    # A traceback holds the frames of its measure, and with them the model.
+    # The traceback of an error refers to the frames of its measure, and so keeps the model alive.
     errors.clear()
     left_out = tuple(name for name in request.measures if name not in job.request.measures)
     shard = planned.model_copy(
@@ -297,8 +297,8 @@ def run_measure(
         findings: receives the journal, which stores the parts on the disk.
 
     Returns:
-        The parts in the order of the samples, with those of an interrupted run that is continued;
-        and the ids of the samples without a complete part, because the time limit came first.
+        The parts in the order of the samples, including parts of an interrupted run; and the ids
+        of samples without a complete part, because the time limit came first.
     """
     kind = load_measures()[name]
     net = job.net
@@ -310,7 +310,7 @@ def run_measure(
     end = job.request.started + (run.time_limit or math.inf)
     # The first batch of the run, and the batches of this process.
     whole_first, batches = job.batches(name)
-    first = whole_first  # becomes smaller with the batches
+    first = whole_first  # halved together with the batches if memory runs out
     ids = list(chain.from_iterable(batch.ids for batch in batches))
     journal, parts = _open_journal(job, name, options, ids, findings)
     remaining = list_unfinished(batches, select_complete(parts.values()))
@@ -322,14 +322,15 @@ def run_measure(
         notes=observer.note,
         end=end,
     )
-    # One round measures all remaining batches. If memory runs out, the next one has smaller ones.
+    # One round measures all remaining batches. If memory runs out, the next round has smaller
+    # batches.
     while remaining and time.monotonic() < end:
-        # A measure finds the layers on the first batch of the run, also in other processes: so all
-        # of them find the same.
+        # A measure finds the attention layers on the first batch of the run. All processes use
+        # this batch, so all find the same layers.
         moved = (batch.to(net.device, net.dtype) for batch in remaining)
         own_batches = ProcessBatches(first.to(net.device, net.dtype), moved, dict(parts))
-        # The results of some measures depend on the batch. These keep their batches (chunks), and
-        # run the model on fewer samples at a time.
+        # A measure with `chunk` has results that depend on the batch: its batches stay as they
+        # are, and the model runs on `size` samples of a batch at a time.
         if kind.chunk is not None:
             options = options.model_copy(update={"batch_size": size})
         try:
@@ -347,7 +348,7 @@ def run_measure(
                 raise
             if size == 1:
                 raise
-            # The largest remaining batch may be smaller than the size: halve that one.
+            # The largest remaining batch may be smaller than `size`: halve the smaller of the two.
             largest = max(map(len, remaining))
             size = max(1, min(size, largest) // 2)
             if kind.chunk is None:
@@ -416,11 +417,11 @@ def _take_until(end: float, parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Batch]:
-    """Return the samples that no part has, as batches of adjacent samples.
+    """Return the samples without a result, as batches of adjacent samples.
 
     Args:
         batches: the batches of a measure.
-        parts: its results so far; finished samples may lie anywhere in a batch.
+        parts: the results of the measure so far; their samples may be anywhere in a batch.
     """
     finished = {*sample_ids(parts)}
     remaining = []
@@ -435,27 +436,31 @@ def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Bat
 
 
 def _blame_sample(job: Job, net: Net, error: Exception, batches: Sequence[Batch]) -> None:
-    """Find the first sample on which the model fails, and raise an error that names it.
+    """Run the model again after a failure, and raise an error that names the failing sample.
+
+    The function returns without an error if the model runs on all samples: then the failure has
+    another cause, and the caller raises it.
 
     Args:
         job: the job.
         net: the model as it was measured.
         error: the failure of a measure.
-        batches: the samples to try the model on.
+        batches: the samples on which the model runs again.
 
     Raises:
         EvaluationError: the model fails on a sample.
     """
-    # Faults of the machine or the user are already explained; others may come from the model.
+    # Errors of the user or the machine already have an explanation; any other error may come from
+    # the model.
     if type(error) is not EvaluationError and find_user_error(error) is not None:
         return
     samples = job.samples
     advice = "On overflow, try --dtype float64."
-    # The model runs under autocast, with another one for exact gradients.
+    # With --autocast, `net` is a rounded model and `net.exact` is the model without rounding.
     if net.exact is not None:
         advice = "On overflow, try --autocast bfloat16."
     for batch in batches:
-        with exact_arithmetic(net.device):  # as the measure ran
+        with exact_arithmetic(net.device):  # the same arithmetic as in the measure
             failure = find_first_failure(net, batch.to(net.device, net.dtype))
         if failure is not None:
             sample_id = batch.ids[failure.index]

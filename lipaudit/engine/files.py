@@ -115,16 +115,16 @@ class Journal:
     def __init__(
         self, facts: Mapping[str, Any], home: Path | None = None, *, keeps: bool = True
     ) -> None:
-        # A journal stores the results (parts) of one measure, so that an interrupted run can be
-        # continued: one with the same `facts`, which determine the numbers and name the folder.
+        # A journal stores the results (parts) of one measure on the disk. A later run continues
+        # from these results if it has the same `facts`: everything that determines the numbers.
         self.measure = str(facts.get("measure"))
-        self.in_cache = home is None  # else in a folder that the user gave, which is not cleared
+        self.in_cache = home is None  # only the cache is cleared, not a folder that the user gave
         if home is None:
             cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
             home = cache / "lipaudit" / "journal"
-        self.folder = home / name_folder(facts)  # created with the first part
+        self.folder = home / name_folder(facts)  # a hash of the facts; created with the first part
         self.keeps = keeps  # whether parts are stored
-        self.refusal = ""  # why a part could not be stored
+        self.refusal = ""  # the reason if a part could not be stored
         self.paths: set[Path] = set()  # files that this run has read or written
 
     def read_parts(self, ids: Sequence[str]) -> list[Part]:
@@ -190,7 +190,7 @@ def read_parts(folder: Path, ids: Sequence[str]) -> dict[Path, Part]:
     for path in sorted(folder.glob("*.npz")):
         with suppress(OSError, ValueError):
             part = decode_part(path.read_bytes())
-            # A file is named by its first sample; of overlapping parts the first one counts.
+            # A file is named by its first sample. If parts overlap, the first file counts.
             if part.ids[:1] == (path.stem,) and missing.issuperset(part.ids):
                 parts.append((position[path.stem], path, part))
                 missing.difference_update(part.ids)
@@ -207,7 +207,7 @@ def _delete_old(home: Path) -> None:
 
 
 def encode_part(part: Part, measure: str) -> bytes:
-    """Return a part as the content of an .npz file: its arrays, and all else as JSON in `header`.
+    """Return a part as the content of an .npz file: its arrays, and a `header` with JSON.
 
     Raises:
         EvaluationError: a fact of the measure is no JSON value, and no number or array of numpy.

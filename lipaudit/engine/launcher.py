@@ -51,9 +51,9 @@ class Place:
 def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
     """Return the rank of this process by the launcher's environment; None for a single process.
 
-    torchrun and `accelerate launch` set RANK and WORLD_SIZE. A step of srun is recognised by its
-    number of tasks; SLURM_NTASKS would not do, because a batch script has it, too, and is one
-    process.
+    torchrun and `accelerate launch` set RANK and WORLD_SIZE. srun sets SLURM_STEP_NUM_TASKS, the
+    number of processes in a step. SLURM_NTASKS does not help: it is also set in a batch script,
+    which is a single process.
 
     Raises:
         UsageError: the address of the store is missing.
@@ -101,7 +101,7 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
         if not Path(where).is_file():
             raise UsageError(text, "Run one process, or give a file that maps modules to devices.")
         return run
-    # A device with a number stays as it was typed.
+    # A typed device such as cuda:1 or cpu stays. Otherwise each process gets a GPU of its own.
     if run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
         return run
     return run.model_copy(update={"device": f"cuda:{place.local % torch.cuda.device_count()}"})
@@ -170,8 +170,8 @@ def _connect(place: Place) -> None:
                 "gloo", store=store, rank=place.rank, world_size=place.size, timeout=MEASURING
             )
         except RuntimeError as error:
-            # Until the store of the previous command has closed, rank 0 finds its port taken and
-            # the others are cut off.
+            # While the store of a previous command closes, the port is taken and connections are
+            # cut off: try again until `end`.
             if time.monotonic() > end:
                 raise EvaluationError(
                     f"rank {place.rank} of {place.size} cannot reach the other processes at "

@@ -103,14 +103,14 @@ class Job:
     def stores(self) -> bool:
         """Say whether finished batches are stored on the disk.
 
-        A run is continued if it has the same model. The code of a module object is unknown, so
-        its batches are stored only for a later merge of shards (`--parts`).
+        A later run may only continue from batches of the same model. For a module object from
+        Python the code is unknown, so batches are stored only to merge shards (`--parts`).
         """
         return self.net.source != OWN or self.request.run.parts is not None
 
     @property
     def continues(self) -> bool:
-        """Say whether batches that an earlier run finished are used."""
+        """Say whether this run reuses the finished batches of an earlier run."""
         return self.net.source != OWN and self.request.run.continues
 
     def choose_batch(self, name: str) -> int:
@@ -123,12 +123,12 @@ class Job:
         return measure.batch
 
     def batches(self, name: str) -> tuple[Batch, list[Batch]]:
-        """Return the first batch of a measure, and those of this process: all, or every n-th one.
+        """Return the first batch of a measure, and the batches of this process.
 
-        A shard has whole batches of the run, so its numbers equal those of a single process. The
-        texts of a batch have one length, so no figure depends on padding, and batches are not in
-        the order of the samples: `in_order` sorts their results. But if the result of a measure
-        depends on the other samples of a batch, it has a fixed `chunk` of neighbours as batch.
+        A single process has all batches. A shard has every n-th batch of the run, so its numbers
+        equal the numbers of a single process. The texts of a batch have the same length, so no
+        figure depends on padding; `in_order` later sorts the results by sample. Some measures
+        depend on all samples of a batch: these get fixed batches of `chunk` adjacent samples.
         """
         run = self.request.run
         measure = load_measures()[name]
@@ -160,9 +160,11 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     run = request.run
     requested = {name: request.count(name) for name in request.measures}
     samples = samples or _load_samples(net, request, max(requested.values()))
-    # If the output was not finite on the blank sample of loading, the first sample decides.
+    # Loading ran the model on a blank sample. If that output was not finite, the kind of output is
+    # read from the first sample.
     net = settle_output(net, samples.batch)
-    # The model that measures get: with --score, a classifier of the continuations of a prompt.
+    # The model that is measured. With --score this is a classifier, which chooses among the
+    # continuations of a prompt.
     measured = net
     if run.score is not None:
         if samples.task is None:
@@ -199,7 +201,7 @@ def _check_request(request: Request) -> Request:
     Raises:
         UsageError: a file or folder cannot be written, or options have no effect together.
     """
-    # The options of a measure may ask for another measure.
+    # An option of a measure may select another measure in its place.
     measures = dict(options.redirect(name) for name, options in request.measures.items())
     run = request.run
     if request.place is not None:
@@ -217,7 +219,7 @@ def _adapt_to_model(request: Request, net: Net) -> tuple[Request, tuple[Note, ..
     """Return the request with defaults for the model, and a note on each measure left out.
 
     Raises:
-        LipauditError: options do not suit the model, or a required measure does not.
+        LipauditError: the options or a required measure do not suit the model.
     """
     run = request.run
     measures = dict(request.measures)
@@ -232,7 +234,7 @@ def _adapt_to_model(request: Request, net: Net) -> tuple[Request, tuple[Note, ..
     lengths = [options.tokens for options in measures.values() if options.tokens]
     if run.max_tokens is None and lengths:
         run = run.model_copy(update={"max_tokens": max(lengths)})
-    # A language model scores continuations if the measures can measure it in no other way.
+    # A language model scores continuations if every measure needs such scores.
     need_scores = all(options.scores == "always" for options in measures.values())
     if run.score is None and net.next_logits is not None and need_scores:
         run = run.model_copy(update={"score": "sum"})
@@ -269,10 +271,11 @@ def _leave_out_refused(
 
     Args:
         request: the request.
-        check: (measure, its options) -> the options to run it with; LipauditError refuses it.
+        check: (name of a measure, options) -> the options to run the measure with. It raises
+            LipauditError to refuse the measure.
 
     Raises:
-        LipauditError: a required measure is refused, or all are.
+        LipauditError: a required measure is refused, or all measures are.
     """
     accepted: dict[str, MeasureOptions] = {}
     notes: list[Note] = []
@@ -291,15 +294,15 @@ def _leave_out_refused(
 
 
 def leave_out_layers(job: Job, error: Exception) -> Job | None:
-    """Return the job without all measures of attention layers, after one has found no such layer.
+    """Return the job without measures of attention layers, for a model without such layers.
 
     Args:
         job: the job.
         error: the failure of one of its measures.
 
     Returns:
-        The job, with a note. None if nothing can be left out: the failure is another one, a
-        measure of attention is required, or there are no other measures.
+        The smaller job, with a note. None if the failure has another reason, if a measure of
+        attention is required, or if there are no other measures.
     """
     if not isinstance(error, NoHeadsError):
         return None
@@ -345,10 +348,10 @@ def _adapt_measure(
 
 
 def _check_measure(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:
-    """Return the options of a measure, if it can run with them on model and samples.
+    """Return the options of a measure, if the measure can run on this model and these samples.
 
     Raises:
-        LipauditError: it cannot.
+        LipauditError: the measure cannot run.
     """
     if options.labelled and net.classes is not None and batch.y is None:
         raise _make_label_error(name)
@@ -371,7 +374,7 @@ def _make_label_error(name: str) -> UsageError:
 
 
 def _load_samples(net: Net, request: Request, count: int) -> Samples:
-    """Load the samples; without labels, if these are no classes and no measure needs them.
+    """Load the samples. Labels that are no classes are dropped if no measure needs labels.
 
     Args:
         net: the model.
@@ -467,7 +470,8 @@ def preview(request: Request) -> dict[str, Any]:
             else:
                 job = smaller
                 notes.append(job.notes[-1].text)
-    # Number of heads by the reason why their layer has no closed form; by that word if it has one.
+    # Number of heads by the reason why their layer has no closed form; layers that have a closed
+    # form are counted under "closed form".
     heads = Counter[str]()
     for site in sites:
         heads[site.reason or "closed form"] += site.heads
@@ -493,7 +497,7 @@ def preview(request: Request) -> dict[str, Any]:
 
 
 def _describe_first_samples(job: Job) -> list[str]:
-    """Return places and labels of the first samples: wrong labels are a common mistake."""
+    """Return a line with place and label for each of the first samples, to show wrong labels."""
     batch = job.samples.batch
     places = list_origins(job.samples).get("place", batch.ids)
     if batch.y is None:
@@ -512,9 +516,9 @@ def _describe_first_samples(job: Job) -> list[str]:
 
 
 def _time_batch(job: Job) -> dict[str, Any]:
-    """Return samples, seconds and memory of one forward pass, the basis of every estimate.
+    """Return size, seconds and peak memory of one forward pass, the basis of time estimates.
 
-    The memory is the most that was in use so far: of the device, or of this process on a CPU.
+    The memory is the peak since the start: of the device, or of this process on a CPU.
     """
     net = job.net
     size = min(TIMED, job.request.run.batch_size or TIMED)

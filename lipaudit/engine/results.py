@@ -41,14 +41,14 @@ def make_report(
 ) -> Report:
     """Return the report of a run; it is partial if a measure failed or a time limit ended it.
 
-    It holds pictures and tokens of the worst samples only, to stay small.
+    To stay small, the report has pictures and tokens of the worst samples only.
     """
     status: Literal["complete", "partial"] = "complete"
     if any(section.failure or section.unmeasured for section in sections):
         status = "partial"
     report = Report(run=run, status=status, samples=dict(samples), sections=tuple(sections))
     worst_samples = find_worst(report)
-    smaller = []  # sections with the pictures and tokens of these samples only
+    smaller = []  # the sections, with pictures and tokens of the worst samples only
     for section in sections:
         pictures = _select(section.examples, worst_samples)
         tokens = _select(section.gradients, worst_samples)
@@ -154,7 +154,10 @@ def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
 
 
 def list_steps(net: ModelSpec, samples: Samples) -> list[str]:
-    """Return what is done to the first sample, from its file to the normalisation in the model."""
+    """Return the steps of preprocessing for the first sample, as texts.
+
+    The steps lead from the file to the normalisation in the model. Random samples have no steps.
+    """
     if not samples.steps:
         return []
     steps = list(samples.steps)

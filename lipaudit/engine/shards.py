@@ -116,9 +116,9 @@ class Shard(Frozen):
 
 
 def describe_shard(job: Job) -> Shard:
-    """Describe the shard of a job, which is not measured yet; a whole run is shard 1 of 1.
+    """Describe the shard of a job before the measurement; a whole run is shard 1 of 1.
 
-    Shards of one run are recognised by these facts, and merged.
+    `merge` compares these facts to accept only shards of the same run.
     """
     number, of = job.request.run.shard or (1, 1)
     measures = {}
@@ -162,9 +162,9 @@ def save_shard(shard: Shard, folder: Path) -> None:
 def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
     """Make the report of a run from the parts of its shards, for `lipaudit merge`.
 
-    The report equals that of a single process, to the last digit if the shards ran on a CPU; times
-    are sums. A measure that failed in one shard has failed. Files that options name (`--save-adv`)
-    are written, too.
+    The report equals the report of a single process, to the last digit if the shards ran on a CPU;
+    times are sums. A measure that failed in a shard counts as failed if samples are missing. Files
+    of options such as `--save-adv` are written, too.
 
     Args:
         folders: folders of `--parts`: one that all shards share, or one of each.
@@ -185,7 +185,7 @@ def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
     if not shards:
         raise InputError("no folder of parts is given", ADVICE)
     _require_one_run(shards)
-    first = shards[0]  # of what all shards have in common
+    first = shards[0]  # all shards have the same run, measures and sample ids
     if first.run.lipaudit != __version__:
         raise InputError(
             f"the parts were written by lipaudit {first.run.lipaudit}, and this is {__version__}",
@@ -198,7 +198,7 @@ def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
         for path in paths:
             missing = _list_missing(first.ids[: plan.samples], [*by_first_sample.values()])
             for part in read_parts(path / plan.folder, missing).values():
-                by_first_sample[part.ids[0]] = part  # in place of an incomplete one
+                by_first_sample[part.ids[0]] = part  # replaces an incomplete part
         parts[name] = [*by_first_sample.values()]
     _require_whole(shards, parts)
     return join_shards(shards, parts, command)
@@ -262,7 +262,7 @@ def _read_options(name: str, plan: MeasurePlan) -> MeasureOptions:
     """Return the options with which a measure ran.
 
     Raises:
-        InputError: there is no such measure, or it does not take them.
+        InputError: the measure is not installed, or refuses the options.
     """
     if name not in load_measures():
         raise InputError(f"there is no measure {name!r}", "Install the plug-in that brings it.")
@@ -273,7 +273,9 @@ def _read_options(name: str, plan: MeasurePlan) -> MeasureOptions:
 
 
 def _require_files_here(options: MeasureOptions) -> None:
-    """Refuse files outside of the working directory: a stranger's parts must not overwrite any.
+    """Refuse output files outside of the working directory.
+
+    The parts may come from a stranger, and must not overwrite arbitrary files.
 
     Args:
         options: options that were read from the folder of parts; some name files to write.
@@ -322,8 +324,7 @@ def _list_differences(one: Shard, other: Shard) -> list[str]:
 def _list_conditions(shard: Shard) -> dict[str, Any]:
     """Return everything that determines the numbers, by name: options, versions, samples, ..."""
     run = shard.run.model_dump(mode="json", exclude=MAY_DIFFER)
-    # Only the kind of device counts: GPUs may have different names, but a CPU and a GPU may not be
-    # mixed.
+    # Only the kind of device counts: shards may run on different GPUs, but not on CPU and GPU.
     run["device"] = shard.run.device.split(" ")[0]
     run["batch_size"] = shard.batch_size
     run["samples"] = shard.ids

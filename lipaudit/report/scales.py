@@ -19,14 +19,14 @@ from lipaudit.report.blocks import (
 
 
 def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> tuple[Chapter, ...]:
-    """Return the chapters of a page with one scale for each unit and one colour for each model.
+    """Return the chapters with maps of one unit on one scale, and each model in one colour.
 
     Args:
         chapters: the chapters.
         models: labels of the models, if the page shows several.
     """
     known = list(chapters)
-    # The maps of layers and heads by their unit; square maps of attention have their own scale.
+    # The maps of layers and heads by their unit. Square maps (of attention) each keep their scale.
     maps: dict[str, list[Heatmap]] = {}
     for block in chain.from_iterable(chapter.blocks for chapter in known):
         if isinstance(block, Heatmap) and not block.square:
@@ -41,7 +41,7 @@ def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> tuple[
 
 
 def _name_unit(block: Heatmap) -> str:
-    """Return the key of the maps that share a scale of colours with this one.
+    """Return the name of the group of maps that share a scale of colours with this map.
 
     All maps of shares have one scale, all maps of changes in the same unit, and all maps of the
     same figure.
@@ -68,10 +68,10 @@ def _pool_scale(group: Sequence[Heatmap]) -> Scale:
 
 
 def _colour_block(block: Block, scales: Mapping[str, Scale], places: Mapping[str, int]) -> Block:
-    """Return a block with the scale of its unit, or with the colours of its models.
+    """Return a map with the scale of its unit, or a chart with the colours of its models.
 
     Args:
-        block: a block; those without values of models or heads are returned as they are.
+        block: a block of a page; a block that is neither map nor chart is returned unchanged.
         scales: the scale of colours of each unit.
         places: the index of the colour of each model.
     """

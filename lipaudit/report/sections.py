@@ -29,14 +29,18 @@ from lipaudit.tables.columns import finite, log10_ratio
 
 
 def name_chapter(section: Section) -> str:
-    """Return the heading of a section: of its declaration if installed, else of the report."""
+    """Return the heading of a section: from the installed measure, else from the report."""
     layout = layouts().get(section.measure)
     title = layout.title if layout else section.title
     return title or section.measure
 
 
 def find_display(section: Section) -> Display:
-    """Return what the chapter of a section shows; without a declaration all of its columns."""
+    """Return what the chapter of a section shows.
+
+    The measure of the section says so. For a measure that is not installed or says nothing, the
+    chapter shows all columns, maps of the heads and histograms of the samples.
+    """
     layout = layouts().get(section.measure)
     if layout and layout.display:
         return layout.display
@@ -73,7 +77,10 @@ def show_section(section: Section, shown: Collection[Note] = ()) -> tuple[Block,
 
 
 def show_brief(section: Section) -> Iterator[Block]:
-    """Yield the tables of a section for one screen, and how close its bounds are, in a line."""
+    """Yield the tables of a section for one screen, and a sentence on the closest bounds.
+
+    A failed section shows only the reason of the failure.
+    """
     if section.failure is not None:
         yield from show_section(section)
         return
@@ -84,7 +91,7 @@ def show_brief(section: Section) -> Iterator[Block]:
     closeness = describe_closeness(section)
     if closeness:
         yield Paragraph(closeness)
-    if "attention" in display.drawings:  # maps are drawn on demand alone
+    if "attention" in display.drawings:  # a map exists only if the user asked for it
         yield from DRAWINGS["attention"](sections)
 
 
@@ -109,12 +116,12 @@ def describe_closeness(section: Section) -> str:
 
 
 def list_settings(section: Section) -> list[str]:
-    """Return the settings of a section as texts: `steps 20`; a switch that is on by its name.
+    """Return the settings of a section as texts, such as `steps 20`.
 
-    Settings that are off, unset or without an effect are left out.
+    A switch that is on is listed by name. Settings that are off, unset or without an effect are
+    left out.
     """
-    # A part of a measure, such as `jacobian.shares`, has the settings of the measure, which are
-    # in its own chapter.
+    # The chapter of `jacobian` lists the settings for its parts, such as `jacobian.shares`, too.
     if "." in section.measure:
         return []
     settings = []
@@ -130,18 +137,19 @@ def list_settings(section: Section) -> list[str]:
 
 
 def _find_idle_settings(section: Section) -> set[str]:
-    """Return settings without an effect, and those that few people change with their default.
+    """Return the names of settings that a page leaves out.
 
-    Such as the settings of attacks that did not run.
+    These are settings without an effect, such as the steps of an attack that did not run, and
+    rarely changed settings that have their default.
     """
     measure = load_measures().get(section.measure)
-    if measure is None:  # of a plug-in that is not installed
+    if measure is None:  # the plug-in of this measure is not installed
         return set()
     try:
         options = measure.options.parse(section.settings)
-    except UsageError:  # of another version
+    except UsageError:  # another version wrote these settings
         return set()
-    # An option has an effect if it needs no other one, or if its need is fulfilled.
+    # An option has an effect if it needs no other option, or if that option has the needed value.
     idle = set()
     for each in options.options().values():
         is_usual = each.rare and section.settings.get(each.name) == each.default
@@ -151,7 +159,7 @@ def _find_idle_settings(section: Section) -> set[str]:
 
 
 def show_sections(sections: Sections) -> Iterator[Block]:
-    """Yield the tables and pictures of one measure; first the failures.
+    """Yield the failures, maps, tables, drawings and histograms of one measure, in this order.
 
     Args:
         sections: the section of one report (named ""), or of several by the names of their models.
@@ -181,11 +189,11 @@ def show_sections(sections: Sections) -> Iterator[Block]:
     for name in display.histograms:
         yield from count_samples(measured, name)
     if display.columns and "" in measured and first.rows:
-        # A second table, folded, with every column that is not empty.
+        # A second table, folded, has every column that is not empty.
         rows = first.rows
         columns = first.columns.items()
         shown = {n: c for n, c in columns if any(row.get(n) != "" for row in rows)}
-        # The table above has all of these columns and rows.
+        # No second table if the first table already has all of these columns and rows.
         if tables and len(tables[0].columns) == len(shown) and len(tables[0].rows) == len(rows):
             return
         lines = []

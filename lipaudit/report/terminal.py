@@ -98,7 +98,7 @@ def _heading(title: str, rule: str, width: int) -> Text:
 
 
 def _prose(text: str, width: int, style: str = "", mark: str = "") -> Text:
-    """Return wrapped text; the mark leads its first line, the others are indented."""
+    """Return wrapped text. A mark stands before the first line; later lines are indented."""
     lines = wrap(text, min(width, PROSE) - len(mark))
     indent = " " * len(mark)
     body = f"\n{indent}".join(lines)
@@ -144,7 +144,7 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
 
 
 def _write_passage(block: Passage, width: int) -> Iterator[Text]:
-    """Yield the tokens of a text, those with the largest shares followed by their share."""
+    """Yield the tokens of a text; tokens with the largest shares are followed by their share."""
     shares = blocks.explain_shades(block)
     if block.folded:  # one of several texts: only the largest shares, in a line
         yield _prose(f"{block.title}: {shares}", width, mark="• ")
@@ -171,7 +171,10 @@ def _write_points(block: Points, width: int) -> Iterator[Text]:
 
 
 def _add_bars(block: Heatmap) -> Grid:
-    """Return a map as a table of texts, with bars behind the numbers in place of colours."""
+    """Return a map as a table of texts, with a bar of up to 8 levels behind each number.
+
+    The bars show what colours show on a page: where the number is on the scale of the map.
+    """
     grid = blocks.lay_out(block)
     scale = blocks.compute_scale(block)
     rows = []
@@ -180,7 +183,7 @@ def _add_bars(block: Heatmap) -> Grid:
         for j, value in enumerate(values, start=1):
             share = scale.share(value)
             if share is None:
-                row[j] += LEVELS[0]
+                row[j] += LEVELS[0]  # no bar: the value is missing or beyond the scale
             else:
                 row[j] += LEVELS[1 + min(int(share * 8), 7)]
         rows.append(row)
@@ -209,7 +212,7 @@ def _write_grid(grid: Grid, width: int, *, cut: bool = False) -> Iterator[Render
     Args:
         grid: the table.
         width: columns of the terminal.
-        cut: whether to write only the first piece, and to name the columns of the others.
+        cut: whether to write only the first piece, and to name all columns that are left out.
     """
     if grid.heads:
         yield _title(grid.title, width) if grid.title else Text("")
@@ -239,7 +242,7 @@ def _write_piece(
 
     Args:
         grid: the table.
-        rows: its rows, in which emphasised ones are marked.
+        rows: the rows of texts; rows to emphasise already begin with a mark.
         widths: the width of every column.
         group: the indices of the columns to write.
     """
@@ -251,7 +254,7 @@ def _write_piece(
     heads = {i: wrap(names[i], widths[i]) for i in group}
     height = max(map(len, heads.values()))
     for i, lines in heads.items():
-        # Headings end at the same line.
+        # Blank lines above short headings: all headings end at the same line.
         above = "\n" * (height - len(lines))
         side: Literal["left", "right"] = "right" if grid.align[i] == "r" else "left"
         head = Text(above + "\n".join(lines))
@@ -263,7 +266,11 @@ def _write_piece(
 
 
 def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Return the width of each column: of its longest value or the longest word of its heading."""
+    """Return the width of each column, so that the table fits the terminal if possible.
+
+    A column is as wide as its longest value or the longest word of its heading. If the columns do
+    not fit, prose gets the remaining width, and names and texts are narrowed.
+    """
     widths = []
     for i in range(len(grid.align)):
         # A heading may wrap at spaces, a value never does.
@@ -279,9 +286,10 @@ def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> lis
         return [*names, width - sum(names) - gaps]
     for i, side in enumerate(grid.align):  # text may wrap, numbers never do
         if side == "l":
+            # The only name of a row gets half of the width, any other text a third.
             parts = 2 if i == 0 and grid.keys == 1 else 3
             widths[i] = min(widths[i], width // parts)
-    # The repeated names must leave room for the widest column beside them.
+    # Each piece of a split table repeats the names: they must leave room for the widest column.
     names = [i for i in range(grid.keys) if grid.align[i] == "l"]
     room = width - max(widths[grid.keys :], default=0) - GAP * grid.keys
     room -= sum(widths[i] for i in range(grid.keys) if i not in names)

@@ -73,7 +73,7 @@ def list_topics() -> tuple[Topic, ...]:
 
 
 def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
-    """Return the topics of a printed name; [] if it has none.
+    """Return the topics that explain a name from a page, a table or a file; [] if none does.
 
     Compound names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`) give a topic for each
     part, except radii and other values.
@@ -90,7 +90,8 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
         found = _find_named(bare, known)
         if found:
             for piece in more:
-                # Of a name that several columns have, only the first part says which is meant.
+                # Later parts count only if they name a topic in full: a short name that several
+                # columns share would not say which column is meant.
                 found += [t for t in _find_named(piece, known) if t.name == t.title]
             return list(dict.fromkeys(found))
     # A status and a domain in the form of footnotes: `exact at X`.
@@ -102,7 +103,7 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
 
 
 def _find_named(name: str, known: Sequence[Topic]) -> list[Topic]:
-    """Return the topics of a name: as it is spelled, else without case, spaces and signs."""
+    """Return the topics with a name, spelled exactly, else without case, spaces and signs."""
     found = [topic for topic in known if name in topic.names]
     if not found:
         plain = strip_name(name)
@@ -120,7 +121,7 @@ def strip_name(name: str) -> str:
 
 
 def _list_measures() -> Iterator[Topic]:
-    """Yield the measures with what their help says, then the sections of reports."""
+    """Yield a topic for each measure, with the text of its help, then for each section."""
     group = "Measures and sections"
     for name, measure in load_measures().items():
         text = inspect.getdoc(measure.options) or ""
@@ -135,7 +136,7 @@ def _list_measures() -> Iterator[Topic]:
 
 
 def _list_columns() -> Iterator[Topic]:
-    """Yield every column of rows, then of samples; bounds are in a group of their own."""
+    """Yield a topic for every column of rows, then of samples; bounds have their own group."""
     for section, layout in layouts().items():
         for name, column in layout.columns.items():
             group = f"Columns of {section}"
@@ -194,7 +195,7 @@ def _list_headlines() -> Iterator[Topic]:
 
 
 def _list_words() -> Iterator[Topic]:
-    """Yield the words that nothing else explains, those of wings last."""
+    """Yield the words that no other topic explains; words of wings (plug-ins) come last."""
     headings = {label: column.meaning for label, column in cells.HEADINGS.items()}
     of_pages = {"How far a figure is proven": cells.STATUS, "Words of pages": headings}
     sources = [

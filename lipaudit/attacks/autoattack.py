@@ -89,9 +89,9 @@ class UnitCube:
         self.turn = turn
         self.unit = self._map_to_cube(x)
         self.eps = ball.eps / self.width
-        # An example counts up to this distance. It is checked only for attacks whose points may be
-        # outside of the ball.
+        # The largest distance at which a misclassified point counts as an adversarial example.
         self.reach = self.eps
+        # Some attacks also return points outside of the ball, which must not count.
         self.may_leave = turn.attack.name in self.can_leave
         if ball.norm == "l1":
             # Points that an attack projects onto the l1 sphere are outside by rounding.
@@ -99,7 +99,8 @@ class UnitCube:
             self.may_leave = True
         self.adversarial = self.unit.clone()
         self.broken = torch.zeros_like(y, dtype=torch.bool)
-        # By sample: a sample that is clearly broken in one row needs no further search in others.
+        # True for each sample that is clearly broken in one of its rows: its other rows (of other
+        # target classes) need no further search.
         samples = int(turn.rows.max()) + 1
         self.settled = torch.zeros(samples, dtype=torch.bool, device=x.device)
 
@@ -114,8 +115,8 @@ class UnitCube:
     def __call__(self, u: Tensor) -> Tensor:
         """Return the logits of a point per row, (rows, classes), as the package calls a model.
 
-        It also records which rows are broken, and by which points. Rows of samples that are
-        clearly broken (by more than rounding) are not evaluated: their logits are 0.
+        The call also records which rows are broken, and by which points. A sample is clearly
+        broken if rounding could not change that; its rows are not evaluated and get logits of 0.
 
         Args:
             u: points of the cube, one per row.
@@ -141,7 +142,7 @@ class UnitCube:
         self.adversarial[rows[wrong]] = points[wrong].to(self.adversarial)
         self.broken[rows[wrong]] = True
         self.settled[sample_of_row[rows[clear]]] = True
-        # (all rows, classes); differentiable, so that the package gets gradients.
+        # (all rows, classes). `index_copy` is differentiable, so the package gets gradients.
         all_logits = logits.new_zeros(len(u), logits.shape[1])
         return all_logits.index_copy(0, rows, logits)
 
@@ -177,15 +178,17 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     """Run APGD: projected gradient ascent on a loss, with adaptive step size.
 
     The loss is the cross-entropy, the difference of logits ratio (DLR), or DLR against a target
-    class. Returns the last point that broke each row, else the point of its highest loss.
+    class. Returns for each row the last misclassified point, else the point with the highest loss.
 
     Args:
         f: x -> logits.
         x: samples, one per row.
         y: labels.
         ball: norm, radius and box.
-        turn: settings, random starts and targets of this run.
+        turn: settings, random starts and target classes of this run.
     """
+    # The package searches in the cube [0, 1]^n. `cube` maps samples, radius and results, and
+    # records which rows are broken (misclassified inside the ball).
     cube = UnitCube(f, x, y, ball, turn)
     # This class of the package can run all three losses.
     attack = APGDAttack_targeted(
@@ -196,8 +199,8 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     attack.init_hyperparam(cube.unit)
     steps = turn.attack.steps
     with cube.search() as start:
-        # In l1 as the package does: first in balls of 3 and 2 times the radius, 3/10 of the steps
-        # in each, from a start of its own.
+        # In l1 the package first searches balls of 3 and 2 times the radius, with 3/10 of the
+        # steps in each ball. The package draws the start itself.
         if ball.norm == "l1":
             early = 3 * steps // 10
             radii = [3 * cube.eps, 2 * cube.eps, cube.eps]
@@ -213,16 +216,17 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
 def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     """Run FAB: step onto the decision boundary of the target class, as near to x as possible.
 
-    Returns the last misclassified point inside the ball of each row, else its sample. The package
-    computes in float32.
+    Returns for each row the last misclassified point inside the ball, else the sample itself. The
+    package computes in float32.
 
     Args:
         f: x -> logits.
         x: samples, one per row.
         y: labels.
         ball: norm, radius and box.
-        turn: settings, random start and targets of this run.
+        turn: settings, random start and target classes of this run.
     """
+    # Samples and radius mapped to the cube [0, 1]^n, in which the package searches.
     cube = UnitCube(f, x, y, ball, turn)
     attack = FABAttack_PT(
         cube, NORMS[ball.norm], n_iter=turn.attack.steps, eps=cube.eps, device=x.device
@@ -234,7 +238,8 @@ def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     with cube.search():
         # Called with labels, the package would skip rows that are misclassified already.
         attack.attack_single_run(cube.unit, use_rand_start=turn.restart > 0)
-    # The function above refers to the attack that holds it: a cycle would keep samples in memory.
+    # The attack and the function above refer to each other: this cycle would keep the samples in
+    # memory.
     del attack.get_diff_logits_grads_batch
     return cube.place(cube.adversarial)
 
@@ -252,6 +257,7 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
         ball: norm, radius and box.
         turn: settings and random numbers of this run.
     """
+    # Samples and radius mapped to the cube [0, 1]^n, in which the package searches.
     cube = UnitCube(f, x, y, ball, turn)
     rows, columns = (1, *x.shape[1:])[-2:]  # a sample of one axis is an image of one row
     images = cube.unit.reshape(len(x), -1, rows, columns)
@@ -262,8 +268,8 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
     logits_of_image: dict[bytes, Tensor] = {}  # a cache, by the image's bytes
 
     def evaluate(u: Tensor) -> Tensor:
-        """Return the logits of padded images; those of an image seen before are cached."""
-        turn.check()  # of the time limit: f checks it only if it is called
+        """Return the logits of padded images; logits of small images are cached."""
+        turn.check()  # raises after the time limit; f also checks, but cached logits need no f
         points = u[..., :rows, :].reshape(len(u), *x.shape[1:])
         if not len(u):  # the package asks for no image when all margins are exactly 0
             return u.new_zeros(0, 1)
@@ -291,11 +297,11 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
 
 
 def find_height(rows: int, columns: int) -> int:
-    """Return the number of rows to which Square in L2 and L1 needs an image padded.
+    """Return the height to which an image must be padded for Square in L2 and L1.
 
-    The package covers the image with squares of side rows // 5 from an offset, and fails on 4 x 4,
-    14 x 14 or 14 x 28, where the last square crosses the edge. Such heights are rounded up to a
-    multiple of 5, which has no offset.
+    The package covers the image with squares of side rows // 5, starting at an offset. It fails on
+    4 x 4, 14 x 14 or 14 x 28, where the last square crosses the edge. Such heights are rounded up
+    to a multiple of 5, which has no offset.
     """
     side, spare = divmod(rows, 5)
     fits = side >= 1

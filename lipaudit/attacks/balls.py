@@ -73,12 +73,13 @@ def add_axes(values: Tensor, x: Tensor) -> Tensor:
 def project(z: Samples, x: Samples, ball: Ball) -> Samples:
     """Project z onto the ball around x: onto the norm ball, then into the box.
 
-    For a sample x inside its box the result satisfies both constraints (clipping to the box
-    brings every coordinate closer to x). It is the nearest such point for linf, and wherever the
-    box does not bind. Exact up to the rounding of x + delta.
+    Clipping to the box brings every coordinate closer to a sample x inside the box, so the result
+    satisfies both constraints. The result is the nearest point of ball and box for linf, and for
+    other norms if the box clips nothing. Exact up to the rounding of x + delta.
     """
     if ball.patch is not None:
-        # The radius is a number of patches: keep z in those that differ most, and x elsewhere.
+        # The radius is a number of patches: keep z in the patches that differ most from x, and
+        # restore x in all other patches.
         changes = sum_patches((z - x).abs(), ball.patch)
         places = changes.topk(int(ball.eps))[1]
         inside = select_places(places, x, ball.patch)
@@ -89,8 +90,9 @@ def project(z: Samples, x: Samples, ball: Ball) -> Samples:
     elif ball.norm == "l1":
         delta = _project_l1(delta, ball.eps)
     else:
-        # Lengths below eps count as eps: a point inside the ball is scaled by eps / eps = 1.
-        # The tiny number avoids 0 / 0 at eps = 0.
+        # l2 and token-l2: scale longer perturbations to the length eps. Shorter lengths are raised
+        # to eps, so that a point inside the ball is scaled by eps / eps = 1. The tiny number
+        # avoids 0 / 0 at eps = 0.
         smallest = max(ball.eps, torch.finfo(x.dtype).tiny)
         lengths = _lengths(delta, ball.norm).clamp_min(smallest)
         delta = delta * (ball.eps / lengths)
@@ -100,8 +102,9 @@ def project(z: Samples, x: Samples, ball: Ball) -> Samples:
 def _project_l1(delta: Samples, eps: float) -> Samples:
     """Return the nearest perturbation with an l1 norm of at most eps, for each sample.
 
-    Soft threshold (Duchi et al., 2008): each entry shrinks by
-    t = max_k (sum of the k largest entries - eps) / k, or by 0 inside the ball.
+    Soft threshold (Duchi et al., 2008): the absolute value of each entry shrinks by
+    t = max_k (sum of the k largest absolute values - eps) / k, but not below 0. Inside the ball
+    t is 0.
     """
     sizes = delta.abs()
     descending = sizes.flatten(1).sort(1, descending=True)[0]
@@ -116,8 +119,8 @@ def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:
     """Check that the result of an attack is inside the ball, and remove its rounding error.
 
     An attack may compute in float32, on samples mapped to another box. Every entry then has an
-    error of about 2^-24 times the largest value, and an l2 norm adds up the errors. The constants
-    ROUNDINGS (AutoAttack needs 1.3) and SLACK tolerate these errors.
+    error of about 2^-24 times the largest value, and an l2 norm adds up the errors. ROUNDINGS, a
+    factor on these errors (AutoAttack needs 1.3), and SLACK, a share of the radius, tolerate them.
 
     Args:
         z: what the attack returned.
@@ -144,7 +147,7 @@ def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:
     projected = project(z, x, ball)
     excess = distance(z, projected, ball.norm, ball.patch)
     rounding = torch.full_like(excess, _bound_rounding(x, ball, torch.float32))
-    if ball.norm == "l1":  # only the entries that moved have an error: count their share
+    if ball.norm == "l1":  # only entries that changed have an error: scale by their share
         moved = (z != x).flatten(1).to(rounding)
         rounding *= moved.mean(1)
     outside = excess > SLACK * ball.eps + rounding
@@ -167,7 +170,7 @@ def _bound_rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
     largest = float(x.abs().amax()) + ball.eps
     for end in ball.box or ():
         largest = max(largest, abs(end))
-    # Equal errors of all entries have the norm of ones: in l2 that is sqrt(entries).
+    # A vector with the same error in every entry has the norm of ones, times this error.
     norm_of_ones = measure_ones(ball.norm, x.shape[1:])
     unit = torch.finfo(dtype).eps / 2
     return ROUNDINGS * unit * norm_of_ones * largest
@@ -176,7 +179,7 @@ def _bound_rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
 def measure_ones(norm: Norm, shape: Sequence[int]) -> float:
     """Return the norm of a sample of this shape whose entries are all 1; 1 for linf and patches.
 
-    An error of the same size in every entry has this norm, times the size.
+    The function serves to bound errors: an error e in every entry has the norm e times this one.
     """
     entries = math.prod(shape)
     if norm == "l1":
@@ -191,7 +194,8 @@ def measure_ones(norm: Norm, shape: Sequence[int]) -> float:
 def is_resolved(x: Samples, ball: Ball) -> bool:
     """Say whether the radius is larger than the rounding of points in the ball around x.
 
-    If not, rounding moves a point as far as the attack may.
+    A radius that is not resolved is smaller than rounding errors: an attack misses part of the
+    ball.
     """
     if ball.eps == 0:  # the only point is x itself
         return True
@@ -211,11 +215,11 @@ def distance(
     norm: Norm,
     patch: tuple[int, int] | None = None,
 ) -> Float[Tensor, " batch"]:
-    """Return ||z - x|| of each sample, in the norm of the ball; patches: how many differ."""
+    """Return ||z - x|| of each sample in a norm; for patches, how many patches differ."""
     if patch is not None:
         differs = sum_patches((z - x).abs(), patch) > 0
         return differs.sum(1).to(x)
-    # One length per sample; for token-l2 one per token, of which the largest is the norm.
+    # One length per sample. For token-l2 one length per token: the norm is the largest length.
     lengths = _lengths(z - x, norm).flatten(1)
     return lengths.amax(1)
 
@@ -251,9 +255,10 @@ def select_places(
 def steepest(gradient: Samples, ball: Ball) -> Samples:
     """Return the direction of unit norm, in the norm of the ball, along which the loss rises most.
 
-    For a gradient g that is sign(g) for linf, and g / ||g||_2 for l2 (per token for token-l2); 0
-    where g is 0. For l1 only the largest entry of g moves. Gradients are scaled by their largest
-    entry first: their squares underflow on a confident classifier.
+    For a gradient g the direction is sign(g) in linf, and g / ||g||_2 in l2 (per token in
+    token-l2); 0 where g is 0. In l1 only the largest entry of g moves. Gradients are first divided
+    by their largest entry, because the squares of the tiny gradients of a confident classifier
+    would underflow.
     """
     gradient = ball.free(gradient)
     if ball.norm == "linf":
@@ -271,9 +276,10 @@ def steepest(gradient: Samples, ball: Ball) -> Samples:
 def random_start(x: Samples, ball: Ball, generator: torch.Generator) -> Samples:
     """Draw a random point in the ball around each sample, at which an attack starts.
 
-    For linf it is uniform in the cube; for l2 on the sphere, in a uniform direction. For l1 a
-    normal point is projected onto the ball, so that several entries change. For patches all pixels
-    are drawn from the box: the attack then chooses the places.
+    For linf the point is uniform in the ball, a cube. For l2 the point is on the sphere, in a
+    uniform direction. For l1 a normally distributed perturbation is projected onto the ball, so
+    that several entries change. For patches all pixels are drawn from the box, and the attack
+    chooses the patches that get them.
 
     The draw is on the CPU in float32, so that all devices and precisions have equal starts.
     """
@@ -292,7 +298,7 @@ def random_start(x: Samples, ball: Ball, generator: torch.Generator) -> Samples:
 
 
 def _axes(delta: Tensor, norm: Norm) -> tuple[int, ...]:
-    """Return the axes over which the norm sums: the last one of each token, or all of a sample."""
+    """Return the axes over which the norm sums: the embedding of a token, or the whole sample."""
     if norm == "token-l2":
         return (-1,)
     return tuple(range(1, delta.ndim))
@@ -301,8 +307,8 @@ def _axes(delta: Tensor, norm: Norm) -> tuple[int, ...]:
 def _lengths(delta: Tensor, norm: Norm) -> Tensor:
     """Return the norm of each sample's perturbation, or of each token's for token-l2.
 
-    Axes that are summed keep length 1: the norms broadcast over `delta`. Squares are summed in
-    float64: those of 1e20 overflow in float32.
+    The summed axes stay with length 1, so that the norms broadcast over `delta`. Squares are
+    summed in float64: the square of 1e20 would overflow in float32.
     """
     axes = _axes(delta, norm)
     if norm == "linf":

@@ -131,14 +131,15 @@ def evaluate_chunk(
 ) -> Iterator[Outcome]:
     """Yield the outcome of the clean samples, then one outcome per trial and attack.
 
-    The cheapest trial runs first, and of equal trials the one at the smallest radius (see
-    `kinds.list_steps`). An attack gets the samples that survived the earlier attacks of its trial,
-    and of the same trial at smaller radii. So a sample broken at one radius is broken at every
-    larger one.
+    A trial is a list of attacks in one ball. The cheapest trial runs first; of trials with equal
+    cost, the smallest radius runs first (see `kinds.list_steps`). An attack gets the samples that
+    survived the earlier attacks of its trial, and the same attacks at smaller radii. So a sample
+    that is broken at one radius counts as broken at every larger radius.
 
     Args:
         f: x -> logits (batch, classes) in the attacked space, deterministic, in eval mode. A
-            `ByRow` also gets the positions of the samples; only fgsm and pgd can use it.
+            model that also needs the positions of the samples is a `ByRow`; only fgsm and pgd can
+            use it.
         chunk: the samples, inside the box, with labels that are classes.
         plan: the trials (see `read_plan`), suitable for the model (see `require_suitable`).
         box: smallest and largest value of the attacked space; None for embeddings.
@@ -147,8 +148,8 @@ def evaluate_chunk(
         patch: height and width of a patch, for attacks on patches.
         earlier: outcomes of an interrupted run on this chunk, which are not yielded again.
         check: called before every pass of an attack; it may raise to end the run.
-        target: the class that attacks on texts aim at: only reaching it breaks a sample, and no
-            sample of this class; None: any wrong class breaks a sample.
+        target: the class that attacks on texts aim at. Only this prediction breaks a text, and
+            texts of this class are not attacked. None: any wrong class breaks a sample.
 
     Raises:
         UsageError: the samples have half precision.
@@ -168,7 +169,7 @@ def evaluate_chunk(
         yield clean
     session = _Session(f, chunk, box, batch_size, logits, patch, target)
     finished = earlier[1:]
-    outcome = clean  # of the step before: its survivors are attacked next
+    outcome = clean  # the outcome of the previous step: its robust samples are attacked next
     # By norm and attacks: the outcome at the largest radius so far. Radii increase.
     latest: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
     for number, (trial, attack) in enumerate(list_steps(plan)):
@@ -191,14 +192,15 @@ def evaluate_chunk(
 
 
 def _examine_clean(oracle: Oracle, chunk: Chunk, logits: Tensor, seed: int) -> Outcome:
-    """Return the outcome of the clean samples: which are correct, and signs of weak attacks.
+    """Return the outcome of the samples without attack: correct predictions, confidence, checks.
 
-    A second pass, with gradient, shows whether outputs are random and gradients are useless.
+    The checks look for signs that attacks would be weak. A second forward pass has to give the
+    same logits, else the model is random. The gradient of the loss must not vanish.
 
     Args:
-        oracle: the model, which counts passes.
+        oracle: the model, with a meter that counts passes.
         chunk: the samples.
-        logits: their logits, from the first pass.
+        logits: the logits of the samples from the first pass.
         seed: seed of the run.
     """
     x = chunk.x
@@ -235,13 +237,13 @@ class _Session:
     ) -> dict[str, Any]:
         """Run one attack in a ball, on the samples that are not broken yet.
 
-        A turn is one run of the attack: from one start, against one target class per sample. Each
-        turn gets the samples that survived the turn before.
+        A turn is one run of the attack from one random start, against one target class per row.
+        Each turn gets the samples that survived the previous turn.
 
         Args:
             trial: norm and radius of the ball.
             attack: the attack and its settings.
-            last: the outcome before, whose robust samples are attacked.
+            last: the previous outcome; its robust samples are attacked.
             meter: counts passes.
             rng: source of all random numbers.
 
@@ -258,18 +260,19 @@ class _Session:
         x_adv = last.x_adv.clone()
         confidence = last.confidence.clone()
         ranks = self.logits.sort(dim=1)[1]  # from the least likely class to the likeliest
-        turns = fitted.turns if ball.eps > 0 else 0
-        number = 0  # of turns that ran
+        turns = fitted.turns if ball.eps > 0 else 0  # a ball of radius 0 needs no search
+        number = 0  # number of turns that ran
         while number < turns and bool(robust.any()):
             rows = robust.nonzero()[:, 0]
-            # Which start this is, and the first target class of it. `aims`: targets per start.
+            # The number of the start, and the number of the target class: each start has `aims`
+            # targets, which run one after the other.
             restart, first = divmod(number, fitted.aims)
-            # With few survivors, several targets share a batch: it has a copy of the samples for
-            # each.
+            # With few survivors, several targets share a batch: the batch repeats the samples once
+            # (a copy) for each target.
             room = max(CHUNK // len(rows), 1)
             copies = min(room, fitted.aims - first)
             number += copies
-            # The class of rank -1 is the prediction; the first target is the runner-up, rank -2.
+            # `ranks` ends with the predicted class. The first target is the runner-up, at -2.
             targets = [ranks[rows, -2 - i] for i in range(first, first + copies)]
             start = partial(_draw_starts, chunk.x, ball, rng, rows, copies)
             turn = Turn(
@@ -289,7 +292,7 @@ class _Session:
             chosen = _choose_copies(right)  # the copy that broke each sample, else the last one
             x_adv[rows] = points[chosen]
             confidence[rows] = logits[chosen].softmax(1).amax(1)
-        # Samples broken before keep their distance: a resumed run does not have their points.
+        # Samples that were broken earlier keep their distance: a resumed run lacks their points.
         attacked = last.robust
         distances = last.distance.clone()
         distances[attacked] = distance(x_adv[attacked], chunk.x[attacked], ball.norm, patch)
@@ -307,7 +310,7 @@ class _Session:
     ) -> tuple[Tensor, Tensor]:
         """Run an attack once; return its points, checked to be inside the ball, and their logits.
 
-        If a gradient was not finite, it runs again with such gradients replaced.
+        If a gradient was not finite, the attack runs again, with NaN in gradients replaced.
         """
         oracle = Oracle(self.f, turn.rows, self.batch_size, meter)
         x = self.chunk.x[turn.rows]
@@ -319,7 +322,7 @@ class _Session:
             # Copies, because an attack may change its arguments in place.
             z = function(oracle, x.clone(), y.clone(), ball, turn)
             z = balls.check_inside(z, x, ball, name)
-            # Judged by a fresh evaluation, whatever the attack found.
+            # A fresh evaluation decides which points are misclassified, not the attack.
             logits = _require_finite(oracle(z), f"{name} samples", self.chunk)
             if meter.mends or not bool(meter.broken > 0):
                 return z, logits
@@ -336,7 +339,7 @@ class _Session:
         Args:
             trial: its radius is the largest number of changes.
             attack: the attack and its settings.
-            last: the outcome before, whose robust samples are attacked.
+            last: the previous outcome; its robust samples are attacked.
             meter: counts passes.
             rng: source of all random numbers.
 
@@ -388,8 +391,9 @@ class _Session:
 def _choose_copies(right: Bool[Tensor, "copies samples"]) -> Int[Tensor, " samples"]:
     """Return for each sample the row of its first misclassified copy, else of its last copy.
 
-    A batch has several copies of all samples, one per target class, copy after copy: the row of a
-    sample is copy * samples + sample. `right` says which rows are classified correctly.
+    A batch repeats all samples once for each target class. A repetition is a copy: row
+    copy * samples + i has copy number `copy` of sample i. `right` is True for each copy that is
+    classified correctly.
     """
     copies, samples = right.shape
     first_wrong = (~right).int().argmax(0)
@@ -402,7 +406,8 @@ def _draw_starts(
 ) -> Tensor:
     """Return random points (copies * rows, ...) in the balls of some rows of a chunk.
 
-    They are drawn for the whole chunk: a sample's start does not depend on the survivors.
+    The points are drawn for the whole chunk, then selected. So the start of a sample does not
+    depend on which other samples survived.
     """
     starts = []
     for _ in range(copies):
@@ -420,7 +425,7 @@ def derive_seed(seed: int, attack: str, chunk: int) -> int:
 
 
 def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
-    """Return the logits; an error if some are not finite."""
+    """Return the logits, or raise an error if the logits of a sample are not finite."""
     finite = logits.isfinite().all(1)
     bad = int((~finite).sum())
     if bad:
@@ -450,7 +455,7 @@ def require_radius(
     """
     if trial.norm == "patch":
         require_grid(trial.radius.value, shape, patch)
-    if box is None or trial.norm in WHOLE:
+    if box is None or trial.norm in WHOLE:  # WHOLE: the radius is a number of changes, no distance
         return
     # The diameter of the box: in a larger ball the box alone would limit the attack.
     low, high = box

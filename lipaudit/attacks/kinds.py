@@ -86,7 +86,7 @@ class AttackKind:
         return next((norm for norm in self.norms if norm in WHOLE), None)
 
     def can_attack(self, kind: str) -> bool:
-        """Say whether it can attack a kind of model: image, tokens or text."""
+        """Say whether the attack suits a kind of model: image, tokens or text."""
         if kind == "text" and not self.masked:  # texts have padding, which must not change
             return False
         return any(kind in SPACES[norm] for norm in self.norms)
@@ -198,13 +198,13 @@ class Attack:
 
     @property
     def turns(self) -> int:
-        """Return how often the attack runs on a sample that it never breaks."""
+        """Return the largest number of runs on a sample: starts times target classes per start."""
         if self.kind.effort in ("steps", "queries"):
             return self.restarts * self.aims
         return 1  # attacks of other kinds have no restarts
 
     def estimate_cost(self, radius: Radius) -> int:
-        """Return the cost of attacking a sample that is never broken, in forward passes.
+        """Return the largest cost of the attack on one sample, in forward passes.
 
         A gradient costs 3: a forward pass, and a backward pass that takes twice as long.
         """
@@ -271,7 +271,7 @@ def list_steps(plan: Sequence[Trial]) -> list[tuple[Trial, Attack]]:
     """Return (trial, attack) for all attacks of a plan in the order in which they run.
 
     The cheapest trial runs first. Of trials with equal cost, the smaller radius comes first: a
-    sample that it breaks is broken at larger ones, too.
+    sample broken at a small radius counts as broken at larger radii and needs no further attack.
     """
 
     def rank(trial: Trial) -> tuple[int, Fraction]:
@@ -297,9 +297,9 @@ def read_plan(
     """Return the trials of the option `--attack`: names of attacks and presets, with commas.
 
     Every name makes one trial per radius, labelled by the name; `autoattack` is `standard`.
-    `custom:NAME,NAME` is one ensemble. An attack that counts changes takes the radii with its
-    unit (`2words`), plain radii if all attacks count changes, else its default. Other attacks take
-    the plain radii.
+    `custom:NAME,NAME` is one ensemble. Attacks on balls take radii without a unit. An attack that
+    counts changes, such as replaced words, takes radii with its unit (`2words`). Without such
+    radii it takes radii without a unit if all attacks count changes, else its default radii.
 
     Args:
         attack: names, separated by commas.
@@ -324,7 +324,7 @@ def read_plan(
     ensembles = {name: _find_attacks(name) for name in names}
     units = {name: _find_unit(name, attacks) for name, attacks in ensembles.items()}
     _refuse_units(radii, units, norm)
-    only_counts = all(units.values())  # no attack searches balls
+    only_counts = all(units.values())  # a unit for every attack: none searches balls
     plan: list[Trial] = []
     for name, attacks in ensembles.items():
         unit = units[name]
@@ -350,7 +350,7 @@ def read_plan(
 def _find_attacks(name: str) -> tuple[Attack, ...]:
     """Return the attacks that one name of --attack stands for.
 
-    The name is that of a preset, `custom:NAME,NAME` for an ensemble, or that of an attack.
+    A name is a preset, an ensemble `custom:NAME,NAME`, or a single attack.
     """
     preset = "standard" if name == "autoattack" else name
     kinds = attack_kinds()
@@ -375,12 +375,12 @@ def _find_attacks(name: str) -> tuple[Attack, ...]:
 
 
 def _find_unit(name: str, attacks: Sequence[Attack]) -> Norm | None:
-    """Return the unit (words, patch...) in which some attacks count changes.
+    """Return the unit (words, patch...) in which the attacks of one name count changes.
 
-    None if they search balls, where the radius is a distance.
+    None if the attacks search balls, where the radius is a distance.
 
     Raises:
-        UsageError: their units differ.
+        UsageError: the attacks have different units.
     """
     units = {attack.kind.counts for attack in attacks}
     if len(units) > 1:
@@ -394,15 +394,15 @@ def _find_unit(name: str, attacks: Sequence[Attack]) -> Norm | None:
 def _choose_radii(
     radii: Sequence[Radius], attacks: Sequence[Attack], unit: Norm | None, only_counts: bool
 ) -> list[Radius]:
-    """Return which of the typed radii an attack or an ensemble takes, without their units.
+    """Return the typed radii that an attack or an ensemble takes, without units.
 
-    `--eps 2/255,2words` has a plain radius, for attacks on balls, and one with a unit, for the
-    attack words.
+    `--eps 2/255,2words` has a plain radius, for attacks on balls, and a radius with a unit, for
+    the attack words.
 
     Args:
         radii: the typed radii.
-        attacks: the attack, or those of the ensemble.
-        unit: the unit in which they count changes; None: they search balls.
+        attacks: the attack, or all attacks of the ensemble.
+        unit: the unit in which these attacks count changes; None: the attacks search balls.
         only_counts: whether no attack of the plan searches balls; plain radii then count changes.
     """
     plain = [radius for radius in radii if not radius.unit]
@@ -421,11 +421,14 @@ def _choose_radii(
 def _refuse_units(
     radii: Sequence[Radius], units: Mapping[str, Norm | None], norm: Norm | None
 ) -> None:
-    """Refuse a norm and radii that no attack would use.
+    """Refuse a norm or a radius that no attack would use.
+
+    WHOLE has the norms whose radius is a whole number of changes: words, characters, suffix
+    tokens, patches. All other norms are distances, which attacks on balls use.
 
     Args:
         radii: the typed radii.
-        units: for each attack the unit in which it counts changes; None: it searches balls.
+        units: the unit in which each attack counts changes, by attack; None for attacks on balls.
         norm: the typed norm.
     """
     for radius in radii:
@@ -437,11 +440,13 @@ def _refuse_units(
                 "embeddings, give a radius without a unit: --eps 2/255.",
             )
     on_balls = [name for name, unit in units.items() if unit is None]
+    # A norm that counts changes needs attacks that count in this unit, and no attack on balls.
     if norm in WHOLE and (on_balls or norm not in units.values()):
         raise UsageError(
             f"{', '.join(on_balls or units)} cannot change {norm}",
             f"Use --attack {norm} --eps 1,2.",
         )
+    # A norm that is a distance needs an attack on balls.
     if norm is not None and norm not in WHOLE and not on_balls:
         raise UsageError(
             f"{', '.join(units)} cannot search {norm} balls: their radius is a number of changes",
@@ -460,6 +465,7 @@ def _plan_radii(
     if not radii:
         raise UsageError("no attack radius was given", "Add a radius, for example --eps 2/255.")
     for radius in radii:
+        # WHOLE: norms that count words, characters, tokens or patches.
         if norm in WHOLE and radius.value.denominator != 1:
             raise UsageError(
                 f"the radius {radius.text} is not a whole number of {name_unit(norm)}",
@@ -505,12 +511,12 @@ def require_suitable(
     Args:
         trials: the requested trials.
         kind: kind of the model.
-        changes: the units of its texts that can be changed.
+        changes: for a model of texts, the units that attacks can change: words, characters...
         why: why other units cannot be changed.
 
     Raises:
-        UsageError: an attack or a norm does not suit the model (the message lists those that do),
-            or an attack cannot be loaded.
+        UsageError: an attack or a norm does not suit the model (the message lists what does), or
+            an attack cannot be loaded.
     """
     samples = {"image": "images", "tokens": "sequences of vectors"}.get(kind, kind)
     for trial in trials:
@@ -545,9 +551,10 @@ def require_suitable(
 def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
     """Return an attack adapted to the number of classes, at least 2, with notes on the changes.
 
-    The DLR loss is a ratio of differences of sorted logits. Against a target it needs four
-    classes, else three. With two classes its attacks do not run (no restarts): the cross-entropy
-    of other attacks already uses the only difference of logits.
+    The DLR loss is a ratio of differences of sorted logits. Against a target class the loss needs
+    four classes, else three. With two classes the attacks with this loss do not run (0 restarts):
+    the cross-entropy of other attacks already uses the only difference of logits. An attack with
+    more targets than there are wrong classes gets all wrong classes.
     """
     if attack.name in ("apgd-t", "apgd-dlr") and classes == 2:
         text = f"{attack.name} did not run: its DLR loss needs 3 classes, and the model has 2"

@@ -97,17 +97,17 @@ class Meter:
     def mend(self, gradient: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a gradient made finite, and count the samples where it was not.
 
-        Infinity becomes a large number. NaN becomes the gradient at a nearby point if `mends` is
-        set, else 0.
+        Infinity becomes a large number. NaN becomes 0, or with `mends` the gradient at a nearby
+        point: the entries of the sample with NaN are moved slightly.
 
         Args:
             gradient: gradient of some samples.
-            near: direction -> the gradient after a small step of the samples along it.
+            near: a function: direction -> gradient after a small step along this direction.
         """
         self.backwards += len(gradient)
         finite = gradient.isfinite().flatten(1).all(1)
         self.broken = self.broken + (~finite).sum()
-        # Move the entries with NaN up; if the gradient is NaN there, too, move them down.
+        # Move the entries with NaN up; if the gradient is still NaN, move them down.
         sides = (1, -1) if self.mends else ()
         for side in sides:
             is_nan = gradient.isnan()
@@ -141,9 +141,9 @@ class Oracle:
     meter: Meter = field(default_factory=Meter)
 
     def __call__(self, z: Float[Tensor, " rows *sample"]) -> Float[Tensor, "rows classes"]:
-        """Return the logits at z, differentiable if z is, in a tensor that the caller may change.
+        """Return the logits at z, which has one point for each entry of `rows`.
 
-        z has a point for each of `rows`.
+        The logits are differentiable if z is. The caller may change the tensor in place.
         """
         self.meter.pass_forward(len(z))
         if torch.is_grad_enabled() and z.requires_grad:
@@ -265,8 +265,8 @@ def logits_and_gradient(
 ) -> tuple[Float[Tensor, "batch classes"], Samples]:
     """Return the logits at x, and the gradient with respect to x of each sample's cross-entropy.
 
-    Samples that do not fit the device at once run in pieces, each forward and backward. (The
-    gradient of an `Oracle` at all of them would repeat the forward passes.)
+    Too many samples for one pass run in pieces, each forward and then backward. (One call of an
+    `Oracle` on all samples would repeat the forward passes for the gradient.)
     """
     if isinstance(f, Oracle) and len(x) > f.batch_size:
         logits_of_pieces = []
@@ -280,13 +280,16 @@ def logits_and_gradient(
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         logits = logits_of(f(leaf))
-        # A sum, so that the gradient of each sample is its own, whatever the batch.
+        # With a sum, the gradient at a sample does not depend on the size of the batch.
         loss = F.cross_entropy(logits, y, reduction="sum")
     return logits.detach(), pull((leaf, loss), torch.ones_like(loss))
 
 
 def margins(logits: Float[Tensor, "batch classes"], y: Labels) -> Float[Tensor, " batch"]:
-    """Return f_y - max_{j != y} f_j of logits f: negative exactly if another class is ahead."""
+    """Return the margin of label y, f_y - max_{j != y} f_j, for logits f.
+
+    The margin is negative exactly if another class has a larger logit than the label.
+    """
     label = y[:, None]
     of_label = logits.gather(1, label)[:, 0]
     others = logits.scatter(1, label, -torch.inf)  # without the label's own logit
@@ -360,13 +363,12 @@ def pgd(
 ) -> Samples:
     """Increase the cross-entropy from `start`; return the iterate closest to success.
 
-    z <- project(z + step_size d), with d the steepest direction of the norm. In l1 the steepest
-    entry moves alone, and those at an edge of the box take no step outwards, which would be lost
-    (SLIDE of Tramer and Boneh, 2019, arXiv 1904.13000). Closest to success
-    means the smallest margin f_y - max_{j != y} f_j over all steps + 1 iterates, so a sample
-    misclassified at some iterate is returned misclassified. The function is deterministic: for a
-    restart, draw a start with `random_start` and call it again. Madry et al., 2018 (arXiv
-    1706.06083).
+    A step is z <- project(z + step_size d), with d the steepest direction of the norm. In l1 only
+    the entry with the largest slope moves, among entries that the box does not stop (SLIDE of
+    Tramer and Boneh, 2019, arXiv 1904.13000). Closest to success means the smallest margin
+    f_y - max_{j != y} f_j over all steps + 1 iterates, so a sample misclassified at some iterate
+    is returned misclassified. The function is deterministic: for a restart, draw a start with
+    `random_start` and call the function again. Madry et al., 2018 (arXiv 1706.06083).
 
     Args:
         f: x -> logits (batch, classes).
@@ -387,8 +389,8 @@ def pgd(
         logits, gradient = logits_and_gradient(f, z, y)
         best, lowest = choose_closer(z, margins(logits, y), best, lowest)
         if ball.norm == "l1" and ball.box is not None:
-            # A step moves only the entry with the largest slope. Entries at an edge of the box,
-            # which would step outwards, do not take part.
+            # A step moves only the entry with the largest slope. An entry at an edge of the box
+            # with a slope outwards could not move, and the step would be lost: exclude it.
             low, high = ball.box
             stuck = torch.where(gradient > 0, z >= high, z <= low)
             gradient = gradient.masked_fill(stuck, 0.0)
@@ -405,9 +407,13 @@ def pgd_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Ten
 def choose_closer(
     z: Tensor, margin: Tensor, best: Tensor, lowest: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return for each sample the point with the smaller margin, and that margin.
+    """Return for each sample the point with the smaller margin, and the smaller margin.
 
-    The points are z, with `margin`, and the best so far, with `lowest`.
+    Args:
+        z: new points, one per sample.
+        margin: the margins at z, (samples,).
+        best: the points with the smallest margins so far.
+        lowest: the margins at `best`.
     """
     is_lower = margin < lowest
     best = torch.where(add_axes(is_lower, z), z, best)
@@ -432,9 +438,9 @@ def fill_patches(
 ) -> Float[Tensor, "batch channels height width"]:
     """Fill k patches of each image with values that increase the cross-entropy.
 
-    Places are the patches of a grid. They are ranked by first-order gain: the largest sum of
-    g * (z - x), with the gradient g, over values z of the pixels of a place in the box. Each start
-    takes other k ranks.
+    A place is a patch of the grid of the image. Places are ranked by how much the loss can grow to
+    first order: the maximum of the sum of g * (z - x) over the pixels of the place, with the
+    gradient g of the loss and new pixel values z in the box. Each start takes k other ranks.
 
     Args:
         f: x -> logits (batch, classes).
@@ -451,7 +457,7 @@ def fill_patches(
     gain = sum_patches(pixel_gain, ball.patch)
     choices = choose_ranks(gain.shape[1], int(ball.eps), turn.attack.restarts)
     ranks = choices[turn.restart % len(choices)]
-    best_first = gain.argsort(1, descending=True)
+    best_first = gain.argsort(1, descending=True)  # the places of each image by rank
     places = best_first[:, list(ranks)]
     inside = select_places(places, x, ball.patch)
     # PGD in a cube as wide as the box: inside the patches every value can be reached.
@@ -468,7 +474,7 @@ def choose_ranks(places: int, k: int, starts: int) -> list[tuple[int, ...]]:
     >>> choose_ranks(16, 2, 3)
     [(0, 1), (0, 2), (1, 2)]
     """
-    # The number of best places to choose from: the smallest with enough choices.
+    # Choose among the first `pool` ranks: the smallest number with a choice for every start.
     pool = k
     while pool < places and math.comb(pool, k) < starts:
         pool += 1

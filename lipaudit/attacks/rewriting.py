@@ -89,10 +89,10 @@ class _Step:
 
     @property
     def possible(self) -> int:
-        """Return how many single changes the text has, of which `tried` were tried.
+        """Return the number of possible single changes of the text.
 
-        Some changes make no text that the model can read. They count only while it is unknown
-        which they are: if all changes were tried, `tried` is the number of all others.
+        Some changes make a text that the model cannot read. If all changes were tried, such
+        changes are known and not counted. Otherwise all changes count.
         """
         if self.left:  # not all changes were tried
             return len(self.changes)
@@ -101,15 +101,15 @@ class _Step:
     def choose_first(self) -> list[tuple[Change, Draft]]:
         """Return the changes to try first, each with the text that it makes.
 
-        These are all changes if they are few, else the most promising one of each word: its margin
-        tells which words matter.
+        If there are few changes, these are all changes. Otherwise each word gets its most promising
+        change: the resulting margins tell `choose_others` which words matter.
         """
         if len(self.changes) <= self.queries:
             return self._make(self.changes, len(self.changes))
         first_of_word: dict[int, Change] = {}
         for change in self.changes:
             first_of_word.setdefault(change.place, change)
-        # At most half of the queries: the others are for `choose_others`.
+        # At most half of the queries: the second half is for `choose_others`.
         chosen = list(first_of_word.values())[: max(1, self.queries // 2)]
         first = set(chosen)
         self.left = [change for change in self.changes if change not in first]
@@ -118,8 +118,8 @@ class _Step:
     def choose_others(self) -> list[tuple[Change, Draft]]:
         """Return the changes to try next, each with its text, up to the number of queries.
 
-        Three orders take turns: that of the attack (by the gradient), words whose first change
-        lowered the margin most, and one change of every word after the other.
+        Three orders take turns: by the gradient; by word, with the word first whose change had the
+        lowest margin; and evenly, with one change of every word in turn.
         """
 
         def rank(change: Change) -> float:
@@ -138,7 +138,7 @@ class _Step:
     def _make(self, changes: Iterable[Change], most: int) -> list[tuple[Change, Draft]]:
         """Return at most `most` changes, each with the text that it makes.
 
-        Changes are left out that make no word, or no text that the model can read.
+        A change is left out if the result is not a word, or not a text that the model can read.
         """
         with_texts: list[tuple[Change, Draft]] = []
         for change in changes:
@@ -152,11 +152,11 @@ class _Step:
     def note_margins(self, chosen: Sequence[tuple[Change, Draft]], values: list[float]) -> None:
         """Record the margins of changed texts, and the text with the lowest one.
 
-        Of margins that are equal up to rounding, the first one counts.
+        If margins are equal up to rounding, the first text counts.
 
         Args:
-            chosen: the changes, with the texts that they make.
-            values: their margins.
+            chosen: the changes, each with the changed text.
+            values: the margins of the changed texts.
         """
         self.tried += len(chosen)
         for (change, draft), value in zip(chosen, values, strict=True):
@@ -168,7 +168,7 @@ class _Step:
 
 
 def take_turns(lists: Iterable[Iterable[Change]]) -> Iterator[Change]:
-    """Yield the first changes of all lists, then the second ones, and so on."""
+    """Yield the first change of each list, then the second change of each list, and so on."""
     for row in zip_longest(*lists):
         for change in row:
             if change is not None:  # None: this list has ended
@@ -183,19 +183,20 @@ def search(
     propose: Propose,
     queries: int,
 ) -> list[Draft]:
-    """Change each text step by step, by the single change that lowers its margin most.
+    """Return the texts after a greedy search: each step makes the change with the lowest margin.
 
-    The search of a text ends when the margin is negative: then it is misclassified. It is greedy:
-    with one more change allowed, the first changes are the same. If no change lowers the margin,
-    the text keeps its changes so far. Each draft counts how many single changes there were, and
-    how many were tried.
+    The margin is the logit of the label minus the largest other logit; with a target class see
+    `measure_leads`. The attack on a text succeeds at a negative margin, and the search of the text
+    ends. The search also ends if no change lowers the margin. With a larger budget, the first
+    changes stay the same. Each draft counts how many changes were possible and how many were tried.
 
     Args:
         oracle: the model.
         drafts: the texts.
-        y: their labels.
+        y: the labels of the texts.
         budget: largest number of changes of a text.
-        propose: (text, gradient of its margin) -> all single changes, the most promising first.
+        propose: a function: (text, gradient of the margin by the token embeddings) -> all single
+            changes of the text, the most promising first.
         queries: largest number of single changes tried in a step.
     """
     best = list(drafts)
@@ -206,7 +207,7 @@ def search(
     for _ in range(budget):
         if not robust:
             break
-        # Gradients of the margins by the token embeddings, (tokens, width) for each text.
+        # For each text the gradient of the margin by the token embeddings, (tokens, width).
         slopes = oracle.slopes([best[i].input_ids for i in robust], y[robust])
         steps = []
         for i, slope in zip(robust, slopes, strict=True):
@@ -217,7 +218,7 @@ def search(
         robust = []
         for step in steps:
             i = step.text
-            # Counts add up over the steps.
+            # Counts of tried and possible changes add up over the steps.
             tried = best[i].tried + step.tried
             possible = best[i].possible + step.possible
             if step.lowest < margin[i]:
@@ -269,9 +270,9 @@ def rewrite_words(
 ) -> list[Draft]:
     """Replace at most `budget` words of each text by words with similar embeddings.
 
-    A step tries up to `queries` substitutions in words that are not changed yet, or all of them.
-    The most promising ones lower the margin most to first order: by slope . (e(substitute) -
-    e(word)), with embeddings e and the gradient `slope` of the margin. The search is not random.
+    A step tries up to `queries` substitutions in words that are not changed yet. To first order, a
+    substitution changes the margin by slope . (e(substitute) - e(word)), with embeddings e and
+    the gradient `slope` of the margin. The lowest values are tried first, without randomness.
     """
     reader = oracle.reader
     tokens: set[int] = set()
@@ -305,7 +306,7 @@ def rewrite_words(
 def find_substitutes(near: dict[int, Tensor], draft: Draft, i: int, lexicon: Lexicon) -> list[int]:
     """Return the token ids of words that may replace word i of a text.
 
-    There are none if the word was changed before, or is not a single token that begins a word.
+    The list is empty if the word was changed before, or is not a single token that begins words.
 
     Args:
         near: token id -> ids with similar embeddings, from `neighbours`.
@@ -323,8 +324,8 @@ def find_substitutes(near: dict[int, Tensor], draft: Draft, i: int, lexicon: Lex
 def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     """Return for each token the ids with the most similar embeddings, by cosine.
 
-    Neighbours have the same kind: a first token of a word has first tokens. Fixed tokens, such as
-    punctuation, have none. The reader caches the neighbours.
+    A neighbour has the same kind as its token: first tokens of words have first tokens as
+    neighbours. Fixed tokens, such as punctuation, have no neighbours. The reader caches results.
     """
     kinds = reader.lexicon.kinds
     table = reader.table[: len(kinds)]
@@ -338,14 +339,15 @@ def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     for cut in list_pieces(len(unknown), BLOCK):
         block = unknown[cut]
         ids = torch.tensor(block, device=table.device)
-        # (block, vocabulary): the cosine, up to a factor of each row.
+        # (block, vocabulary): the cosine times the length of the row's embedding, which does not
+        # change the order within a row.
         cosine = table[ids] @ table.T / lengths
         other_kind = kind_of_id[ids][:, None] != kind_of_id
         cosine[other_kind] = -torch.inf
         cosine.scatter_(1, ids[:, None], -torch.inf)  # no word is its own neighbour
         nearest = cosine.topk(count, dim=1).indices
         for token, neighbour_ids in zip(block, nearest, strict=True):
-            # A kind with few ids: cut off those of other kinds, whose cosine is -inf.
+            # If the kind has few ids, the last entries are ids of other kinds, with cosine -inf.
             available = ids_of_kind[int(kinds[token])] - 1
             reader.near[token] = neighbour_ids[:available]
     return reader.near
@@ -368,9 +370,10 @@ class Substitution(NamedTuple):
 def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Ids]] | None:
     """Return (word, token ids of the text) for every substitution that `rewrite_words` may try.
 
-    A bound on all combinations of up to k substitutions needs each word to act alone. So None is
-    returned if a substitution changes the number of tokens, or tokens of another word; or if the
-    tokenizer reads up to k of them together as other tokens than one by one.
+    The list serves to bound the output over all combinations of up to k substitutions, as long as
+    each substitution changes only the tokens of its own word. So the result is None if a
+    substitution changes the number of tokens or tokens of another word, or if the tokenizer reads
+    several substitutions together differently than one by one.
     """
     near = neighbours(reader, draft.ids)
     ids_before = reader.read(draft)
@@ -390,8 +393,9 @@ def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Id
                 return None
             if changed_words:
                 substitutions.append(Substitution(i, ids, changed))
-    # A tokenizer may join words with nothing between them: read their combinations, too.
-    number = 0  # of combinations; with too many to read, the answer is unknown
+    # A tokenizer may join words with nothing between them: read their combinations, too. With more
+    # than COMBINATIONS of them, the answer is unknown, which counts as None.
+    number = 0
     spans = draft.source.spans if draft.source else ()
     for adjacent in _chain(spans):
         for together in _combine(substitutions, adjacent, k):
@@ -407,7 +411,7 @@ def _reads_alike(
     changes: Sequence[Substitution],
     word_of_token: Sequence[int],
 ) -> bool:
-    """Say whether a text with several changes is read as the tokens of each change alone.
+    """Say whether the tokenizer reads several changes together as the tokens of each change alone.
 
     Args:
         reader: how the model reads texts.
@@ -428,8 +432,8 @@ def _reads_alike(
 def _chain(spans: Sequence[Sequence[Span]]) -> list[list[int]]:
     """Return groups of adjacent words, with nothing between them, by the number of the word.
 
-    A tokenizer may read such words as one. The spans of a word say where each of its tokens is:
-    text of a pair, first character, and one past the last.
+    A tokenizer may read such words as one word. `spans` has for each word the positions of its
+    tokens: (index of the text in a pair, first character, one past the last character).
     """
     chains = [[0]]
     for i, (before, after) in enumerate(pairwise(spans), 1):
@@ -457,7 +461,7 @@ def _combine(
 
 def _replace_word(draft: Draft, i: int, token: int, lexicon: Lexicon) -> Draft | None:
     """Replace word i, which is one token, by another token; None if the result is not a word."""
-    if draft.source is None:  # no characters are known: the tokens are all there is
+    if draft.source is None:  # the characters are unknown: replace the token only
         return draft.with_word(i, (token,))
     new = lexicon.write(token)
     old = draft.source.word(i)
@@ -473,12 +477,11 @@ def _replace_word(draft: Draft, i: int, token: int, lexicon: Lexicon) -> Draft |
 def rewrite_characters(
     oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
 ) -> list[Draft]:
-    """Make at most `budget` typing errors in each text, where they lower its margin most.
+    """Make at most `budget` typing errors in each text, each where it lowers the margin most.
 
-    A step tries up to `queries` errors, or all of them. Words take turns, beginning with those on
-    which the margin depends most (by the norm of its gradient over the word's tokens). The errors
-    of a word have a fixed order: the search is not random. Words of a single letter are not
-    changed.
+    A step tries up to `queries` errors. Words take turns, beginning with the word on which the
+    margin depends most: its tokens have the largest sum of gradient norms. The errors of a word
+    have a fixed order, so the search is not random. Words of a single letter are not changed.
 
     Raises:
         UsageError: the model has no tokenizer that can spell.
@@ -521,7 +524,8 @@ def rewrite_characters(
 def spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[str]]:
     """Return the words of a text that can have a typing error, and the letters to make it with.
 
-    Words are by number. They have two characters or more; without known characters there are none.
+    The words are listed by number, and have at least two characters. If the characters of the text
+    are unknown, there are no words and no letters.
     """
     source = draft.source
     if source is None:
@@ -534,7 +538,7 @@ def spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[st
         text = respelled.get(i) or source.word(i)
         if len(text) > 1:
             words[i] = text
-    # The text's own letters, and all Latin ones if it has any.
+    # The letters of the text; if one of them is Latin, all Latin letters.
     letters: set[str] = set()
     for text in words.values():
         letters.update(letter for letter in text.lower() if letter.isalnum())
@@ -565,7 +569,7 @@ def list_errors(word: str, letters: Sequence[str]) -> dict[str, set[str]]:
 def _list_misspellings(word: str, letters: Sequence[str]) -> list[str]:
     """Return every spelling of a word with one typing error, shuffled with the word as seed.
 
-    So kinds and places of errors are mixed, in the same order on every machine.
+    The order mixes kinds and places of errors, and is the same on every machine.
     """
     errors: set[str] = set().union(*list_errors(word, letters).values())
     # The order of a set differs between processes: sort, then mix by the word.

@@ -93,12 +93,13 @@ def examine(
     correct = logits.argmax(1) == y
     largest_slope = gradient.flatten(1).abs().amax(1)
     flat = largest_slope == 0
-    # Change of each logit between the passes, both without the sample's median logit.
+    # How far each logit moved between the two passes. The median logit of the sample is
+    # subtracted, because a shift of all logits changes no prediction.
     median = logits.median(1, keepdim=True)[0]
     median_again = again.median(1, keepdim=True)[0]
     change = (logits - median - again + median_again).abs()
-    # A change counts if it is more than rounding, against the height of the largest logit above
-    # the median.
+    # A change counts if it exceeds rounding by more than a small share (NOISE) of the distance
+    # from the median to the largest logit.
     height = logits.amax(1, keepdim=True) - median
     rounding = torch.finfo(logits.dtype).eps * (logits.abs() + median.abs())
     moved = change > NOISE * height + ROUNDINGS * rounding
@@ -127,7 +128,8 @@ def note_signs(
         guessing: whether a guess is correct at a rate of 1 / classes; False skips that check.
         nonfinite: share of the gradients taken by attacks that were not finite.
     """
-    # The number of samples that guessing may get right: two standard deviations above the mean.
+    # The number of samples that guessing classifies correctly with luck: the binomial mean plus
+    # two standard deviations.
     mean = checks.samples / checks.classes
     lucky = mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
     # By code: whether the sign is present, and its text.
@@ -187,12 +189,14 @@ def note_masking(
 ) -> tuple[Note, ...]:
     """Warn of signs that the iterative gradient attacks were weak because gradients are masked.
 
-    The signs are those of Athalye et al. (arXiv 1802.00420) and Carlini et al. (arXiv 1902.06705):
-    examples of another model break samples that no attack on this model broke; Square, which takes
-    no gradient, or FGSM, which takes one, breaks more samples than the iterative attacks; samples
-    survive in an linf ball of half the box. That ball contains the centre of the box, whatever the
-    sample, and a model is right there for the samples of one class at most. A sign has to be
-    larger than LUCKY samples and than LUCKY_SHARE of all.
+    The signs are from Athalye et al. (arXiv 1802.00420) and Carlini et al. (arXiv 1902.06705):
+
+    1. Examples of another model break samples that no attack on this model broke.
+    2. Square (no gradient) or FGSM (one gradient) breaks more samples than the iterative attacks.
+    3. Samples survive in an linf ball of half the box. Such a ball contains the centre of the box,
+       whatever the sample, and the model is right there for samples of one class at most.
+
+    A sign counts if it exceeds both LUCKY samples and the share LUCKY_SHARE of all samples.
 
     Args:
         trials: the trials.
@@ -202,12 +206,13 @@ def note_masking(
     """
     lucky = max(LUCKY, LUCKY_SHARE * len(y))
     largest_class = np.unique(y, return_counts=True)[1].max()
-    # By label. A later sign, at a larger radius, replaces an earlier one.
+    # The text of each sign, by the label of its attack. A sign at a larger radius replaces the
+    # sign at a smaller radius.
     signs: dict[str, str] = {}
     for trial in sorted(trials, key=lambda trial: trial.radius.value):
         ball = (trial.norm, trial.radius)
-        # Columns of `robust`: all trials in this ball, and those with iterative gradient attacks.
-        # Without the latter there is nothing to compare with.
+        # Columns of `robust`: all trials in this ball, and all trials with iterative gradient
+        # attacks ("steps"). Without iterative attacks there is nothing to compare with.
         in_ball = [i for i, other in enumerate(trials) if (other.norm, other.radius) == ball]
         iterative = [i for i in in_ball if "steps" in _list_efforts(trials[i])]
         if not iterative:

@@ -74,9 +74,10 @@ class _Place:
 
 
 def _find_place(draft: Draft, before: bool) -> _Place | None:
-    """Return where a suffix goes: before the first written token of a text, or behind the last.
+    """Return the place of a suffix: before the first token of a text, or behind the last token.
 
-    None if the characters of the text are unknown, or it has none.
+    Tokens without characters, such as special tokens, do not count. The result is None if the
+    characters of the text are unknown, or if no token has characters.
     """
     if draft.source is None:
         return None
@@ -137,9 +138,10 @@ class _Search:
         return self.lowest >= 0 and not self.ended
 
     def finish(self) -> Draft:
-        """Return the best text, with the number of suffixes that were tried.
+        """Return the text with the lowest lead, and with the number of tried suffixes.
 
-        For a suffix of a single token it also counts the possible ones: tokens that can be read.
+        For a suffix of a single token, all possible suffixes can be counted, too: the tried ones,
+        and all tokens that were not seen.
         """
         if self.most > 1:
             return replace(self.best, tried=self.tried)
@@ -152,9 +154,9 @@ class _Search:
         return replace(self.draft, suffix=suffix)
 
     def write(self, ids: Ids) -> Draft | None:
-        """Return the text with the characters of a suffix, given by its tokens.
+        """Return the text with a suffix of these tokens, spelled in characters.
 
-        None if the tokenizer reads the changed text as other tokens.
+        None if the tokenizer reads the longer text as other tokens.
         """
         for text in self.place.spell(ids, self.reader):
             changed = self.add(ids, text)
@@ -163,7 +165,10 @@ class _Search:
         return None
 
     def make_drafts(self, suffixes: Iterator[Ids], most: int) -> list[Draft]:
-        """Return texts with new suffixes, at most `most`; without any, the search has ended."""
+        """Return at most `most` texts with suffixes that were not tried yet.
+
+        If there is no such suffix, the search ends.
+        """
         drafts: list[Draft] = []
         for ids in suffixes:
             if ids in self.seen:
@@ -180,8 +185,8 @@ class _Search:
     def grow(self) -> Draft:
         """Return the text with the suffix that the next step changes.
 
-        It is the current suffix, with a random token added until it has all tokens. After adding
-        one, the next step changes only this token.
+        A suffix below its full length first gets a random token; `propose` then changes only this
+        token. A suffix of full length stays, and any of its tokens may change.
         """
         if len(self.current) < self.most:
             # The best longer suffix becomes the current one, even if the lead of the label rises.
@@ -190,7 +195,7 @@ class _Search:
         return self.add(self.current)
 
     def propose(self, draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Ids]:
-        """Yield the suffixes that differ in one token: best by gradient and at random in turn.
+        """Yield suffixes with one changed token: the best by gradient and a random one in turn.
 
         Args:
             draft: the text with the suffix of `grow`.
@@ -219,9 +224,9 @@ class _Search:
             yield (*ids[:position], int(self.tokens[token]), *ids[position + 1 :])
 
     def draw(self) -> Iterator[Ids]:
-        """Yield random suffixes of `most` tokens, which the tokenizer reads as these tokens.
+        """Yield random suffixes of `most` tokens that the tokenizer reads as the same tokens.
 
-        It ends after DRAWS failures in all to draw a new one.
+        The generator ends once it failed DRAWS times to draw a new suffix.
         """
         if self.most == 1:  # every token once
             for token in self._shuffle(len(self.tokens)):
@@ -245,7 +250,7 @@ class _Search:
     def note_leads(self, drafts: Sequence[Draft], leads: Sequence[float]) -> None:
         """Record the leads of texts with suffixes: the lowest of this step, and of all steps.
 
-        The suffix with the lowest lead of this step is the one that the next step changes.
+        The next step changes the suffix with the lowest lead of this step.
         """
         self.tried += len(drafts)
         for draft, lead in zip(drafts, leads, strict=True):
@@ -271,12 +276,22 @@ def search_suffix(
 ) -> list[Draft]:
     """Add a suffix of at most `budget` tokens to each text, by greedy coordinate gradient (GCG).
 
-    The search lowers the lead of the label over the other classes: a text is broken once it is
-    negative. Each of `steps` steps takes the gradient of the lead by the tokens of the suffix, and
-    tries `queries` suffixes of each text that is not broken yet.
+    The lead of a text is the logit of the label minus the largest other logit; with a target class
+    see `measure_leads`. A negative lead means that the attack succeeded. A step takes the gradient
+    of the lead by the embeddings of the suffix, and tries new suffixes of each text that is not
+    broken yet.
+
+    Args:
+        oracle: the model.
+        drafts: the texts.
+        y: the labels of the texts.
+        budget: largest number of tokens of a suffix.
+        turn: this run of the attack: its random numbers, and its settings. `turn.attack.steps` is
+            the number of steps, `turn.attack.queries` the number of suffixes per text and step.
     """
     searches = _begin(oracle, drafts, y, budget, turn)
     for _ in range(turn.attack.steps):
+        # The texts that are not broken yet and have suffixes to try.
         positions = [i for i, search in searches.items() if search.is_open]
         if not positions:
             break
@@ -295,8 +310,9 @@ def draw_suffix(
 ) -> list[Draft]:
     """Add `budget` random tokens to each text, and keep the suffix with the lowest lead.
 
-    The lead is that of the label over the other classes. A text gets as many suffixes as
-    `search_suffix` takes forward passes, where a gradient counts as three.
+    The lead of a text is the logit of the label minus the largest other logit; with a target class
+    see `measure_leads`. An attack succeeds at a negative lead. A text gets as many suffixes as `search_suffix` takes forward passes, where
+    a gradient counts as three. So the two attacks can be compared at equal cost.
     """
     searches = _begin(oracle, drafts, y, budget, turn)
     queries = turn.attack.queries + 3  # the suffixes and the gradient of a step
@@ -314,7 +330,7 @@ def _begin(
 ) -> dict[int, _Search]:
     """Return a search for each text that can have a suffix, by the position of the text."""
     reader = oracle.reader
-    # The tokens of suffixes: ids with a spelling and an embedding, without special tokens.
+    # The tokens that a suffix may have: ids with a spelling and an embedding, no special tokens.
     reserved = reader.lexicon.reserved
     count = min(len(reader.lexicon.tokens), len(reader.table))
     tokens = torch.tensor([i for i in range(count) if i not in reserved])
@@ -326,7 +342,7 @@ def _begin(
         place = _find_place(draft, turn.attack.place == "before")
         if place is None or not len(tokens):
             continue
-        # Each text has a seed of its own: its suffixes do not depend on which others survived.
+        # Each text has a seed of its own, so its suffixes do not depend on the other texts.
         rng = random.Random(f"{seed}/{int(turn.rows[i])}")
         searches[i] = _Search(reader, draft, place, tokens, budget, rng, draft, lead)
     return searches

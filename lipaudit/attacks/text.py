@@ -75,9 +75,9 @@ class Source:
         return self.texts[piece][start:end]
 
     def span(self, i: int) -> Span:
-        """Return the position of a word, from its first token to its last.
+        """Return the position of a word in the characters.
 
-        It is the index of the text in a pair, the first character, and one past the last.
+        The position is (index of the text in a pair, first character, one past the last one).
         """
         tokens = self.spans[i]
         piece, start, _ = tokens[0]
@@ -87,7 +87,7 @@ class Source:
     def cut(self, words: Iterable[tuple[int, str]]) -> tuple[str, ...]:
         """Return the texts with other characters for some words, (number, characters)."""
         texts = list(self.texts)
-        # From the last word to the first: a change moves only the characters behind it.
+        # From the last word to the first: a replacement moves only the characters behind the word.
         for i, new in sorted(words, reverse=True):
             piece, start, end = self.span(i)
             text = texts[piece]
@@ -159,7 +159,7 @@ class Lexicon:
         if self.read is None:
             return Draft(self.words(ids))
         texts = texts or tuple(self.texts(ids))
-        # The ids are those of the whole text, or it was cut to this number of tokens.
+        # The ids belong to the whole text, or to a text that was cut to this number of tokens.
         for limit in (most + 1, len(ids)):
             tokens, spans = self.read(texts, limit)
             if tokens != tuple(ids):
@@ -185,7 +185,7 @@ class Lexicon:
         """Split a text into words, each a tuple of ids; every fixed id is a piece of its own.
 
         A token continues the word before it if the vocabulary marks it as a later token of a word.
-        With known spans, there must be no gap between the two.
+        With known spans, there must also be no gap between the two tokens.
 
         Args:
             ids: the token ids.
@@ -272,7 +272,7 @@ class Draft:
 
     @property
     def ids(self) -> Ids:
-        """Return the token ids of all words, with those of the suffix at its place.
+        """Return the token ids of all words and of the suffix, in the order of the text.
 
         Changed words were tokenized alone: the tokenizer may read the whole text as other ids.
         """
@@ -284,7 +284,7 @@ class Draft:
 
     @property
     def input_ids(self) -> Ids:
-        """Return the ids that the model reads: those of a prompt with its continuations."""
+        """Return the ids that the model reads: the text, or a prompt with its continuations."""
         continuations = self._continuations
         if continuations is None:
             return self.ids
@@ -293,7 +293,7 @@ class Draft:
 
     @property
     def changes(self) -> int:
-        """Return the number of changes: of words or characters, or added tokens."""
+        """Return the number of changes: changed words or characters, or the tokens of a suffix."""
         if self.suffix is None:
             return len(self.changed)
         return len(self.suffix.ids)
@@ -303,10 +303,10 @@ class Draft:
         return None if self.source is None else self.source.continuations
 
     def align(self, slope: Float[Tensor, "inputs width"]) -> Float[Tensor, "tokens width"]:
-        """Return the gradient of each token of `ids`, given that of the model's inputs.
+        """Return the gradient of each token of `ids`, from the gradients of the model's inputs.
 
-        They differ for prompts. The model does not read the beginning of a long prompt: it has
-        gradient 0. The continuations behind the prompt are no tokens of the text.
+        The two differ for prompts. The model does not read the beginning of a long prompt, which
+        gets gradient 0. The continuations behind the prompt are inputs, but no tokens of the text.
         """
         continuations = self._continuations
         if continuations is None:
@@ -364,8 +364,8 @@ class Reader:
     def read(self, draft: Draft, *, cut: bool = False) -> Ids:
         """Return the ids of a text, tokenized from its characters if these are known.
 
-        Empty if the model cannot read it: it is too long, or has an unknown token. With `cut`, the
-        tokenizer cuts it to what the model takes.
+        The result is empty if the model cannot read the text: it is too long, or has an unknown
+        token. With `cut`, the tokenizer cuts a long text to the length that the model takes.
         """
         if draft.source is None or self.lexicon.read is None:
             return draft.ids
@@ -424,9 +424,10 @@ class TextOracle:
     def measure_leads(
         self, logits: Float[Tensor, "texts classes"], y: Int[Tensor, " texts"]
     ) -> Float[Tensor, " texts"]:
-        """Return the lead of each text: attacks lower it, and succeed once it is negative.
+        """Return the lead of each text, which attacks lower until it is negative.
 
-        It is the margin of the label, or with a target, the lead of the best other class over it.
+        Without a target class, the lead is the logit of the label minus the largest other logit.
+        With a target class, the lead is the largest other logit minus the logit of the target.
         """
         if self.target is None:
             return margins(logits, y)
@@ -437,8 +438,8 @@ class TextOracle:
     ) -> list[Float[Tensor, "tokens width"]]:
         """Return the gradient of each text's lead with respect to its token embeddings.
 
-        Words tokenized alone may have more tokens than the model takes; tokens before the last one
-        are then left out, and get gradient 0.
+        Words that were tokenized alone may have more tokens than the model takes. The last tokens
+        except the very last one are then left out, and get gradient 0.
         """
         shortened = [self._shorten(ids) for ids in texts]
         self.meter.pass_forward(len(texts))
@@ -507,7 +508,7 @@ def check_drafts(
                 raise blame_attack(attack, "changed words beside the suffix")
             if not lexicon.reserved.isdisjoint(new.suffix.ids):
                 raise blame_attack(attack, "added a special token")
-        # The numbers of the words that it reports as changed; no other piece may differ.
+        # The numbers of the words that the draft reports as changed; no other word may differ.
         changed = set(new.changed)
         unreported = len(new.words) != len(old.words)
         for i, (word, original) in enumerate(zip(new.words, old.words, strict=False)):

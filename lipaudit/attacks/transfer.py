@@ -66,7 +66,8 @@ def encode_examples(
     """
     from safetensors.numpy import save
 
-    # Axis 2 of (samples, trials, ...) is that of the tokens. Images have equal sizes there.
+    # Axis 2 of (samples, trials, ...) has the tokens of a text, which are padded to equal lengths.
+    # For images this axis has equal sizes already.
     longest = max(x.shape[2] for x in chunks)
     padded = []
     for x in chunks:
@@ -95,7 +96,7 @@ def find_examples(
         shape: shape of one sample.
 
     Raises:
-        InputError: it is no such file, lacks some of the samples, or has samples of other shapes.
+        InputError: the file is of another kind, lacks some of the samples, or has other shapes.
     """
     from safetensors import safe_open
 
@@ -190,7 +191,7 @@ def try_examples(
 ) -> Samples:
     """Try the saved examples of another model; return the one with the smallest margin per sample.
 
-    An example outside of the ball, found at a larger radius, is projected onto it.
+    An example outside of the ball, found at a larger radius, is projected onto the ball.
 
     Args:
         f: x -> logits (batch, classes).

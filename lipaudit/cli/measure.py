@@ -205,10 +205,10 @@ def audit(
     if run.shard:  # measure only a part of the samples: no report, no page
         measure_shard(requests[0], output, terminal, options.run_dir)
         return
-    # Measure: the files of a model are written as soon as its audit ends, before the next model.
     # Audits that begin in the same second have different folders.
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{_name_folder(models[0])}-{os.urandom(4).hex()}"
     folder = options.run_dir or RUNS / stamp
+    # Measure: the files of a model are written as soon as its audit ends, before the next model.
     reports: dict[str, Report] = {}
     with OnStderr(terminal) as observer:
         audits = api.run_audits(models, requests, observer=observer)

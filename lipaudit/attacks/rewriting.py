@@ -101,8 +101,8 @@ class _Step:
     def choose_first(self) -> list[tuple[Change, Draft]]:
         """Return the changes to try first, each with the text that it makes.
 
-        If there are few changes, these are all changes. Otherwise each word gets its most promising
-        change: the resulting margins tell `choose_others` which words matter.
+        If there are few changes, these are all changes. Otherwise each word gets its most
+        promising change: the resulting margins tell `choose_others` which words matter.
         """
         if len(self.changes) <= self.queries:
             return self._make(self.changes, len(self.changes))
@@ -188,7 +188,7 @@ def search(
     The margin is the logit of the label minus the largest other logit; with a target class see
     `measure_leads`. The attack on a text succeeds at a negative margin, and the search of the text
     ends. The search also ends if no change lowers the margin. With a larger budget, the first
-    changes stay the same. Each draft counts how many changes were possible and how many were tried.
+    changes stay the same. Each draft counts the possible changes and the tried changes.
 
     Args:
         oracle: the model.

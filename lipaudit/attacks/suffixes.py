@@ -311,8 +311,9 @@ def draw_suffix(
     """Add `budget` random tokens to each text, and keep the suffix with the lowest lead.
 
     The lead of a text is the logit of the label minus the largest other logit; with a target class
-    see `measure_leads`. An attack succeeds at a negative lead. A text gets as many suffixes as `search_suffix` takes forward passes, where
-    a gradient counts as three. So the two attacks can be compared at equal cost.
+    see `measure_leads`. An attack succeeds at a negative lead. A text gets as many suffixes as
+    `search_suffix` takes forward passes, where a gradient counts as three. So the two attacks can
+    be compared at equal cost.
     """
     searches = _begin(oracle, drafts, y, budget, turn)
     queries = turn.attack.queries + 3  # the suffixes and the gradient of a step

@@ -38,9 +38,9 @@ def list_corruptions(kind: str = "") -> tuple[str, ...]:
 
 
 def _find_corruptions(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Return the corruptions whose names begin like this: `jpeg` is jpeg_compression.
+    """Return the corruptions with the typed names; `jpeg` is short for jpeg_compression.
 
-    None, which stands for all, if no name was typed.
+    None, if no name was typed, means all corruptions.
     """
     if not names:
         return None
@@ -97,11 +97,11 @@ class CorruptOptions(MeasureOptions):
 
         Args:
             kind: image, tokens or text.
-            changes: the units of its texts that can be changed.
+            changes: for a model of texts, the units that can be changed: words, characters...
             why: why other units cannot be changed.
 
         Raises:
-            UsageError: this kind has no corruptions, or not the typed ones.
+            UsageError: this kind of model has no corruptions, or lacks a typed corruption.
         """
         if kind == "text" and "characters" not in changes:
             raise UsageError(f"typing errors are not possible for this model: {why}")
@@ -129,7 +129,7 @@ LEVELS = [f"severity_{level}" for level in SEVERITIES]
 
 
 def read_mean(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the figure of the section: the accuracy in its row `mean`, over all corruptions."""
+    """Yield the main figure of the section: the mean accuracy over corruptions (row `mean`)."""
     for row in section.rows:
         if row.corruption == "mean":
             yield from read_row(headline, section, row)
@@ -200,14 +200,14 @@ def measure(net: Net, batches: Iterable[Batch], options: CorruptOptions) -> Iter
         y = check(net, batch, options)
         with torch.no_grad():
             predicted = net.output(batch).argmax(1)
-            # Clean samples have a result at each severity, too, so that all rows have one shape.
+            # The result without corruption is repeated for each severity: all rows have one shape.
             right = [predicted == y] * levels
             for number, classes in enumerate(predict(net, batch, options), 1):
                 right.append(classes == y)
                 share = number / len(options.copies)
                 base.report_progress(len(batch) * share)
         values = torch.stack(right, 1).cpu().numpy()
-        # (samples, 1 + corruptions, severities); the first of axis 1 are the clean samples.
+        # (samples, 1 + corruptions, severities); index 0 of axis 1 is without corruption.
         values = values.reshape(len(batch), -1, levels)
         yield Part(batch.ids, {"right": values}, notes=notes)
 
@@ -244,8 +244,8 @@ def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[
     from lipaudit.wings.corruptions.typing_errors import mistype
 
     original = texts.read_texts(texts.make_reader(net), batch, characters=True)
-    # A model that reads padding gets texts of one length at a time. Here every model does, so that
-    # no figure depends on padding.
+    # With `reads_padding`, the model gets texts of one length at a time. The flag is set for every
+    # model, so that no figure depends on padding.
     reader = replace(original.reader, reads_padding=True)
     seeds = [base.seed_of(i, options.seed) for i in batch.ids]
     oracle = TextOracle(reader, len(batch))
@@ -272,17 +272,18 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
     # (samples, rows, severities): 1 where the prediction is right. The first row is clean.
     right = base.join_parts(parts, "right") * 1.0
     corrupted = right[:, 1:]  # without the clean samples
-    # Insert a row with the mean over all corruptions behind the clean one.
+    # Insert a row with the mean over all corruptions behind the clean row.
     levels = np.insert(right, 1, corrupted.mean(1), 1)
     figures = {}
     for i, severity in enumerate(options.severity):
         figures[f"severity_{severity}"] = levels[..., i]
     figures["accuracy"] = levels.mean(2)
-    figures["worst"] = levels.min(2)  # right at every severity
-    figures["worst"][:, 1] = corrupted.min((1, 2))  # right under every corruption, too
+    figures["worst"] = levels.min(2)  # 1 if the prediction is right at every severity
+    figures["worst"][:, 1] = corrupted.min((1, 2))  # row `mean`: right under every corruption
     cells = {name: values[unique].mean(0) for name, values in figures.items()}
     limits = base.share_columns("accuracy", figures["accuracy"][unique])
-    clean_accuracy = cells["accuracy"][0] or np.nan  # without any, no share of it can be lost
+    # NaN in place of a clean accuracy of 0, which would divide by zero in `drop`.
+    clean_accuracy = cells["accuracy"][0] or np.nan
     rows = base.make_rows(
         CORRUPT_TABLE,
         corruption=["clean", "mean", *(options.corruption or ())],

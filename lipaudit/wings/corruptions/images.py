@@ -43,9 +43,10 @@ def corrupt_image(
         x: pixels in [0, 1].
         name: a key of `CORRUPTIONS`.
         severity: 1 (mild) to 5 (strong).
-        seed: of the sample, at least 0; the result depends on it, the name and the severity alone.
+        seed: seed of the sample, at least 0. The random numbers depend only on the seed, the name
+            and the severity.
     """
-    # Parameters are published for images of some sizes: take those of the nearest.
+    # Parameters are published for images of three sizes: take the nearest size.
     side = find_published(max(x.shape[1:]))
     parameters = read_corruptions()[name][str(side)][severity - 1]
     if not isinstance(parameters, list):  # a corruption with a single parameter
@@ -94,7 +95,7 @@ def blur_defocus(x: Pixels, _: np.random.Generator, radius: Number, sigma: Numbe
     reach = max(8, math.ceil(radius))  # half the side of the kernel
     inside = _square_distances(reach) <= radius**2
     disk = inside / inside.sum()
-    # A small Gaussian softens the edge of the disk.
+    # A Gaussian of 3 x 3 or 5 x 5 pixels softens the edge of the disk.
     edge = 1 if radius <= 8 else 2
     exponent = _square_distances(edge) / (2 * sigma**2)
     gaussian = np.exp(-exponent)
@@ -128,12 +129,13 @@ def blur_glass(
     for _ in range(repetitions):
         down, right = rng.integers(-reach, reach, (2, height, width))
         moves = (down * width + right).ravel().tolist()
-        # From the last pixel to the first, without a border of `reach` pixels.
+        # Visit the pixels from the last to the first, except in a border of `reach` pixels.
         for row in range(height - reach, reach, -1):
             first = (row + 1) * width - reach
             last = row * width + reach
             for pixel in range(first, last, -1):
-                # The published scripts mean to swap two pixels, but views of NumPy only copy one.
+                # The published scripts intend to swap two pixels, but with NumPy views they only
+                # copy one pixel over the other. This line does the same.
                 source[pixel] = source[pixel + moves[pixel]]
     pixels = _soften(x, sigma).reshape(-1, channels)
     moved = pixels[source].reshape(x.shape)
@@ -143,8 +145,9 @@ def blur_glass(
 def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
     """Blur along a line, as ImageMagick's MotionBlurImage does.
 
-    The weights are one half of a Gaussian. Offsets are rounded to whole pixels, and the border
-    continues beyond the image.
+    Each pixel becomes a weighted mean of the pixels along a line that starts at this pixel. The
+    weights are one half of a Gaussian. Positions on the line are rounded to whole pixels; beyond
+    the image, the pixels of the border continue.
 
     Args:
         x: the image.
@@ -155,7 +158,7 @@ def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
     steps = np.arange(2 * radius + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
     weights = weights / weights.sum()
-    # Offsets of the steps, rounded to whole pixels, halves down.
+    # The position of each step on the line, rounded to whole pixels (halves are rounded down).
     angle = math.radians(degrees)
     down = steps * math.sin(angle)
     right = steps * math.cos(angle)
@@ -181,14 +184,14 @@ def blur_motion(x: Pixels, rng: np.random.Generator, radius: Number, sigma: Numb
 def enlarge(x: Pixels, factor: Number) -> Pixels:
     """Return the middle of an image, enlarged to the size of the image by linear interpolation.
 
-    It equals `scipy.ndimage.zoom` of order 1, which keeps the first and the last point in place,
-    cut to the size of the image.
+    The result equals `scipy.ndimage.zoom` of order 1, cut to the size of the image. This zoom
+    keeps the first and the last point in place.
     """
     for axis, n in enumerate(x.shape[:2]):  # rows, then columns
         cut = math.ceil(n / factor)  # length of the middle that is enlarged
-        size = round(cut * factor)  # its length after that
+        size = round(cut * factor)  # length of this middle after enlarging
         zoomed = np.linspace(0, cut - 1, size)
-        # The position in x of each of the n points in the middle of the enlarged ones.
+        # Of the `size` enlarged points keep the n in the middle: their positions in x.
         start = (size - n) // 2
         positions = (n - cut) // 2 + zoomed[start:][:n]
         # Interpolate between the two points of x around each position.
@@ -205,7 +208,7 @@ def enlarge(x: Pixels, factor: Number) -> Pixels:
 
 
 def blur_zoom(x: Pixels, _: np.random.Generator, end: Number, step: Number) -> Pixels:
-    """Average over copies enlarged by factors from 1 to `end`, as if the lens moved."""
+    """Average over copies of the image, enlarged by factors from 1 to `end`, like a zoom lens."""
     copies = [x]
     for factor in np.arange(1, end, step):
         copies.append(enlarge(x, factor))
@@ -229,18 +232,18 @@ def add_snow(
         x: the image.
         rng: source of random numbers.
         mean: mean of the noise that makes the flakes.
-        scale: its standard deviation.
+        scale: standard deviation of this noise.
         zoom: factor by which the flakes are enlarged.
         least: flakes darker than this are removed.
-        radius: of their motion blur, see `drag`.
-        sigma: of their motion blur.
+        radius: radius of the motion blur of the flakes, see `drag`.
+        sigma: standard deviation of this motion blur.
         share: share of the original image in the whitened one.
     """
     height, width, channels = x.shape
     flakes = rng.normal(mean, scale, (height, width, 1))
     flakes = enlarge(flakes, zoom)
     flakes = np.where(flakes < least, 0, flakes)
-    degrees = rng.uniform(-135, -45)  # the direction in which they fall
+    degrees = rng.uniform(-135, -45)  # the direction in which the flakes fall
     flakes = drag(flakes.clip(0, 1), radius, sigma, degrees)
     if channels == 3:
         grey = x @ GREY
@@ -258,8 +261,9 @@ def draw_plasma(
 ) -> Float[np.ndarray, "size size"]:
     """Draw a cloud in [0, 1] by the diamond-square algorithm.
 
-    A grid of known points, the corners of squares, gets finer: each new point is the mean of its
-    four neighbours plus noise, which gets weaker. The grid continues at the opposite side.
+    The known points are the corners of a grid of squares. Each round halves the squares: a new
+    point is the mean of its four neighbours plus noise, and the noise gets weaker. At an edge, the
+    neighbours are at the opposite side.
 
     Args:
         rng: source of random numbers.
@@ -274,14 +278,14 @@ def draw_plasma(
         count = size // step
         in_middle, on_rows, on_columns = noise * rng.uniform(-noise, noise, (3, count, count))
         corners = field[::step, ::step]
-        # Sums of each corner and the next one, below it and to its right.
+        # Sums of each corner and the corner below, and of each corner and the corner to its right.
         down = corners + np.roll(corners, -1, 0)
         right = corners + np.roll(corners, -1, 1)
         # Diamond step: the point in the middle of four corners.
         middle = (down + np.roll(down, -1, 1)) / 4 + in_middle
         field[half::step, half::step] = middle
-        # Square step: the point between two corners of a row, or of a column. Its two other
-        # neighbours are middles.
+        # Square step: the point between two corners of a row, or of a column. The two other
+        # neighbours of this point are points of the diamond step.
         above = np.roll(middle, 1, 0)
         field[::step, half::step] = (middle + above + right) / 4 + on_rows
         left = np.roll(middle, 1, 1)
@@ -314,13 +318,13 @@ def add_fog(x: Pixels, rng: np.random.Generator, weight: Number, decay: Number) 
 
 
 def brighten(x: Pixels, _: np.random.Generator, change: Number) -> Pixels:
-    """Raise the value (V) of each pixel in HSV, which is its largest channel.
+    """Raise the brightness V of each pixel in HSV, which is the largest channel of the pixel.
 
-    Hue and saturation stay, because all channels are scaled alike.
+    All channels are scaled by the same factor, so hue and saturation stay.
     """
     value = x.max(2, keepdims=True)
     new = (value + change).clip(0, 1)
-    black = value <= 0  # has no hue: it becomes grey
+    black = value <= 0  # a black pixel has no hue and becomes grey
     divisor = np.where(black, 1, value)
     return np.where(black, new, x * new / divisor)
 
@@ -332,7 +336,7 @@ def lower_contrast(x: Pixels, _: np.random.Generator, share: Number) -> Pixels:
 
 
 def _interpolate(x: Pixels, positions: Float[np.ndarray, "2 height width"], mode: str) -> Pixels:
-    """Return the pixels at positions (row, column), interpolated linearly between whole ones.
+    """Return the pixels at positions (row, column), interpolated linearly between whole positions.
 
     `mode` says how the image continues beyond its border, as in scipy.
     """
@@ -355,7 +359,7 @@ def bend(
         most: largest move, in pixels, of the three points that define the affine map.
     """
     sides = x.shape[:2]
-    # Lengths in pixels are those of the published size.
+    # The parameters are lengths in pixels of the published size: scale them to this image.
     scale = min(sides) / find_published(max(sides))
     # Three points (row, column), and where they move.
     third = max(1, min(sides) // 3)
@@ -363,7 +367,8 @@ def bend(
     points = middle + third * np.array([[1, 1], [-1, 1], [-1, -1]])
     moves = rng.uniform(-most, most, points.shape)
     moved = points + scale * moves
-    # The affine map that takes the moved points back says where each pixel comes from.
+    # The affine map from the moved points back to the original points gives, for each pixel of the
+    # result, its position in the image.
     with_ones = np.column_stack([moved, np.ones(3)])
     affine = np.linalg.solve(with_ones, points)  # (3, 2): two rows of a linear map, and a shift
     linear = affine[:2]

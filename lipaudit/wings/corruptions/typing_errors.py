@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def mistype(draft: Draft, draw: random.Random, lexicon: Lexicon, kind: str, count: int) -> Draft:
     """Return a text with random typing errors of one kind.
 
-    The word of an error is drawn with a probability proportional to its length. The error is drawn
-    among all of its kind in that word.
+    Each error first draws a word, with a probability proportional to the length of the word. Then
+    it draws one of all possible errors of this kind in the word.
 
     Args:
         draft: the text, with its characters.

@@ -101,8 +101,8 @@ def train(
     # The options with which the trained model is loaded, for the printed command.
     reading = run.reading() | {"arch": run.arch or model}
     path = out / "model.safetensors"
-    # A complete folder has a config.json with the architecture. Weights alone, as of a model of a
-    # py: factory, need options to be read.
+    # A complete folder has a config.json with the architecture. For some models, such as a py:
+    # factory, only weights are saved: then the printed command needs options to load them.
     if complete:
         path = out
         reading.pop("arch")
@@ -163,7 +163,8 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
         raise UsageError("training needs labelled samples", f"Add {option} DATA.")
     most = run.samples if option == "--data" else None
     samples = load_data(spec, net, data_options(run, most or sys.maxsize))
-    # By default all samples are used. They are fewer than sys.maxsize, which needs no note.
+    # By default all samples are used: `data_options` then asks for sys.maxsize of them. The note
+    # that there are fewer is left out.
     notes = tuple(note for note in samples.notes if note.code != "fewer-samples")
     return replace(samples, notes=notes)
 
@@ -218,9 +219,9 @@ def watch(
             try:
                 with OnStderr(terminal) as observer:
                     checkpoints.measure(checkpoint, observer)
-            except UsageError:  # every checkpoint would raise it
+            except UsageError:  # wrong options: every other checkpoint would fail, too
                 raise
-            except Exception as error:  # it may be incomplete: go on with the other checkpoints
+            except Exception as error:  # a broken checkpoint, for example: measure the others
                 failures[checkpoint.name] = explain_error(error)
     except KeyboardInterrupt as error:  # raised again once the reports so far are shown
         interruption = error
@@ -231,7 +232,7 @@ def watch(
         terminal.tell(f"reports: {run_dir}\npage:    {page}")
     if interruption is not None:
         raise interruption
-    # Checkpoints that could not be measured decide the exit code; the others have reports.
+    # The first checkpoint that could not be measured decides the exit code.
     if failures:
         reasons = "; ".join(f"{name}: {error.message}" for name, error in failures.items())
         first = next(iter(failures.values()))

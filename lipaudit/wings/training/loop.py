@@ -146,8 +146,8 @@ class Training:
 
         Args:
             net: the model to train.
-            data: all samples: their number decides how long the schedule is. With the penalty
-                specformer, the model also runs on the first two, to find its weights.
+            data: all samples. Their number sets the length of the schedule. For the penalty
+                specformer, the model runs on the first two samples to find the weights of heads.
             recipe: the settings.
         """
         self.net = net
@@ -164,20 +164,19 @@ class Training:
             self.schedule: LRScheduler = OneCycleLR(self.optimizer, recipe.lr, total_steps=steps)
         else:
             self.schedule = CosineAnnealingLR(self.optimizer, steps)
-        # Adversarial training does not mix: the attack starts from the unmixed image, whose label
-        # is not that of the mix.
+        # Adversarial training has no MixUp or CutMix: the attack needs an image with one label.
         mixup = cutmix = 0.0
         if net.kind == "image" and recipe.adversarial is None:
             mixup = recipe.mixup
             cutmix = recipe.cutmix
         self.mix = make_mix(mixup, cutmix, net.classes or 0)
-        # On the CPU: the order of samples and their shifts are the same on every device.
+        # A generator on the CPU gives the same order and shifts of samples on every device.
         self.rng = torch.Generator().manual_seed(recipe.seed)
-        # It keeps vectors from step to step; other penalties have no state.
+        # specformer keeps singular vectors from step to step; other penalties have no state.
         self.specformer: SpecformerPenalty | None = None
         if recipe.penalty == "specformer":
             self.specformer = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
-        # What has a `state_dict` for the checkpoint.
+        # The objects whose `state_dict` is stored in a checkpoint.
         self.parts: dict[str, Any] = {
             "model": net.module,
             "optimizer": self.optimizer,
@@ -195,7 +194,7 @@ class Training:
         }
 
     def restore(self, state: Mapping[str, Any]) -> int:
-        """Continue from a state; return the number of epochs done."""
+        """Load the state of an interrupted training; return its number of finished epochs."""
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.rng.set_state(state["rng"])
@@ -206,7 +205,7 @@ class Training:
     def epoch(self, data: Batch) -> tuple[float, float | None]:
         """Train on all samples once; return the mean loss and the mean penalty.
 
-        Losses stay on the device for READ_EVERY steps: reading one makes the host wait for it.
+        Losses stay on the device for READ_EVERY steps: reading a loss waits for the device.
 
         Raises:
             EvaluationError: a loss or a weight is not finite.
@@ -216,7 +215,7 @@ class Training:
         recipe = self.recipe
         net.module.train()
         sums = np.zeros(2)  # of loss and penalty over the samples
-        # Of the batches since the last read: their sizes, and their mean loss and penalty.
+        # The sizes of the batches since the last read, and their mean losses and penalties.
         sizes: list[int] = []
         means: list[Tensor] = []
         order = torch.randperm(len(data), generator=self.rng)
@@ -245,7 +244,7 @@ class Training:
     def step(self, batch: Batch) -> Tensor:
         """Take one step of the optimizer on a batch; return its mean loss and penalty, (2,).
 
-        It does not wait for the device.
+        The step does not wait for the device: loss and penalty stay there.
         """
         net = self.net
         recipe = self.recipe
@@ -255,7 +254,7 @@ class Training:
             images = shift_images(images, recipe.shift, self.rng)
         if net.kind == "image" and recipe.flip:
             images = flip_images(images, self.rng)
-        # The target is y, or the share of each class in mixed images.
+        # `target` is y, or for mixed images the share of each class, (samples, classes).
         x, target = self.mix(images, y)
         if recipe.noise:
             x = x + recipe.noise * torch.randn(x.shape, generator=self.rng).to(x)
@@ -274,10 +273,11 @@ class Training:
         return torch.stack([loss.detach(), penalty.detach().to(loss)])
 
     def _observe(self, mask: Tensor | None) -> AbstractContextManager[Callable[[], Tensor]]:
-        """Return a context manager for a forward pass, which gives a function for its penalty.
+        """Return a context manager for the forward pass of a training step.
 
-        The function returns the penalty of the pass inside the block. Only the penalty jasmin
-        needs to observe it; specformer depends on the weights alone.
+        The block gets a function that, after the pass, returns the penalty of the step. There are
+        three cases. specformer depends only on the weights and ignores the pass. Without a penalty
+        the function returns 0. jasmin records the attention calls inside the block.
 
         Args:
             mask: True at real tokens, (batch, tokens); None: no padding.
@@ -347,8 +347,8 @@ def _read_labels(batch: Batch) -> Tensor:
 def split_batches(order: Tensor, size: int) -> list[Tensor]:
     """Return the sample numbers of each batch, in the given order.
 
-    A last batch of a single sample joins the one before: batch normalisation cannot train on it,
-    because one sample has no variance.
+    A last batch of a single sample joins the batch before. Batch normalisation cannot train on a
+    single sample, which has no variance.
     """
     *full, last = torch.split(order, size)
     if len(last) > 1 or size == 1 or not full:
@@ -360,7 +360,7 @@ def shift_images(x: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
     """Shift each image at random by up to `pixels` in each direction, and fill with zeros."""
     samples, _, height, width = x.shape
     padded = F.pad(x, (pixels, pixels, pixels, pixels))
-    # All shifts as views: (samples, channels, shifts down, shifts right, height, width).
+    # Views of all shifted images: (samples, channels, shifts down, shifts right, height, width).
     columns = padded.unfold(2, height, 1)
     windows = columns.unfold(3, width, 1)
     dy, dx = torch.randint(2 * pixels + 1, (2, samples), generator=rng)
@@ -393,7 +393,8 @@ def make_mix(mixup: float, cutmix: float, classes: int) -> Mix:
     def mix(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return mixed samples, and the share of each class in them."""
         count = len(x) // 2 * 2  # of samples that have a partner
-        unmixed = F.one_hot(y[count:], classes).to(x.dtype)  # target of the last one
+        # The target of the last sample if the batch has an odd size; else empty.
+        unmixed = F.one_hot(y[count:], classes).to(x.dtype)
         if not count:  # a batch of one sample
             return x, unmixed
         images, shares = mixer(x[:count].clone(), y[:count])
@@ -403,7 +404,7 @@ def make_mix(mixup: float, cutmix: float, classes: int) -> Mix:
 
 
 def check_target(out: Path, *, resume: bool) -> None:
-    """Refuse a folder that holds another run or a model, or with --resume one without a run."""
+    """Refuse a folder that holds another run or a model; with --resume, a folder without a run."""
     if resume and not (out / CHECKPOINT).exists():
         raise UsageError(f"{out} has no unfinished training to resume", "Leave --resume out.")
     for name in (CHECKPOINT, RECORD, "config.json", "model.safetensors"):
@@ -477,7 +478,7 @@ class TrainingRecord:
             if out_of_memory(error):
                 raise
             raise InputError(f"{self.out / CHECKPOINT} is damaged ({error})") from None
-        # By name: model, data, held-out data and recipe. All must be those of this run.
+        # Model, data, held-out data and recipe must be the same as in the interrupted run.
         changed = [name for name, now in self.identity.items() if identity.get(name) != now]
         if changed:
             raise UsageError(
@@ -488,8 +489,8 @@ class TrainingRecord:
         return state
 
     def add(self, epoch: Epoch) -> None:
-        """Write an epoch: the record, and everything needed to continue."""
-        # Only after the first epoch, so that a command that fails leaves no folder behind.
+        """Store an epoch: its figures in the record, and a checkpoint to continue from."""
+        # The folder is created after the first epoch: a command that fails earlier leaves none.
         self.out.mkdir(parents=True, exist_ok=True)
         figures = ("number", "loss", "penalty", "accuracy", "lr")
         self.epochs.append({name: getattr(epoch, name) for name in figures})
@@ -500,7 +501,7 @@ class TrainingRecord:
         self.write_record(finished=False)
 
     def write_record(self, *, finished: bool) -> dict[str, Any]:
-        """Write and return the record, with whether the run is complete."""
+        """Write the record of the training (command, data, recipe, epochs), and return it."""
         record = {
             "schema": "lipaudit.wings.training",
             "command": self.command,
@@ -525,8 +526,8 @@ def _describe(samples: Samples) -> dict[str, Any]:
 def save_model(net: Net, out: Path, options: LoadOptions) -> bool:
     """Write the model into a folder; return whether the folder can be loaded as a MODEL.
 
-    Otherwise it has only weights, which need --arch. Files are written into a temporary folder and
-    then moved, so that an interruption leaves no broken file.
+    If not, the folder has only weights, which need --arch. Files are written into a temporary
+    folder and then moved, so that an interruption leaves no broken file.
     """
     try:
         with tempfile.TemporaryDirectory(dir=out) as folder:

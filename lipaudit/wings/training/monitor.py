@@ -16,12 +16,12 @@ CALLBACKS = {
 
 
 def __getattr__(name: str) -> object:
-    # Python calls this for a name that the module lacks. The callbacks are created on first use,
-    # because that imports transformers or Lightning.
+    # Python calls this for a name that the module lacks. The classes of callbacks are created on
+    # first use, because their creation imports transformers or Lightning.
     if name not in CALLBACKS:
         raise AttributeError(f"module 'lipaudit.wings.training.monitor' has no attribute {name!r}")
     callback = CALLBACKS[name]()
-    # Where pickle finds the class.
+    # pickle looks a class up by these two names.
     callback.__qualname__ = name
     callback.__module__ = __name__
     return callback

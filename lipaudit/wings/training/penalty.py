@@ -111,7 +111,7 @@ class _PenaltyObserver:
             text = "the batch size, over which the penalty is averaged, is unknown"
             advice = "Call the same module that was given to attention_penalty, on tensors."
             raise InputError(text, advice)
-        # Without autocast, which would compute the products of the penalty itself in 16 bits.
+        # Autocast is off here: it would compute the matrix products of the penalty in 16 bits.
         with torch.autocast(call.q.device.type, enabled=False):
             values, counts = _measure_rows(call, self.k, self.entries)
         if self.mask is not None:
@@ -121,14 +121,15 @@ class _PenaltyObserver:
         self.layers.append(by_map.sum() / self.batch)
 
     def exclude_padding(self, counts: Tensor, mask: Tensor) -> Tensor:
-        """Return which attention rows of a layer count: those of padding do not.
+        """Return which attention rows of a layer count, without the rows of padding.
 
         Args:
             counts: which rows count, (batch, heads, queries), or (batch * heads, queries).
             mask: True at real tokens, (batch, tokens).
         """
         batch, tokens = mask.shape
-        # A layer with other queries, such as windows or pooled tokens, has no such padding.
+        # The queries of some layers are not the tokens of the batch, but windows or pooled tokens.
+        # The mask does not describe them, so all their rows stay.
         if counts.shape[-1] != tokens or len(counts) % batch:
             return counts
         self.masked = True
@@ -169,20 +170,20 @@ def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Te
     keys = call.k
     queries = q.shape[-2]
     width = keys.shape[-2]
-    mask = None  # added to the logits
+    mask = None  # an additive mask: 0 at visible keys, -inf at hidden keys
     if form.causal:
         visible = torch.ones(queries, width, dtype=torch.bool, device=q.device).tril()
         mask = make_additive(visible, call.q.dtype)
     elif form.mask is not None:
         mask = make_additive(form.mask, call.q.dtype)
-    maps = q[..., 0, 0].numel()  # of all samples and heads
+    maps = q[..., 0, 0].numel()  # number of attention maps: samples times heads
     size = max(1, entries // (maps * width))
     values = []
     counts = []
     for first in range(0, queries, size):
         rows = slice(first, first + size)
         bias = mask
-        if mask is not None and mask.shape[-2] > 1:  # else one row of the mask is for all queries
+        if mask is not None and mask.shape[-2] > 1:  # a mask of one row is for all queries
             bias = mask[..., rows, :]
         values_of_rows, counts_of_rows = fused_rows(q[..., rows, :], keys, bias, k)
         values.append(values_of_rows)
@@ -191,10 +192,10 @@ def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Te
 
 
 def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """Return the penalty of the attention rows of some queries, and whether each counts.
+    """Return the penalty of the attention rows of some queries, and whether each row counts.
 
-    Their map P is not stored, which would need memory of queries x keys: the backward pass
-    computes it again.
+    Storing the attention map P would need memory for queries x keys numbers. So the backward pass
+    computes P again.
 
     Args:
         q: scaled queries, (..., queries, d).
@@ -230,12 +231,12 @@ class _Rows:
             p = torch.softmax(logits, -1)
         else:
             logits = logits + self.bias
-            # The softmax of a row without keys would be NaN: it is 0.
+            # The softmax of a row without visible keys would be NaN: the row is set to 0.
             is_empty = logits.isneginf().all(-1, keepdim=True)
             p = torch.softmax(logits.masked_fill(is_empty, 0.0), -1)
             p = p.masked_fill(is_empty, 0.0)
-        # The penalty needs only the largest entries. They are chosen once: when the backward pass
-        # runs this again, rounding must not choose others.
+        # The penalty needs only the largest entries. Their positions are chosen once: when the
+        # backward pass runs this function again, rounding must not choose other entries.
         if self.largest is None:
             count = penalties.count_entries(p.shape[-1], self.k)
             self.largest = p.detach().topk(count).indices
@@ -243,14 +244,14 @@ class _Rows:
 
 
 def _read_heads(parameter: nn.Parameter, weight: Tensor, columns: Tensor) -> Tensor:
-    """Return the weight of every head, (heads, D, d), through which gradients reach the parameter.
+    """Return the weight of every head, (heads, D, d), as a differentiable part of a parameter.
 
     Args:
-        parameter: a parameter of the model that holds the weight.
-        weight: a view of its memory, (channels in, channels out), which has no gradient.
+        parameter: a parameter of the model that contains the weight.
+        weight: a view of the parameter's memory, (channels in, channels out), without gradient.
         columns: columns of each head, (heads, d).
     """
-    # The same view, but of the parameter.
+    # The same view of the parameter itself, through which gradients reach the parameter.
     matrix = parameter.as_strided(weight.shape, weight.stride(), weight.storage_offset())
     return matrix[:, columns].transpose(0, 1)
 
@@ -268,7 +269,7 @@ class SpecformerPenalty:
 
     def __init__(self, net: Net, batch: Batch) -> None:
         """Find the weights of all heads, by running the model on a batch; draw start vectors."""
-        # Functions that return the current weights of q, k and v of each layer.
+        # Functions that read the current weights of q, k and v of each layer, (heads, D, d).
         self._weights = list(_find_weights(net, batch))
         generator = torch.Generator().manual_seed(0)
         # A vector per head, at which the power iteration for its largest singular value starts.
@@ -297,9 +298,9 @@ class SpecformerPenalty:
 def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
     """Yield functions that return the current weights of q, k and v of each layer, by head.
 
-    The model runs once, to find which parameters they are.
+    The model runs once on the batch, to find the parameters that hold these weights.
     """
-    # Weights of the linear maps before each attention, by the address of the call in the pass.
+    # The weights of the linear maps that compute q, k and v, by the address of each map.
     weights: dict[Address, Tensor] = {}
 
     def collect_weights(call: AttentionCall, _address: Address) -> None:
@@ -313,7 +314,7 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
         net.module.eval().requires_grad_(False)
         sites = survey(net, batch).sites
         trace.run(net, batch, trace.Tracer(collect_weights))
-    # By address of their memory: a weight may be a view or a slice of a parameter.
+    # Parameters by the address of their memory: a weight may be a view or a slice of a parameter.
     parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
     for site in sites:
         where = f"layer {site.index} ({site.module})"
@@ -345,13 +346,13 @@ def _select_heads(columns: Tensor, first: int, count: int, where: str) -> Tensor
         columns: the columns of each head, (heads, d), numbered over all maps that compute q (or k,
             or v) together.
         first: the first column of the map in this numbering.
-        count: its number of columns.
+        count: the number of columns of the map.
         where: the layer, for a message.
 
     Raises:
         InputError: a head has columns of several maps.
     """
-    # Each head must be inside of the map with all its columns, or outside with all of them.
+    # Either all columns of a head belong to this map, or none of them.
     inside = (columns >= first) & (columns < first + count)
     heads = inside.all(1)
     if bool((inside.any(1) != heads).any()):

@@ -157,9 +157,9 @@ class Monitor:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Load the samples, on which every step is measured, so that errors show before training.
+        """Load the samples for all measurements, so that errors appear before the training.
 
-        In a distributed run only the process of rank 0 measures; in the others nothing happens.
+        In a distributed run only the process of rank 0 loads and measures.
         """
         self._step = self._begin  # number of finished steps of the training
         self._last_measured: int | None = None
@@ -172,8 +172,7 @@ class Monitor:
         with protected, open_job(self._model, request, self._data) as job:
             samples = job.samples
         notes = samples.notes
-        # A note says that DATA has fewer samples than wanted, which means nothing if nobody typed
-        # a number.
+        # Without a typed number of samples, the note that DATA has fewer samples is useless.
         if request.run.samples is None:
             notes = tuple(note for note in notes if note.code != "fewer-samples")
         self._samples = replace(samples, notes=notes)
@@ -192,7 +191,7 @@ class Monitor:
         self(self._step + 1)
 
     def __call__(self, step: int) -> None:
-        """Set the number of steps of the training; measure if it is due."""
+        """Set the number of finished steps; measure the model at every n-th step."""
         self._step = step
         if step % self._every == 0:
             self.measure(step)
@@ -292,9 +291,9 @@ def _protect(module: nn.Module, seed: int) -> Iterator[None]:
     passes, are replaced by copies in the block: changing the originals would break a later
     backward pass. (Flags and gradients are restored elsewhere, by `borrow`.)
     """
-    # The dict of buffers of each submodule, and a copy of it with the original tensors.
+    # For each submodule, its dict of buffers and a copy of this dict with the original tensors.
     tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
-    copies: dict[int, torch.Tensor | None] = {}  # a buffer that modules share has one copy
+    copies: dict[int, torch.Tensor | None] = {}  # modules that share a buffer also share its copy
     state = random.getstate()
     device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
     try:
@@ -314,7 +313,7 @@ def _protect(module: nn.Module, seed: int) -> Iterator[None]:
 
 
 def collect_figures(report: Report) -> dict[str, float]:
-    """Return the figures of a report for loggers: value by name, without those not finite.
+    """Return the finite figures of a report for loggers, by name.
 
     Names have only characters that every logger accepts.
     """
@@ -327,7 +326,7 @@ def collect_figures(report: Report) -> dict[str, float]:
         figures[name] = row.value
     jacobian = report.section("jacobian")
     if jacobian is not None and jacobian.rows:
-        of_model = jacobian.rows[0]  # rows of blocks follow
+        of_model = jacobian.rows[0]  # the row of the whole model; rows of blocks follow
         figures["jacobian_norm/p95"] = of_model.p95
         figures["jacobian_norm/max"] = of_model.max
     bounds = report.section("bounds")
@@ -405,7 +404,7 @@ class Checkpoint:
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints of a folder in the order of their steps.
 
-    If several have the same step, the newest counts.
+    If several checkpoints have the same step, only the newest is returned.
     """
     checkpoints: list[Checkpoint] = []
     for path in folder.iterdir():
@@ -420,13 +419,13 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
             if not weights:
                 continue  # no weights yet
             files = [path / name for name in (*weights, CONFIG) if name in names]
-            if CONFIG not in names:  # no MODEL folder: load the file of weights
+            if CONFIG not in names:  # the folder cannot be loaded as a MODEL: load the weights
                 model = files[0]
         elif path.suffix not in SUFFIXES:
             continue
         changed = max(file.stat().st_mtime_ns for file in files)
         checkpoints.append(Checkpoint(path.name, model, step, changed))
-    # Of several with one step the newest comes last, and stays in the dictionary.
+    # Among checkpoints with the same step the newest comes last, and stays in the dictionary.
     checkpoints.sort(key=lambda checkpoint: (checkpoint.step, checkpoint.changed))
     return list({checkpoint.step: checkpoint for checkpoint in checkpoints}.values())
 
@@ -441,7 +440,7 @@ def read_step(name: str) -> int | None:
     """
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
     stem = name.removesuffix(suffix).lower()
-    if SHARD.search(stem) or BESIDE.match(stem):  # a part of a checkpoint, or optimizer states...
+    if SHARD.search(stem) or BESIDE.match(stem):  # a part of a checkpoint, or an optimizer state
         return None
     match = STEP.search(stem) or EPOCH.search(stem) or LAST.search(stem)
     if match:
@@ -462,11 +461,11 @@ class CheckpointFolder:
     """
 
     def __init__(self, folder: Path, request: Request, to: Path) -> None:
-        """Name the reports, in the folder `to`, after the options of the request."""
+        """Choose the names of the reports in the folder `to` by the options of the request."""
         self.folder = folder
         self.request = request
-        # Names of reports end in a hash of all options that change results: reports of other
-        # options stay, and are not mistaken for these.
+        # Names of reports end in a hash of all options that change results. So reports with other
+        # options stay, and are never mixed with the new reports.
         measures = {name: options.model_dump() for name, options in request.measures.items()}
         settings = repr((request.run.model_dump(exclude=FREE), measures, dict(request.counts)))
         digest = hashlib.sha256(settings.encode()).hexdigest()
@@ -475,7 +474,7 @@ class CheckpointFolder:
         self.samples: Samples | None = None
 
     def list_pending(self) -> list[Checkpoint]:
-        """Return the checkpoints to measure, by step: those without a report, or newer than it."""
+        """Return the checkpoints without a report, or newer than their report, by step."""
         pending = []
         for checkpoint in list_checkpoints(self.folder):
             report = self.reports.path(checkpoint.step)
@@ -487,7 +486,7 @@ class CheckpointFolder:
         """Measure a checkpoint, on the same samples as all others, and write its report.
 
         Raises:
-            LipauditError: it could not be measured.
+            LipauditError: the checkpoint could not be measured.
         """
         job = prepare(replace(self.request, model=str(checkpoint.model)), samples=self.samples)
         self.samples = job.samples
@@ -516,7 +515,7 @@ class WatchingCallback:
         to: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()  # of the callback class of the trainer's library
+        super().__init__()  # the callback class of transformers or Lightning
         self.part = part  # returns the part of the model to watch
         self.to = to  # folder of the reports
         self.options = options  # of `watch`

@@ -413,11 +413,11 @@ def _describe_all(version: Version = False) -> None:
 
 
 def make_command(name: str, function: Callable[..., None]) -> Any:
-    """Return a command: one parameter per option; errors become one line and an exit code.
+    """Return the command for a function; errors become one line and an exit code.
 
-    A parameter whose type is a group of options represents all options of the group. Their values
-    come from the command line, else the configuration file, else the defaults. A group annotated
-    with a dictionary takes the defaults in the help from it, by option name.
+    A parameter of the function whose type is a group of options (`Settings`) becomes one parameter
+    of the command for each option. Values come from the command line, else from the configuration
+    file, else from the defaults. `Annotated[GROUP, {name: text}]` replaces defaults in the help.
 
     Args:
         name: name of the command.
@@ -428,7 +428,7 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
     def call(**typed: Any) -> None:
         """Call the function of the command; errors become one line and an exit code.
 
-        `typed` has the options by name, None if they were not typed.
+        `typed` has the value of each option by name; None means that the option was not typed.
         """
         try:
             # Schedulers end a job by SIGTERM: keep finished work, as after Ctrl-C.
@@ -468,7 +468,7 @@ class _CommandParameters(NamedTuple):
 
 
 def _read_parameters(function: Callable[..., None]) -> _CommandParameters:
-    """Return the parameters of a command from those of its function.
+    """Return the parameters of a command, made from the parameters of its function.
 
     A parameter of the function is a plain argument, or a group of options (`Settings`). The
     command has a parameter for each option of a group.

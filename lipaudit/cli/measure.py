@@ -243,7 +243,12 @@ def audit(
 
 
 def _choose_next(report: Report, saved: str) -> str:
-    """Return what to do after an audit: mend the run, look at weaknesses, or keep a baseline."""
+    """Return the next step after an audit, as an advice or a command.
+
+    With random weights or data, or an accuracy at chance, this is the advice on that. If an attack
+    broke the model, this is `lipaudit inspect` for the weakest sample. Otherwise the report can
+    become a baseline: `lipaudit baseline save`.
+    """
     from lipaudit.measures import summarise
     from lipaudit.report.opening import list_obstacles, write_answer
     from lipaudit.tables.formats import CHARACTERS

@@ -135,7 +135,7 @@ class OnStderr(Observer):
             self.last_line = now
 
     def fails(self, measure: str, error: Exception) -> None:
-        """Remove the bar, and print that the other measures continue."""
+        """Remove the bar, and print why the measure failed and that other measures continue."""
         self.ends(measure)
         if self.terminal.verbose:
             text = visible("".join(traceback.format_exception(error)), keep="\n\t")

@@ -27,7 +27,7 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def choose_colour(index: int) -> str:
-    """Return the colour of a category; after the last one they begin anew."""
+    """Return the colour of a category by its number; after the last colour the first follows."""
     return CATEGORIES[index % len(CATEGORIES)]
 
 

@@ -144,7 +144,7 @@ def name_metric(metric: str) -> str:
 
 
 def name_change(verdict: Verdict) -> str:
-    """Return what changed, as a picture names it."""
+    """Return the name of a changed figure for a picture."""
     return verdict.subject.replace(verdict.metric, name_metric(verdict.metric))
 
 

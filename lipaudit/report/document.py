@@ -94,8 +94,8 @@ def _open_report(
     Args:
         report: the report.
         summary: the main figures of the report, from which the answer is written.
-        facts: facts on model, data and run, by name.
-        notes: warnings, and notes on all figures.
+        facts: names and texts of facts on model, data and run.
+        notes: warnings, and notes that concern all figures.
     """
     answer = opening.write_answer(summary)
     return opening.open_page(answer, opening.describe_gaps(report), facts, notes)

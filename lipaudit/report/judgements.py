@@ -48,7 +48,7 @@ from lipaudit.tables.trials import FLAGS
 def make_page(
     found: Comparison | Ranking | Judgement, reports: Sequence[Report], *, short: bool = False
 ) -> Document:
-    """Return the page of what the gate found.
+    """Return the page of a comparison, a ranking or a judgement of the gate.
 
     Args:
         found: a comparison, a ranking or a judgement.
@@ -422,7 +422,7 @@ def describe_ranking(ranking: Ranking) -> str:
 
 
 def _read_ranked(ranking: Ranking) -> dict[str, str]:
-    """Return the figure of each model that was compared with the best, and that of the best."""
+    """Return the ranking figure as a text, for the best model and each model compared to it."""
     figures: dict[str, str] = {}
     for model in ranking.models:
         if model.difference is not None:

@@ -164,7 +164,7 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
 
 
 def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
-    """Draw the parts of every bar upwards from zero, negative ones downwards."""
+    """Draw bars of stacked parts: positive parts upwards from zero, negative parts downwards."""
     import numpy as np
 
     count = len(block.places)

@@ -51,7 +51,7 @@ def write_csv(rows: Iterable[Cells]) -> bytes:
 
 
 def _format_csv(value: Any) -> Any:
-    """Format numbers with all digits, zero without a sign, and inf and nan as pandas does.
+    """Return a value for a CSV file: numbers with all digits, and zero without a sign.
 
     A text that a spreadsheet would read as a formula gets an apostrophe in front.
     """

@@ -247,6 +247,6 @@ def find_closest_bounds(columns: Mapping[str, Column], rows: Sequence[Row]) -> d
 
 
 def _gather_rows(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
-    """Return the rows with those of equal keys beside each other."""
+    """Return the rows in an order in which rows with equal keys are adjacent."""
     groups = group_values((tuple(map(row.get, keys)), row) for row in rows)
     return list(chain.from_iterable(groups.values()))

@@ -85,7 +85,7 @@ def write(page: blocks.Document, stream: TextIO) -> None:
 
 
 def _begins_with_table(chapter: blocks.Chapter) -> bool:
-    """Say whether the first block of a chapter is a table, which has a blank line above it."""
+    """Say whether the first block of a chapter is a table: a table prints a blank line first."""
     return bool(chapter.blocks) and isinstance(chapter.blocks[0], Table)
 
 

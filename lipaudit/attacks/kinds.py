@@ -82,7 +82,7 @@ class AttackKind:
 
     @property
     def counts(self) -> Norm | None:
-        """Return the unit of its changes of a text or image; None for attacks on balls."""
+        """Return the unit in which the attack counts changes; None for attacks on balls."""
         return next((norm for norm in self.norms if norm in WHOLE), None)
 
     def can_attack(self, kind: str) -> bool:
@@ -210,7 +210,7 @@ class Attack:
         """
         if not radius.value:  # nothing can change: the attack does not run
             return 0
-        changes = int(radius.value)  # of a text
+        changes = int(radius.value)  # the budget of an attack that counts changes
         costs = {
             "gradient": 3,
             "steps": 3 * self.steps,

@@ -216,7 +216,7 @@ def list_pieces(samples: int, size: int) -> list[slice]:
 
 
 def _record_graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Run a piece of the samples with gradient; return its input as a leaf, and its logits.
+    """Run the model on a piece of the samples with gradient; return the input leaf and the logits.
 
     Args:
         oracle: the model.
@@ -231,7 +231,7 @@ def _record_graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor
 def pull(graph: tuple[Tensor, Tensor], grad_output: Tensor) -> Tensor:
     """Return J^T grad_output, with J the Jacobian of a graph (leaf, output).
 
-    It is 0 if the output does not depend on the leaf.
+    The result is 0 if the output does not depend on the leaf.
     """
     leaf, output = graph
     if not output.requires_grad:

@@ -284,7 +284,7 @@ def rewrite_words(
         """Return every substitute of every word; first those that lower the margin most."""
         rises = []
         changes = []
-        position = 0  # of the word's first token
+        position = 0  # the position of the first token of the word
         for i, word in enumerate(draft.words):
             substitutes = find_substitutes(near, draft, i, reader.lexicon)
             if substitutes:
@@ -505,7 +505,7 @@ def rewrite_characters(
 
     def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
         """Return every possible error; words take turns, the word of steepest gradient first."""
-        if draft.source is None:  # its characters are unknown
+        if draft.source is None:  # without known characters there are no typing errors
             return []
         norms = iter(slope.norm(dim=1).tolist())
         steepness = [sum(islice(norms, len(word))) for word in draft.words]

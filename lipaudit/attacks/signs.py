@@ -243,7 +243,7 @@ def note_masking(
 
 
 def _list_efforts(trial: Trial) -> set[str]:
-    """Return what the attacks of a trial spend: gradients, steps, queries..."""
+    """Return the kinds of effort of a trial's attacks: one gradient, steps, queries..."""
     return {attack.kind.effort for attack in trial.attacks}
 
 

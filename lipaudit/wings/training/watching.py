@@ -349,7 +349,7 @@ class StepReports:
     def __init__(self, folder: Path, suffix: str = "") -> None:
         require_folder(folder)
         self.folder = folder
-        self.suffix = suffix  # of the names of reports
+        self.suffix = suffix  # the end of the names of reports
 
     def path(self, step: int) -> Path:
         """Return the path of a step's report."""
@@ -518,7 +518,7 @@ class WatchingCallback:
         super().__init__()  # the callback class of transformers or Lightning
         self.part = part  # returns the part of the model to watch
         self.to = to  # folder of the reports
-        self.options = options  # of `watch`
+        self.options = options  # arguments of `lipaudit.watch`
         self.monitor: Monitor | None = None  # created when the training begins
 
     def start_watching(self, model: Any, folder: str, step: int, **defaults: Any) -> None:

@@ -306,7 +306,7 @@ class Net(ModelSpec):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of samples: the one on which the model reads its first parameter."""
+        """Return the device of samples: that of the first parameter when the model reads it."""
         return next(devices(self.module))
 
     @property
@@ -316,9 +316,9 @@ class Net(ModelSpec):
 
     @property
     def patch(self) -> tuple[int, int] | None:
-        """Height and width of the patches into which a model of images divides them, if it does.
+        """Height and width of the patches into which the model divides an image, if known.
 
-        It does if a convolution of the image has a stride as large as its kernel.
+        A convolution of the image whose stride is as large as its kernel divides it into patches.
         """
         if self.kind != "image":
             return None
@@ -374,13 +374,16 @@ class Net(ModelSpec):
         return batch.x.detach()
 
     def free(self, batch: Batch) -> Tensor | None:
-        """Return which tokens of the samples an attack may change, (batch, tokens); None: all.
+        """Return a mask of the tokens that an attack may change, (batch, tokens); None: all.
 
-        Padding never changes, and of a prompt with continuations only the prompt does.
+        In texts, padding may not change. In a prompt with continuations, neither padding nor the
+        tokens of the continuations may change. In images and float tokens, everything may change.
         """
-        if not self.scored:
+        if not self.scored:  # the samples have no continuations
             return batch.mask if self.kind == "text" else None
-        # `data.continuations.pack` gives tokens of continuations ids beyond the vocabulary.
+        # Prompt and continuations are one row of ids. To mark a token of continuation number i,
+        # `data.continuations.pack` adds i times the size of the vocabulary to its id. So ids below
+        # this size belong to the prompt.
         in_prompt = batch.x < (self.vocabulary or 0)
         if batch.mask is None:
             return in_prompt
@@ -390,21 +393,21 @@ class Net(ModelSpec):
         """Run the model on points of the attacked space: pixels, floats, or embeddings of texts.
 
         Args:
-            z: the points, one per sample. For texts, they replace the output of the embedding
+            z: a point for each sample. For texts, the points replace the output of the embedding
                 module, and the model still gets the ids.
             batch: the samples, whose masks (and ids) are used.
         """
         needs_gradient = torch.is_grad_enabled() and z.requires_grad
         if self.exact is None or not needs_gradient:
             return self._run(z, batch)
-        # A model under autocast: rounded arithmetic gives the values, exact arithmetic (`exact`)
-        # the gradients.
+        # A model under autocast: `_run` computes the values in rounded arithmetic, and the model
+        # `exact` computes the gradients without rounding.
         with torch.no_grad():
             deployed = self._run(z, batch)
         return borrow_gradient(deployed, self.exact.forward(z, batch))
 
     def _run(self, z: Tensor, batch: Batch) -> Tensor:
-        """Run the module at points of the attacked space, with the gradient of its arithmetic."""
+        """Run the module at points of the attacked space, and let autograd differentiate it."""
         if self.kind != "text":
             return self.read(self.call(z, batch.mask))
         with self.replace_embedding(z):
@@ -436,13 +439,14 @@ class Net(ModelSpec):
 
         The handle is a context manager, too.
         """
-        # A model with tokens first gets tokens first: to exchange two axes is its own inverse.
+        # For a model with the token axis first, `_put_batch_first` exchanges the first two axes of
+        # z. The same exchange turns the model's embeddings into (batch, tokens, width).
         pending = [self._put_batch_first(z).clone()]
 
         def replace_first(out: Tensor) -> Tensor:
             if not pending:  # a later call of the same embedding, such as by the decoder
                 return out
-            # In the dtype of the embedding, which under autocast may be half precision.
+            # Cast z to the dtype of the embedding: under autocast this may be half precision.
             return pending.pop().to(out.dtype)
 
         return self._watch_entry(replace_first)

@@ -53,15 +53,15 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
     """Compute in the tensors' own precision, with gradients: no TF32, autocast or inference mode.
 
     Compiled code runs as plain Python, and `nn.TransformerEncoder` without its fast path, because
-    kernels cannot be observed. The fast path is also another function: it sets the outputs at
-    padded tokens to 0, and torch takes it only without gradients.
+    compiled code and the fast path hide their operations. The fast path also computes another
+    function: it sets outputs at padded tokens to 0, and torch takes it only without gradients.
 
-    All settings are restored at the end of the block. TF32 would leave three digits of a spectral
-    norm. A model may still change settings itself, for example by `torch.backends.cudnn.flags()`:
-    it is measured as it is.
+    All settings are restored at the end of the block. With TF32, only three digits of a spectral
+    norm would be right. A model may still change settings itself, for example by
+    `torch.backends.cudnn.flags()`: the model is measured with its own settings.
     """
     with ExitStack() as stack:
-        # Without this module nothing is compiled, and importing it here would take a second.
+        # If this module is not imported, nothing is compiled. Importing it would take a second.
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         mha: Any = torch.backends.mha
@@ -80,24 +80,26 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
 def _switch_tf32_off(stack: ExitStack) -> None:
     """Switch TF32 off, so that float32 products are computed in float32, until the stack ends.
 
-    Since torch 2.9 there is a precision setting per operation (`fp32_precision`) beside two older
-    settings. torch refuses to read an older one while it contradicts the new ones, so the order of
-    reading and writing matters here.
+    The two older settings are `cudnn.allow_tf32` and `torch.set_float32_matmul_precision`. Since
+    torch 2.9, each backend and operation also has a newer setting, `fp32_precision`. torch raises
+    an error if code reads an older setting that contradicts the newer ones. So the newer settings
+    become "none" (no value) first. Then the older ones are read and written. At last the newer
+    ones become "ieee" (plain float32). The stack restores all of them in the reverse order.
     """
     backends: Any = torch.backends
     cudnn, onednn = backends.cudnn, backends.mkldnn
-    settings: list[Any] = []  # objects with a precision setting, general ones first
+    settings: list[Any] = []  # objects with `fp32_precision`: backends before their operations
     if hasattr(cudnn, "conv"):  # torch 2.9 and later
         settings = [backends, cudnn, onednn, backends.cuda.matmul, onednn.matmul]
         settings += [cudnn.conv, cudnn.rnn, onednn.conv, onednn.rnn]
-    # Set the general ones to "none" first: single ones then have only their own value, if any, and
-    # no longer that of a general one. That value is restored.
+    # An operation without a value of its own returns the value of its backend. Once the backend is
+    # "none", the operation returns its own value, so that the stack restores only that.
     for setting in settings:
         stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
         setting.fp32_precision = "none"
     try:
         allowed = cudnn.allow_tf32
-    except RuntimeError:  # it contradicts the settings, which are all "none": it is True
+    except RuntimeError:  # only True contradicts newer settings that are all "none"
         allowed = True
     stack.callback(setattr, cudnn, "allow_tf32", allowed)
     stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
@@ -114,8 +116,8 @@ _CASTS = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat
 class Widening(TorchFunctionMode):
     """Run a float64 model without its casts to lower precisions.
 
-    Many models cast to float32 for norms, rotary positions or softmax, in any precision: that
-    would leave seven of sixteen digits.
+    Many models cast norms, rotary positions or softmax to float32, whatever the dtype of their
+    weights. In a float64 model this would leave seven of sixteen digits.
 
     Attributes:
         halves: the half precisions that the model would have used.
@@ -140,7 +142,7 @@ class Widening(TorchFunctionMode):
 
 
 def _widen(value: Any) -> Any:
-    """Return float64 in place of an argument that is a lower dtype, and all others as they are."""
+    """Return float64 if the argument is a lower dtype, else the argument as it is."""
     if isinstance(value, torch.dtype) and value in _CASTS.values():
         return torch.float64
     return value
@@ -151,8 +153,8 @@ def deploy(
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Return a model's forward pass as it runs under `torch.autocast`.
 
-    Autocast is then on inside of `exact_arithmetic`, too, which switches it off. Modules that cast
-    themselves or switch autocast off do so as in the plain model.
+    `exact_arithmetic` switches autocast off; the returned pass switches autocast on again, also
+    inside of `exact_arithmetic`. Modules that cast or switch autocast off themselves still do so.
 
     Args:
         run: the forward pass: (samples, mask) -> output.
@@ -180,7 +182,7 @@ def widen_half(values: Tensor) -> Tensor:
 def can_autocast(device: torch.device, name: str) -> bool:
     """Say whether torch supports autocast to a dtype on a device, by a product of matrices.
 
-    Older versions of torch only warn if they do not, and compute in float32.
+    Without this support, older versions of torch only warn, and compute in float32.
 
     Args:
         device: the device.
@@ -197,7 +199,7 @@ def can_autocast(device: torch.device, name: str) -> bool:
 
 
 def borrow_gradient(values: Tensor, exact: Tensor) -> Tensor:
-    """Return values whose gradient is that of another computation of the same quantity.
+    """Return the values of one computation of a quantity, with the gradient of another one.
 
     Args:
         values: the quantity in rounded arithmetic, without a graph.
@@ -256,9 +258,9 @@ DEFERRED = torch.float8_e5m2
 
 
 def defer(compute: Callable[[], Tensor], shape: torch.Size) -> nn.Parameter:
-    """Return a parameter that takes no memory, because its values are computed when it is read.
+    """Return a parameter that takes no memory: its values are computed whenever a layer reads it.
 
-    This is for a module after `convert_on_read`.
+    The module must go through `convert_on_read`, whose table of parameters computes the values.
 
     Args:
         compute: returns the values.
@@ -271,7 +273,7 @@ def defer(compute: Callable[[], Tensor], shape: torch.Size) -> nn.Parameter:
 
 
 def compute_values(stored: Tensor) -> Tensor:
-    """Return the values of a stored weight, which may be deferred."""
+    """Return the values of a stored weight; those of a deferred weight are computed (`defer`)."""
     compute = _deferred.get(stored)
     if compute is None:
         return stored
@@ -349,7 +351,8 @@ def convert_on_read(
         device = None
         if place is not None:
             device = place(path)
-        # Recurrent layers pass their weights to torch without reading them: convert them at once.
+        # Recurrent layers give their weights to torch without the lookup that would convert them:
+        # convert these weights now.
         if isinstance(part, nn.RNNBase):
             part.to(device=device, dtype=dtype)
         for name, buffer in part._buffers.items():
@@ -361,7 +364,7 @@ def convert_on_read(
             if p.is_floating_point() and not _is_narrower(p, dtype):
                 p.data = p.data.to(dtype)
         if any(_needs_conversion(p, dtype, device) for p in parameters):
-            # `module.weight` looks up the weight in this table, which then converts it.
+            # From now on `module.weight` looks the weight up in this table. The table converts it.
             part.__dict__["_parameters"] = _Parameters(part._parameters, dtype, device)
     return {p.dtype for p in module.parameters() if _is_narrower(p, dtype)}
 
@@ -395,7 +398,8 @@ def has_converted_weights(module: nn.Module) -> bool:
 def lift_parameters(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a model's call, changed so that the model sees converted copies in `parameters()`.
 
-    For a model after `convert_on_read`, whose code may read the dtype or device of its parameters.
+    The model is one that `convert_on_read` has prepared. Its own code may read the dtype or device
+    of its parameters, and must then find those of the run, not those of the stored weights.
     """
 
     def run(*args: Any) -> Any:
@@ -432,8 +436,8 @@ class _Parameters(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         """Set the stored weight.
 
-        If the value is a converted copy, which code has read and sets again, its stored weight
-        stays.
+        Code may read a converted copy and set it again. Then the stored weight behind the copy is
+        set.
         """
         if value is not None:
             value = _originals.get(value, value)
@@ -464,8 +468,8 @@ def _convert(stored: Tensor, dtype: torch.dtype, device: torch.device | None) ->
 
     Args:
         stored: the weight.
-        dtype: dtype of the copy, if the weight is stored in a narrower one.
-        device: device of the copy; None: that of the weight.
+        dtype: dtype of the copy, if the weight is stored in a narrower dtype.
+        device: device of the copy; None: the device of the weight.
     """
     if not _needs_conversion(stored, dtype, device):
         return stored
@@ -489,10 +493,10 @@ def _convert(stored: Tensor, dtype: torch.dtype, device: torch.device | None) ->
 
 
 def _allocate(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an empty tensor whose memory goes back to the system when it is freed.
+    """Return an empty tensor whose memory goes back to the system when the tensor is freed.
 
-    The C library does not return large blocks between longer-lived ones, so that copies of weights
-    would make the heap grow to several times the model.
+    The C library keeps a freed block if longer-lived blocks surround it. Copies of weights in its
+    memory would make the process grow to several times the size of the model.
 
     Args:
         like: a tensor of the same shape.

@@ -39,10 +39,11 @@ def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = N
 
     Args:
         a: a tensor.
-        b: another one.
+        b: another tensor.
         tolerance: largest difference of two entries, relative to the largest entry of a.
-        each: axis of which each slice is compared separately, with its own largest entry, so that
-            a large head cannot hide a small one; None: all entries together.
+        each: an axis, such as that of heads. Each slice along it is compared separately, relative
+            to its own largest entry, so that a large head cannot hide an error of a small head.
+            None: all entries are compared together.
     """
     if a.shape != b.shape:
         return False
@@ -71,7 +72,7 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
     Args:
         net: the model.
         batch: two samples.
-        other: the same first sample beside another one.
+        other: the same first sample, and another second sample.
         output: the output on `batch`.
 
     Raises:
@@ -159,7 +160,8 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     except Exception as error:  # the model's own code may raise anything
         if of_machine(error):
             raise
-        # It fails on single samples, too, or batches are not needed. The measure names the sample.
+        # The model fails on a single sample, too (`alone` is None): the measure reports it, and
+        # names the sample. Or samples are measured one at a time, so that batches are not needed.
         if alone is None or singly:
             return
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -173,6 +175,7 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
             f"{tuple(alone.shape)} for the same two, one at a time",
             "Fix the model: it must return one row per sample for every batch size.",
         )
+    # NaN and infinities are left out: the measures report them.
     finite = alone.isfinite() & together.isfinite()
     change = torch.where(finite, together - alone, 0.0).abs().amax()
     noise = torch.where(finite, again - alone, 0.0).abs().amax()  # of a random model
@@ -262,8 +265,9 @@ def require_autocast(net: Net, batch: Batch, autocast: str | None) -> tuple[Note
 def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:
     """Warn if PyTorch's fast path through `nn.TransformerEncoder` changes the model's output.
 
-    Without gradients PyTorch may take it, but all measures run without it. The outputs of both are
-    compared on the shortest and the longest sample, in one batch.
+    The fast path is separate code that PyTorch may run if no gradients are needed. All measures
+    run the model without the fast path. Here the shortest and the longest sample run as one batch,
+    first without the fast path and then with it, and the outputs are compared.
     """
     if not any(isinstance(part, nn.TransformerEncoder) for part in net.module.modules()):
         return ()
@@ -274,6 +278,8 @@ def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:
         stack.enter_context(suppress(Exception))
         # The fast path uses nested tensors, for which torch warns that they are a prototype.
         stack.enter_context(warnings.catch_warnings(action="ignore"))
+        # `exact_arithmetic` switches the fast path off now, and restores the user's setting when
+        # the block ends, also after the line below that switches it on.
         stack.enter_context(exact_arithmetic(net.device))
         stack.enter_context(torch.no_grad())
         measured = net.output(pair)
@@ -291,11 +297,12 @@ def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:
 
 # Lengths of a step, relative to the length of the sample.
 #
-# A central difference D(h) = (g(h) - g(-h)) / 2h of g(t) = w . f(x + t u) errs by h^2 g''' / 6, by
-# rounding, eps |g| / h, and by the kinks (ReLU, maxima) between x - h u and x + h u, whose number
-# falls with h. Of these steps one is free of all three in float64; a wrong gradient is wrong at
-# all. One in the middle comes first: it is enough for most models, and each other one costs two
-# passes. The smallest are for networks with kinks everywhere.
+# A central difference D(h) = (g(h) - g(-h)) / 2h of g(t) = w . f(x + t u) has three errors:
+# h^2 g''' / 6; rounding, eps |g| / h; and the kinks (ReLU, maxima) between x - h u and x + h u, of
+# which a smaller h has fewer. In float64, at one of these steps all three errors are small. A
+# wrong gradient differs at every step. A step of medium length comes first: it is enough for most
+# models, and each further step costs two forward passes. The smallest steps are for networks with
+# many kinks.
 STEPS = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
 # Smallest difference, relative to the derivative, that rounding does not explain.
 DIFFERS = 0.01
@@ -306,24 +313,25 @@ WIDENED = 2**28
 def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
     """Warn if autograd's gradient of a model is not the derivative of its output.
 
-    A straight-through estimator, `detach` or a wrong backward pass causes that. The gradient is
+    Causes are a straight-through estimator, `detach` or a wrong backward pass. The gradient is
     compared with finite differences along one random direction, at two samples and in float64. If
-    the model is too large for float64, or its own code fails, nothing is compared.
+    the model is too large for float64, or the model's own code fails, nothing is compared.
 
     Args:
         net: the model.
         batch: samples.
 
     Returns:
-        A warning that names a sample if the two differ, and one if parts are in half precision.
+        A warning if parts of the model compute in half precision, and a warning that names a
+        sample if its gradient differs from its derivative.
     """
     parameters = list(net.module.parameters())
     if sum(p.numel() for p in parameters) > WIDENED:
         return ()
     pair = batch[:2].trim()
     widening = Widening()
-    # All weights become float64 for this comparison, and get their own memory back afterwards. So
-    # do buffers, such as running statistics: in float32 they would round the output.
+    # All weights become float64 for this comparison. Buffers, such as running statistics, do as
+    # well: in float32 they would round the output. `finally` restores the original tensors.
     tensors = [t for t in (*parameters, *net.module.buffers()) if t.is_floating_point()]
     originals = [t.data for t in tensors]
     try:
@@ -383,8 +391,8 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
         w = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
         gradient = _compute_gradient((output * w).sum(), point)  # J^T w
     slope = (gradient * u).sum(axes)
-    # For a random u with n entries the slope is about ||J^T w|| ||u|| / sqrt(n). It may be far
-    # smaller by chance: errors are then relative to this number.
+    # For a random u with n entries, the slope is usually about ||J^T w|| ||u|| / sqrt(n). By
+    # chance the slope may be far smaller. So errors are relative to the usual slope at least.
     entries = u.count_nonzero() / len(u)
     steepness = torch.linalg.vector_norm(gradient, dim=axes)
     usual_slope = steepness * length.flatten() / entries.sqrt()
@@ -402,7 +410,7 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
         scale = torch.stack([slope.abs(), usual_slope, quotient.abs()]).amax(0)
         error = ((quotient - slope).abs() - rounding / h).clamp_min(0)
         errors = torch.minimum(errors, error / scale.clamp_min(1e-300))
-        if (errors <= DIFFERS).all():  # no sample differs: other steps need not be tried
+        if (errors <= DIFFERS).all():  # no sample differs: no further step is needed
             break
     return errors
 

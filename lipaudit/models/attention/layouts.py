@@ -67,8 +67,8 @@ def find_layouts(call: AttentionCall, samples: int) -> tuple[AxisLayout, ...]:
     tensors = {"q": call.q, "k": call.k, "v": call.v}
     # The outputs of the linear maps that each of q, k and v is computed from.
     leaves = {name: call.origins.leaves(t) for name, t in tensors.items()}
-    # A map that is applied to each head's part of a token: its rows look like tokens of windows,
-    # so that heads would be taken for windows.
+    # A map may be applied to each head's part of a token, (batch, tokens, heads, d). Its rows look
+    # like tokens of windows, so that heads would be taken for windows: give up.
     if any(leaf.origin.reads_token_parts for behind in leaves.values() for leaf in behind):
         return ()
     try:
@@ -87,10 +87,10 @@ def find_layouts(call: AttentionCall, samples: int) -> tuple[AxisLayout, ...]:
 
 @dataclass
 class _Moved:
-    """Which vectors of q, k or v change if outputs of the linear maps behind it change.
+    """Which vectors of q, k or v change if outputs of the linear maps behind this tensor change.
 
-    All are boolean patterns, (..., tokens), True for the vectors that change. Linear maps with the
-    same weight count as one, except in `rows`.
+    All attributes hold boolean patterns, (..., tokens), True for the vectors that change. Linear
+    maps with the same weight count as one map, except in `rows`.
 
     Attributes:
         maps: for each map, the vectors that change with its whole output.
@@ -159,35 +159,39 @@ def _join_tokens(y: Tensor) -> Tensor:
 
 
 def _find_moved(source: Probed, *, row: int | None = None, column: int | None = None) -> Tensor:
-    """Return which vectors of t change with one token or channel of y, (..., tokens), boolean.
+    """Return which vectors of t = t(y) change if a token or a channel of y changes.
+
+    Here t is q, k or v, and y the output of a linear map. The result is boolean, (..., tokens):
+    True where the derivative of the vector along the change of y is not 0.
 
     Args:
-        source: t, (..., tokens, width), as a function of y.
-        row: the token: a row of y. None: all.
-        column: the channel: a column of y. None: all.
+        source: the function y -> t, with t (..., tokens, width) and y (rows, columns).
+        row: the only row (token) of y that changes. None: all rows change.
+        column: the only column (channel) of y that changes. None: all columns change.
     """
     rows = slice(None) if row is None else row
     columns = slice(None) if column is None else column
-    move = torch.zeros_like(source.read)  # a change of y
-    # Random, because a norm of t cancels an equal change of all channels; from 0.5 to 1.5, because
-    # sums of positive numbers are not 0.
-    generator = torch.Generator(move.device).manual_seed(0)
-    noise = torch.rand(move.shape, generator=generator, dtype=move.dtype, device=move.device)
-    move[rows, columns] = noise[rows, columns] + 0.5
-    # The change of t, (..., tokens, width), for this change of y.
-    return (source.push(move) != 0).any(-1)
+    change = torch.zeros_like(source.read)  # `source.read` has the shape of y
+    # Changes are random, because the model may normalise y (as a LayerNorm does on the way to q):
+    # an equal change of all channels would cancel. They lie between 0.5 and 1.5, because a sum of
+    # positive changes is not 0.
+    generator = torch.Generator(change.device).manual_seed(0)
+    noise = torch.rand(change.shape, generator=generator, dtype=change.dtype, device=change.device)
+    change[rows, columns] = noise[rows, columns] + 0.5
+    change_of_t = source.push(change)  # the product of the Jacobian dt/dy with the change of y
+    return (change_of_t != 0).any(-1)
 
 
 def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Factor, ...]:
-    """Return the factors of a leading axis, as of an axis of (windows, heads), outermost first.
+    """Return the factors of a leading axis, such as windows and heads, outermost first.
 
-    If one channel of a linear map changes, only one head does. If one token of the keys changes,
-    only one window does. Samples count as windows here; `_choose_samples` divides them.
+    If one channel of a linear map changes, only one head changes. If one token of the keys
+    changes, only one window changes. Samples count as windows here; `_choose_samples` finds them.
 
     Args:
         moved: for q, k and v, which of their vectors change with a channel or token of a map.
         axis: number of the axis in these patterns.
-        size: its size.
+        size: size of the axis.
     """
     columns = [pattern for part in moved.values() for pattern in part.columns]
     keys = moved["k"].rows
@@ -203,9 +207,10 @@ def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Fa
         if "columns" in single:
             role = "head"
         elif has_keys and "keys" not in single and size > 1:
-            # All along this factor have the same keys. They are further queries if they read
-            # different tokens, and otherwise heads that read the same channels.
+            # A change of one key token reaches all entries along this factor: they share keys.
             role = "head"
+            # Entries whose queries read different tokens are further queries of these keys. If
+            # they read the same tokens, they stay heads, which then read the same channels.
             if "queries" in single and has_one_map:
                 role = "token"
         factors.append(Factor(role, count))
@@ -215,14 +220,15 @@ def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Fa
 def _find_query_factors(moved: Mapping[str, _Moved], size: int) -> tuple[Factor, ...]:
     """Return the factors of the axis of queries, outermost first: tokens, or tokens and heads.
 
-    Some models of multi-query attention put heads there, (b, n * h, d): they share their keys.
+    Some models of multi-query attention put heads into this axis, (b, n * h, d). All heads then
+    share their keys.
 
     Args:
         moved: for q, k and v, which of their vectors change with a channel or token of a map.
         size: number of queries.
     """
-    # If one channel of a map changes only some of the keys or values, keys have heads of their
-    # own. Then no heads can lie along the axis of queries.
+    # If one channel of a map changes only some of the keys or values, each head has its own keys
+    # or values. Then no heads can lie along the axis of queries.
     for name in "kv":
         for one, whole in zip(moved[name].columns, moved[name].maps, strict=True):
             if not torch.equal(one, whole):
@@ -258,7 +264,8 @@ def _split_axis(
     """Factor an axis such that each pattern has one index, or all, of every factor.
 
     An axis of (4 heads, 3 windows) has size 12. The entries of one head have one index of the
-    factor of 4 and all indices of the factor of 3; for those of one window it is the other way.
+    factor 4 and all indices of the factor 3. The entries of one window have all indices of the
+    factor 4 and one index of the factor 3.
 
     Args:
         size: the size of the axis.
@@ -295,15 +302,16 @@ def _find_spans(is_marked: Tensor) -> list[_Span]:
     """Return the factors of an axis of which the marked entries have only one index.
 
     Let an axis of size 24 hold (2 samples, 4 heads, 3 windows), and mark the entries of one head.
-    They have one index of the factor of 4, which has a stride of 3, and all indices of the
-    others. So the result is [_Span(3, 12)]: from the stride to the stride times the size.
+    The marked entries have one index of the factor 4 and all indices of the factors 2 and 3. The
+    factor 4 has a stride of 3, so the result is [_Span(3, 12)]: from the stride to the stride
+    times the size.
 
     Args:
         is_marked: which entries of the axis are marked, (size,).
 
     Returns:
-        The factors, innermost first; the whole axis if the marks have no such structure, as those
-        of windows that overlap.
+        The factors, innermost first. The whole axis if the marks have no such structure, for
+        example if windows overlap.
     """
     spans: list[_Span] = []
     stride = 1
@@ -340,7 +348,7 @@ def _list_divisors(number: int) -> list[int]:
 def _choose_samples(
     leading: Sequence[tuple[Factor, ...]], samples: int
 ) -> Iterator[tuple[tuple[Factor, ...], ...]]:
-    """Yield each way to find the samples in the leading axes, where they count as windows so far.
+    """Yield each way to find the samples in the leading axes, in which they count as windows.
 
     Every factor of windows whose size is a multiple of the number of samples is tried, outermost
     first: as (samples, windows) and as (windows, samples).
@@ -365,10 +373,11 @@ def _choose_samples(
 
 
 def _free_sizes(factors: Sequence[Factor], role: Role) -> tuple[Factor, ...]:
-    """Return the factors of one axis, with the size of one of them left open (0).
+    """Return the factors of one axis, with the size of one factor left open (0).
 
-    It is the first factor of tokens, or of the given role. The numbers of tokens and windows vary
-    with the length of a text or the size of an image, and then follow from the size of the axis.
+    The first factor with the role of tokens, or with the given role, is left open. The numbers of
+    tokens and windows vary with the length of a text or the size of an image. On each batch, the
+    open size follows from the size of the axis.
     """
     result = list(factors)
     for i, factor in enumerate(factors):

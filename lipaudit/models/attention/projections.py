@@ -79,11 +79,17 @@ class TokenIndex:
         return rows.flatten(0, 1)
 
     def read(self, origin: Origin) -> Tensor:
-        """Return the tokens of a linear map's input that the attention reads, one per row."""
-        assert origin.linear is not None  # `decode` refuses every other origin
+        """Return the tokens X that the attention reads from the input of a linear map.
+
+        The result is (windows * tokens, D), in the order in which the attention reads the tokens.
+
+        Args:
+            origin: holds the linear map behind q or k; each row of its input is a token.
+        """
+        assert origin.linear is not None  # `decode` refuses q and k without a linear map
         inputs = origin.linear.inputs
-        rows = self.rows(len(inputs) // self.length)
-        return inputs[rows.flatten()].detach()
+        samples = len(inputs) // self.length  # each sample has `length` rows
+        return inputs[self.rows(samples).flatten()].detach()
 
     def is_same(self, other: TokenIndex) -> bool:
         """Say whether the attention reads the same tokens of two maps, in the same order."""
@@ -103,8 +109,8 @@ class TokenIndex:
         """
         if (length, tokens) == (self.length, self.tokens.shape[1]):
             return self
-        # If the attention reads all tokens in order, it does so at every length. The windows of
-        # other indices may be divided differently there.
+        # If the attention reads all tokens in order, the new index has all tokens in order, too.
+        # Any other order (windows, selected tokens) may differ at the new length: it is unknown.
         device = self.tokens.device
         in_order = torch.arange(self.length, device=device)[None]
         if length != tokens or not torch.equal(self.tokens, in_order):
@@ -146,11 +152,12 @@ LARGEST_LOCAL = 2**28  # largest number of entries of a local Jacobian: 1 GiB in
 def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | None:
     """Find how q, k or v is computed from the output of a linear map.
 
-    That is: which token and which channels each head reads, and by which function.
+    The result says which token and which channels of this output each head reads, and which
+    function it applies to them.
 
     Args:
         t: q, k or v, (windows, heads, tokens, width), with its graph.
-        leaves: the outputs of linear maps that it depends on.
+        leaves: the outputs of linear maps that t depends on.
         samples: number of samples in the batch.
 
     Returns:
@@ -186,11 +193,11 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
 def _classify(
     form: ProjectionForm, source: Probed, rows: Tensor, columns: Tensor
 ) -> ProjectionForm:
-    """Return the form with its kind, which says how each vector t_i depends on its y_i.
+    """Return the form with its kind: how each vector t_i depends on the entries y_i behind it.
 
     affine: t_i = M y_i + c with constants M and c. rotation: t_i = G_i y_i with an orthogonal G_i
-    that depends on the position (RoPE). linear-pos: the same with another G_i. local: any other
-    function, such as a norm of queries.
+    that depends on the position i (RoPE). linear-pos: t_i = G_i y_i with a G_i that is not
+    orthogonal. local: any other function, such as a normalisation of queries.
 
     Args:
         form: the form of t, as if it were affine.
@@ -201,7 +208,8 @@ def _classify(
     if not is_affine(source.t):  # judged by the ops in the graph
         _refuse_large(source, form)
         return replace(form, kind="local")
-    # The cheapest first: one map for all tokens, one for each position, one for each token.
+    # The cheapest test first: one matrix for all tokens, then one matrix for each position, then
+    # one matrix for each token of each window.
     affine = graph.find_affine_map(source, rows, columns)
     if affine is not None:
         mix, offset = affine
@@ -231,7 +239,7 @@ def find_token_rows(source: Probed) -> Tensor:
         NotClosedForm: a token does not read one row of its own.
     """
     windows, _, tokens, _ = source.t.shape
-    # In most models the rows of y are the tokens in order, which two backward passes show.
+    # In most models the rows of y are the tokens in order. Two backward passes show this.
     number = torch.arange(windows * tokens, device=source.t.device)
     ordered = number.view(windows, tokens)
     touched = graph.find_touched(source.read, 1)
@@ -247,7 +255,7 @@ def find_token_rows(source: Probed) -> Tensor:
         raise NotClosedForm("depends on several tokens", "mixing")
     if has_effect.sum() < number.numel():  # some token depends on no row
         raise NotClosedForm("has tokens that do not come from the input", "partial")
-    # Rows in the order of their tokens; those without an effect come first.
+    # Rows in the order of their tokens; rows without an effect come first.
     without_effect = int((~has_effect).sum())
     return token.argsort()[without_effect:].view(windows, tokens)
 
@@ -297,9 +305,9 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
     """
     t = source.t
     heads = source.t.shape[1]
-    # If no two heads share columns, none is repeated: equal values are then chance, or zero.
-    # Otherwise the largest repetition comes first: 8 equal heads are one head 8 times, not two
-    # heads 4 times.
+    # Try no repetition first. If no two heads share columns, no head is repeated, and equal heads
+    # are chance (or zero). Otherwise try the largest repetition first: 8 equal heads are one head
+    # repeated 8 times, not two heads repeated 4 times.
     for repeat in (1, *range(heads, 1, -1)):
         if heads % repeat:
             continue
@@ -332,7 +340,7 @@ def _find_columns(source: Probed) -> Tensor | None:
     sizes = torch.bincount(head[head >= 0], minlength=count)
     if (sizes != sizes[0]).any():
         raise NotClosedForm("uses more channels in some heads than in others", "ragged")
-    # Columns in the order of their heads; those without an effect come first.
+    # Columns in the order of their heads; columns without an effect come first.
     without_effect = int((head < 0).sum())
     order = head.argsort(stable=True)[without_effect:]
     return order.view(count, -1)
@@ -341,7 +349,7 @@ def _find_columns(source: Probed) -> Tensor | None:
 def _refuse_large(source: Probed, form: ProjectionForm) -> None:
     """Raise NotClosedForm if the Jacobians of all tokens take too much memory.
 
-    Each vector of t has one, (channels of the head, columns of y that the head reads).
+    Each vector of t has a Jacobian, (channels of the head, columns of y that the head reads).
     """
     size = source.t.numel() * form.columns.shape[1]
     if size > LARGEST_LOCAL:
@@ -353,12 +361,12 @@ class Projected:
     """A projection on a batch, and its input.
 
     Attributes:
-        form: its form on every batch.
-        projection: the map, per head.
-        x: its input, (windows, tokens, D).
-        index: index of these tokens in the linear map.
-        linear: the linear map, several as one.
-        leaves: their outputs, as q, k or v depends on them.
+        form: how q, k or v is computed, on every batch.
+        projection: the map from x to q, k or v on this batch, per head.
+        x: the input of the projection, (windows, tokens, D).
+        index: the rows of the linear map's input that x consists of.
+        linear: the linear map; several maps of one input count as one.
+        leaves: the outputs of these maps, on which q, k or v depends.
     """
 
     form: ProjectionForm
@@ -378,7 +386,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     Args:
         form: from `decode`.
         t: q, k or v, (windows, heads, tokens, width), with its graph.
-        leaves: the outputs of linear maps that it depends on.
+        leaves: the outputs of linear maps that t depends on.
         samples: number of samples in the batch.
 
     Raises:
@@ -395,7 +403,8 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     index = form.index.resize(total // samples, source.t.shape[2])
     if index is None:
         index = attribute_rows(find_token_rows(source), samples, total)
-    # Check it by gradients. (An affine map is compared with the values of t below, at all tokens.)
+    # Check by gradients that t reads these tokens only. An affine map needs no such check:
+    # `_read_projection` compares it with the values of t at all tokens.
     elif form.kind != "affine" and not graph.reads_only(source, index.rows(samples)):
         raise NotClosedForm("reads other tokens than in the first pass", "changed")
     rows = index.rows(samples)
@@ -408,14 +417,14 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
 def _require_same_maps(
     form: ProjectionForm, leaves: Sequence[Leaf]
 ) -> tuple[tuple[Leaf, ...], list[Linear]]:
-    """Return the outputs of the linear maps of a form, in its order, and the maps.
+    """Return the linear maps behind q, k or v: their outputs, in the order of the form, and them.
 
     Args:
         form: how q, k or v was computed in the first pass.
-        leaves: the outputs of linear maps that it depends on in this pass.
+        leaves: the outputs of linear maps that q, k or v depends on in this pass.
 
     Raises:
-        NotClosedForm: these are other maps, or they read several inputs.
+        NotClosedForm: the maps are not those of the first pass, or they read several inputs.
     """
     by_address = {leaf.origin.address: leaf for leaf in leaves}
     decoded = tuple(by_address[address] for address in form.source if address in by_address)
@@ -429,9 +438,11 @@ def _require_same_maps(
 def _read_projection(
     form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor
 ) -> Projection:
-    """Return the map from X to q, k or v: W and b of each head, and the Jacobian of what follows.
+    """Return the map from X to q, k or v on this batch, per head.
 
-    Repeated heads (grouped keys) come once.
+    The map has W and b of the linear map, and the Jacobian of the function behind it (None if this
+    function is affine: M and c are then multiplied into W and b). Heads that are repeated (grouped
+    keys) have one entry.
 
     Args:
         form: how q, k or v is computed.
@@ -450,8 +461,8 @@ def _read_projection(
     if form.kind != "cross-head":
         local = _compute_local_map(form, source, rows)
         return Projection(weight, bias, local, form.kind)
-    # Each output channel depends on the columns of all heads (a norm over them). So every head
-    # gets all columns, and the rows of the joint Jacobian that are its own.
+    # A norm over all heads follows the linear map: each output channel depends on the columns of
+    # all heads. So every head gets all columns, and its own rows of the joint Jacobian.
     heads = source.t.shape[1]
     local = _compute_local_map(form, source.join_heads(), rows)[:, 0]
     local = local.reshape(*local.shape[:2], heads, -1, local.shape[3])
@@ -502,11 +513,13 @@ def _mix_channels(form: ProjectionForm, weight: Tensor, bias: Tensor | None) -> 
 def _compute_local_map(form: ProjectionForm, source: Probed, rows: Tensor) -> Tensor:
     """Return the Jacobian of each vector t_i by the entries y_i of the linear map's output.
 
-    Shape (windows, heads, tokens, d, e); windows and heads are 1 if it depends on the position i
-    only, as in RoPE.
+    The shape is (windows, heads, tokens, d, e). The axes of windows and heads have size 1 if the
+    Jacobian depends on the position i only, as in RoPE.
     """
     local = None
-    if form.shared:  # it did in the first pass; None if it does not here
+    # `shared`: in the first pass, the Jacobian depended on the position only. The result is None
+    # if this is not so on this batch.
+    if form.shared:
         local = graph.find_position_map(source, rows, form.columns)
     if local is None:
         local = graph.compute_map(source, rows, form.columns)

@@ -38,23 +38,26 @@ from lipaudit.models.sources.weight_files import HALF
 def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
     """Return the linear maps to leave uncut, so that q, k and v become functions of one tensor.
 
-    The nearest common tensor counts. Empty if there is none, or if no map need be left uncut.
+    A pass cuts the autograd graph at linear maps. If the graph stays whole at some of them, q, k
+    and v are functions of an earlier tensor. The nearest tensor that all three have in common is
+    chosen. The result is empty if there is no such tensor, or if no map need be left uncut.
 
     Args:
         origins: the linear maps behind q, k and v.
     """
     by_address = {origin.address: origin.ancestors for origin in origins if origin.linear}
-    # For each map: the tensors behind it, the nearest first, with the maps to leave uncut so that
-    # it is that tensor which is read.
+    # For each linear map, a dictionary. A key identifies a tensor that the map depends on, the
+    # nearest tensor first. The value has the maps to leave uncut, so that the nearest map that is
+    # still cut reads this tensor.
     ancestors = [dict(pairs) for pairs in by_address.values()]
     for mark in ancestors[0] if ancestors else ():
-        if all(mark in tensors for tensors in ancestors):
+        if all(mark in tensors for tensors in ancestors):  # a common tensor
             return frozenset().union(*(tensors[mark] for tensors in ancestors))
     return frozenset()
 
 
 class Reads(NamedTuple):
-    """Which rows (tokens) and columns are read of the outputs of linear maps."""
+    """The rows (tokens) and columns of the outputs of linear maps that a tensor depends on."""
 
     rows: set[tuple[Address, int]]
     columns: set[tuple[Address, int]]
@@ -93,8 +96,9 @@ class Surveyor(Tracer):
 
     Attributes:
         batch: the two samples.
-        next_uncut: linear maps that another pass should not cut at, to read more layers.
-        scores: products of keys and a constant, which are logits: queries that all samples share.
+        next_uncut: linear maps that another pass should leave uncut, to read more layers.
+        scores: products of keys and learned queries (constants). They look like linear maps of the
+            keys, but are logits.
         layers: the layers so far.
 
     Args:
@@ -108,25 +112,31 @@ class Surveyor(Tracer):
     ) -> None:
         super().__init__(uncut_maps=uncut_maps, loops=loops)
         self.batch = batch
-        # Linear maps at which another pass should not cut the graph, to read more layers.
         self.next_uncut: set[Address] = set()
-        # Products of keys and learned queries, which look like linear maps of the keys.
         self.scores: set[Address] = set()
         self.layers: dict[Address, Surveyed] = {}
-        # For each module: for all its calls, whether they change with the second sample.
-        self._moved: dict[str, set[bool]] = {}
+        # For each module: True if q, k or v of some call change when the second sample is replaced
+        # by another one, False if they stay equal in some call.
+        self._changes: dict[str, set[bool]] = {}
 
     def adopt(self, deeper: Surveyor) -> None:
-        """Take over the layers that have a closed form only in a pass with fewer cuts.
+        """Take over the layers that have a closed form only in a second pass, `deeper`.
+
+        A pass cuts the autograd graph at linear maps, so that q, k and v are functions of the
+        outputs of the last maps. The closed form of a layer requires that these maps read one
+        tensor. The second pass leaves some maps uncut, and so q, k and v of further layers are
+        functions of maps of one earlier tensor (such as before the latent of a compressed key).
 
         Args:
-            deeper: the surveyor of that pass, after it.
+            deeper: the surveyor of the second pass, after this pass.
         """
         for address, layer in deeper.layers.items():
             before = self.layers.get(address)
+            # Take a layer only if this pass found no closed form for it, and the second one did.
             if before is None or before.site.closed_form or not layer.site.closed_form:
                 continue
-            # Linear maps that now lie between the layer's input and its q, k and v.
+            # The maps that only the second pass left uncut. They lie between the layer's input,
+            # as found there, and its q, k and v.
             inner = deeper.uncut_maps - self.uncut_maps
             layer.site = replace(layer.site, index=before.site.index, inner=inner)
             self.layers[address] = layer
@@ -147,8 +157,9 @@ class Surveyor(Tracer):
             origin = self.origins.by_leaf.get(leaf)
             if origin is None or origin.linear is None or origin.address not in self.products:
                 continue
-            # A row of the logits is a column of the product: one query, and all tokens. In other
-            # linear maps, it reads several columns, or one token.
+            # A row of the logits belongs to one query. In a product of keys and queries, the row
+            # depends on one column (the query) and all rows (tokens). In other linear maps, the
+            # row depends on several columns, or on one token.
             source = graph.Probed(logits, (leaf,), origin.linear.outputs)
             is_read = source.pull(query) != 0
             columns = is_read.any(0).sum()
@@ -194,8 +205,8 @@ class Surveyor(Tracer):
         if structure is None:
             self.next_uncut |= find_inner_maps(all_origins)
             site = self._require_runnable(site, call, arranged)
-        # `find_loops` needs the linear maps of calls of one head. Drop all others, because they
-        # keep their inputs in memory.
+        # `find_loops` needs the linear maps of calls that have one head. Drop the maps of other
+        # calls, because a stored map keeps its input in memory.
         are_linear = all(part and all(origin.linear for origin in part) for part in origins)
         if site.heads > 1 or not are_linear:
             for part in origins:
@@ -235,21 +246,22 @@ class Surveyor(Tracer):
     ) -> capture.Site:
         """Check whether norms of a layer without closed form can be computed numerically.
 
-        For that, its module must run again on its own, and be differentiable.
+        Numerical norms need a module that can run again on its own, and be differentiated.
 
         Args:
             site: the layer.
             call: its attention call.
-            arranged: the same with canonical axes.
+            arranged: the same call, with q, k and v as (windows, heads, tokens, width).
 
         Returns:
-            The site; with the obstacle in its reason, and without inputs, if they cannot.
+            The site as it is, if norms can be computed. Otherwise a site without inputs, so that
+            no norm is computed, with the obstacle in its reason.
         """
         heads, tokens = arranged.q.shape[1:3]
         if call.output.dtype in HALF:  # too coarse for norms
             return replace(site, inputs=())
-        # If the axis of heads has the length of the text, it may be that of tokens. Without a
-        # closed form, nothing else distinguishes the two.
+        # If the axis of heads has the length of the text, this axis may hold the tokens instead.
+        # Without a closed form, nothing distinguishes heads from tokens.
         is_text = self.batch.x.ndim == 2
         if is_text and heads == self.batch.x.shape[1] != tokens:
             result: object = "its heads and tokens cannot be distinguished"
@@ -262,26 +274,28 @@ class Surveyor(Tracer):
         return replace(site, reason=reason, inputs=())
 
     def remember(self, linear: calls.Linear, result: Tensor) -> None:
-        """Find the layer whose output a linear map reads, and take the map as its W_O.
+        """Find the layer whose output a linear map reads, and take the map as the layer's W_O.
 
-        Only the first linear map behind a layer counts.
+        Only the first linear map behind a layer counts. The tracer calls this after each linear
+        map of the model.
 
         Args:
             linear: the map.
-            result: its output.
+            result: the output of the map.
         """
         super().remember(linear, result)
         # The attention outputs (leaves of the cut graph) that the map's input depends on.
         outputs = {leaf.origin.address: leaf.tensor for leaf in self.origins.leaves(linear.x)}
         layers = [self.layers[address] for address in outputs if address in self.layers]
-        # The input must come from one layer alone; in a loop, from all its calls.
+        # The input must come from one layer alone. If several calls in a loop make up this layer,
+        # the input must come from all of them.
         if not layers or set(outputs) != set(layers[0].site.addresses):
             return
         layer = layers[0]
         site = layer.site
 
         def as_rows(*parts: Tensor) -> Tensor:
-            """Convert the layer's output, or those of all calls of a loop, to a row per token.
+            """Convert the layer's output, or the outputs of its calls in a loop, to token rows.
 
             The result is (tokens of both samples, heads * d_v).
             """
@@ -301,7 +315,7 @@ class Surveyor(Tracer):
             structure = replace(site.structure, out=find_output_map(linear, source))
             layer.site = replace(site, structure=structure)
         # The axis of queries was divided into heads and tokens. Refuse the layer if W_O treats
-        # these heads as tokens, by reading the same channel of several heads.
+        # these heads as tokens. It does if it reads the same channel of several heads.
         if site.layout.queries != TOKENS:
             source = graph.Probed(linear.inputs, parts, as_rows)
             if _reads_as_tokens(source, site.heads):
@@ -310,7 +324,8 @@ class Surveyor(Tracer):
     def compare(self, call: AttentionCall, address: Address) -> None:
         """Check that q, k and v of the first sample do not depend on the second one.
 
-        This is called in a second pass, which has the same first sample beside another one.
+        The tracer calls this in a further pass, over the same first sample and another second
+        sample.
 
         Args:
             call: an attention call of that pass.
@@ -321,38 +336,48 @@ class Surveyor(Tracer):
             return
         arranged = call.arrange(layer.site.layout, 2)
         parts = arranged.q, arranged.k, arranged.v
-        if layer.site.sources:  # a call of constants changes with no sample
-            # Note for `leave_loops` whether anything changes: a call of the first sample alone
-            # does not. Exact equality works, as both batches have the same size and rounding.
-            has_moved = not all(map(torch.equal, layer.parts, parts))
-            self._moved.setdefault(layer.site.module, set()).add(has_moved)
-        if not len(layer.first[0]):  # a window holds both samples
+        if layer.site.sources:  # q, k and v are not all constants, equal for all samples
+            # Note for `leave_loops` whether q, k or v change. Exact equality works, as both
+            # batches have the same size and rounding.
+            has_changed = not all(map(torch.equal, layer.parts, parts))
+            self._changes.setdefault(layer.site.module, set()).add(has_changed)
+        # `first` (of the first sample) is empty if the call has one window: nothing to compare.
+        if not len(layer.first[0]):
             return
         for before, t in zip(layer.first, parts, strict=True):
             if not agree(before, t[: len(before)], each=1):
                 layer.refuse("its rows cannot be attributed to samples")
 
     def leave_loops(self) -> None:
-        """Remove the layers of modules that attend to one sample after the other.
+        """Remove the layers of modules that attend to one sample after the other, in a loop.
 
-        `compare` has noted them: another second sample changes some of their calls, but not all.
+        The number of their attention calls depends on the batch, so the calls are no layers. The
+        method `compare` saw a pass with another second sample. In such a module, the calls of the
+        first sample had the same q, k and v as before, and the calls of the second sample had not.
         """
-        loop_modules = {module for module, moved in self._moved.items() if len(moved) > 1}
+        # `_changes` holds True for a changed call, and False for a call that stayed equal. A
+        # module with both has separate calls for the two samples.
+        loop_modules = {module for module, changes in self._changes.items() if len(changes) > 1}
         for layer in self.layers.values():
-            if len(layer.first[0]) == 0:  # a single window, not one for each sample
+            # `first` has q, k and v of the windows of the first sample. A call with a single
+            # window, in place of at least one for each sample, leaves no window in it.
+            if len(layer.first[0]) == 0:
                 loop_modules.add(layer.site.module)
-        others = [layer for layer in self.layers.values() if layer.site.module not in loop_modules]
-        for index, layer in enumerate(others):
+        kept = [layer for layer in self.layers.values() if layer.site.module not in loop_modules]
+        for index, layer in enumerate(kept):
             layer.site = replace(layer.site, index=index)
-        self.layers = {layer.site.address: layer for layer in others}
+        self.layers = {layer.site.address: layer for layer in kept}
 
     def find_loops(self) -> list[Loop]:
-        """Find calls that compute one head, or one chunk of the queries, of the same attention."""
+        """Find calls that compute one head, or one chunk of the queries, of the same attention.
+
+        The calls of such a loop are then joined and measured as one layer.
+        """
         loops: list[Loop] = []
         in_loops: set[Address] = set()
-        # Calls with the same linear maps may be heads (axis 1) or chunks of queries (axis 2).
-        # Calls with different maps can only be heads: nothing shows that their queries are
-        # different tokens of one sequence.
+        # For each test of two calls: the axes along which calls that pass may be joined. Calls
+        # with the same linear maps may be heads (axis 1) or chunks of queries (axis 2). Calls with
+        # different maps can only be heads: their queries need not be tokens of one sequence.
         axes_by_test = {_share_maps: (1, 2), _share_values: (1,)}
         for are_alike, axes in axes_by_test.items():
             for group in self._group(are_alike):
@@ -376,9 +401,10 @@ class Surveyor(Tracer):
         return [group for group in groups if len(group) > 1]
 
     def mark_parts(self) -> None:
-        """Note for each layer which others are parts of the same attention, but were not joined.
+        """Note for each layer the other layers that are parts of the same attention.
 
-        A layer with only a part of the queries is refused: its norm is not that of a head.
+        These are calls of a loop over heads or queries that `find_loops` could not join. A layer
+        with only a part of the queries is refused, because its norm is not the norm of a head.
         """
         for group in [*self._group(_share_input), *self._group(_share_maps)]:
             partners = tuple(layer.site.index for layer in group)
@@ -390,11 +416,11 @@ class Surveyor(Tracer):
 
 def _has_axes_of_queries(call: AttentionCall) -> bool:
     """Say whether the logits have a row for each query of q, (..., queries, width)."""
-    if not isinstance(call.form, Explicit):  # the fused op has such logits
+    if not isinstance(call.form, Explicit):  # torch's fused attention always has such logits
         return True
     rows = call.form.logits.shape[:-1]
     query_axes = call.q.shape[:-1]
-    # The same rows, with heads joined to samples on one side.
+    # Only one of the two joins heads to samples: as many rows, but another number of axes.
     is_folded = len(rows) != len(query_axes) and rows.numel() == query_axes.numel()
     return rows == query_axes or is_folded
 
@@ -402,7 +428,7 @@ def _has_axes_of_queries(call: AttentionCall) -> bool:
 def _has_part_of_queries(layer: Surveyed, group: Sequence[Surveyed]) -> bool:
     """Say whether a layer has only a part of the queries of an attention.
 
-    It does if another layer of the group has other queries for the same keys.
+    This is so if another layer of the group has other queries for the same keys.
 
     Args:
         layer: a layer of the group.
@@ -427,7 +453,7 @@ def _is_shared(q: Tensor) -> bool:
 def _reads_as_tokens(source: graph.Probed, heads: int) -> bool:
     """Say whether W_O reads the heads of a layer as if they were tokens.
 
-    It does if the first channel of its input comes from the same channel of several heads.
+    This is so if the first channel of the input of W_O comes from one channel of several heads.
 
     Args:
         source: the input of W_O, (rows, channels), as a function of the heads' outputs.
@@ -447,8 +473,9 @@ def _reads_inputs(
 ) -> bool:
     """Say whether the linear maps of q and k read arguments of a module call directly.
 
-    A norm with respect to the maps' inputs is then one with respect to the module's inputs. If q
-    and k have different inputs (cross-attention), these must be different arguments.
+    If they do, a norm with respect to the maps' inputs is also a norm with respect to the module's
+    inputs. If q and k have different inputs (cross-attention), the module must get these inputs as
+    different arguments.
 
     Args:
         scope: the module call.
@@ -457,8 +484,9 @@ def _reads_inputs(
     """
     arguments = {id(graph.root(value)) for value in scope.inputs.values()}
     sources = [id(origin.root) for part in origins[:2] for origin in part]
-    are_apart = structure.joint or len(set(sources)) == len(sources)
-    return are_apart and arguments.issuperset(sources)
+    # `joint`: q and k read the same tokens (self-attention).
+    inputs_fit = structure.joint or len(set(sources)) == len(sources)
+    return inputs_fit and arguments.issuperset(sources)
 
 
 def _find_reads(call: AttentionCall, t: Tensor) -> Reads:
@@ -478,10 +506,10 @@ def _find_reads(call: AttentionCall, t: Tensor) -> Reads:
 def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     """Return the axis along which calls are parts of one attention: 1 for heads, 2 for queries.
 
-    None if they are not parts of one attention. Heads read the same tokens and different columns
-    of linear maps; chunks of queries read different tokens, and share keys and values.
+    None if they are not. Heads read the same tokens, but different columns of the linear maps
+    behind q, k and v. Chunks of queries read different tokens, and share keys and values.
     """
-    form = group[0].form  # scale, mask and so on
+    form = group[0].form  # properties of the logits: scale, mask and so on
     if not form or any(layer.form != form for layer in group):
         return None
     shapes = []
@@ -500,7 +528,7 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     # their keys would not be in the order in which grouped-query attention repeats keys.
     if all(q[:2] == (1, 1) for q, _, _ in shapes):
         are_heads = differ_q or differ_k
-    # The numbers of the tokens, without the linear map, as each head may have its own one.
+    # The token numbers alone: each head may have its own linear map, so that addresses differ.
     tokens = []
     for part in rows:
         tokens.append([sorted(i for _, i in reads) for reads in part])
@@ -508,7 +536,8 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
         return 1
     share_keys = all(map(_are_same, rows[1:] + columns[1:]))
     query_shapes = {(q[:2], q[3]) for q, _, _ in shapes}  # all axes but that of queries
-    # The causal mask of the fused op counts from the first query of a call, not of the sequence.
+    # The causal mask of torch's fused attention starts at the first query of the call, so later
+    # chunks of a sequence would get a wrong mask.
     is_causal = form[-1] is True
     if share_keys and _are_disjoint(rows[0]) and len(query_shapes) == 1 and not is_causal:
         return 2
@@ -526,9 +555,9 @@ def _are_disjoint(sets: Sequence[set[tuple[Address, int]]]) -> bool:
 
 
 def _share_maps(a: Surveyed, b: Surveyed) -> bool:
-    """Say whether two calls share their keys, and the module that makes their queries.
+    """Say whether two calls share the linear maps of their keys, and the module of their queries.
 
-    These may be chunks of the queries: one module makes them in several runs.
+    Such calls may compute chunks of the queries, which one module makes in several runs.
     """
     modules = []
     maps = []
@@ -543,7 +572,7 @@ def _share_maps(a: Surveyed, b: Surveyed) -> bool:
 def _share_input(a: Surveyed, b: Surveyed) -> bool:
     """Say whether one line of code makes two attention calls whose queries read the same tensor.
 
-    Only calls of one head count: the origins of others are stored without their linear maps.
+    Only calls that have one head count: origins of other calls are stored without a linear map.
     """
     roots = []
     for layer in (a, b):
@@ -554,7 +583,8 @@ def _share_input(a: Surveyed, b: Surveyed) -> bool:
 def _share_values(a: Surveyed, b: Surveyed) -> bool:
     """Say whether two calls may be heads with different linear maps, computed in a loop.
 
-    They then have the same shapes and logits, and their maps read the same tokens of one tensor.
+    Such calls have the same shapes and the same form of logits, and their linear maps read the
+    same tokens of one tensor.
     """
     shapes = [t.shape for t in a.first]
     other_shapes = [t.shape for t in b.first]

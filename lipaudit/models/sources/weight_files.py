@@ -68,7 +68,7 @@ def holds_weights(path: Path) -> bool:
 
 
 def advise_on_file(path: Path) -> str:
-    """Return what to do with a file that is no file of weights, by its name."""
+    """Return advice for a file that is no file of weights, judged by the name of the file."""
     if path.suffix == ".py":
         return f"Name the function that returns the model: py:{path}:FUNCTION."
     if path.suffix in PACKED:
@@ -86,7 +86,7 @@ def _begins_with(path: Path, content: bytes) -> bool:
 
 
 def require_fetched(path: Path) -> None:
-    """Refuse a file that git-lfs has not fetched yet: a pointer, three lines of text, is there.
+    """Refuse a file that git-lfs has not fetched yet: it still holds a pointer, a short text.
 
     Raises:
         InputError: the file is a pointer.
@@ -124,7 +124,8 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
             tensors = _find_tensors(part)
             if tensors:
                 states[key] = tensors
-    # Usual keys, the best first; without these the only set, if there is just one.
+    # Prefer the usual keys, in the order of `CONTAINERS`. Without a usual key, take the only set
+    # of weights, if there is just one.
     choices = [key for key in CONTAINERS if key in states]
     if not choices and not state and len(states) == 1:
         choices = [*states]
@@ -156,8 +157,9 @@ def _find_tensors(content: Any) -> State:
 def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
     """Multiply int8 and float8 weights by their scales: one number, or one per output channel.
 
-    The scale of the weight NAME is stored as `NAME_scale`. Of a square weight (n, n), a scale (n,)
-    is refused: some layers store weights transposed, so it may belong to the inputs.
+    The scale of the weight NAME is stored as `NAME_scale`. For a square weight (n, n), a scale of
+    shape (n,) is refused. Some layers store their weights transposed, so the scale may belong to
+    the inputs.
 
     Raises:
         InputError: a scale has a shape that is not accepted.
@@ -169,7 +171,8 @@ def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
             continue
         scale = values.pop(f"{name}_scale", None)
         if scale is None:
-            # float8 may be a plain cast; integers are refused later, where a layer takes floats.
+            # A float8 weight may be a plain cast, without a scale. Integers are refused later, if
+            # the model has floats under this name.
             continue
         outputs = len(weight)
         column = (outputs, *[1] * (weight.ndim - 1))  # (outputs, 1, ...): a scale per output
@@ -199,7 +202,8 @@ def _read_pickle(path: Path) -> Any:
     """Open a pickled file without running code.
 
     Raises:
-        InputError: the file cannot be opened so; the message says why, and what to do.
+        InputError: the file cannot be opened without running code, or is damaged; the message says
+            why, and what to do.
     """
     try:
         # timm's training checkpoints store their arguments beside the weights
@@ -209,7 +213,9 @@ def _read_pickle(path: Path) -> Any:
         if out_of_memory(error):
             raise
         names: list[str] = []
-        with suppress(Exception):  # a pickle without an archive around it names none
+        # The objects in the file that are not weights. torch lists them for archives only, and
+        # raises an error for a bare pickle.
+        with suppress(Exception):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
         reason = f"is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})"
         advice = "Copy or download it again."
@@ -229,8 +235,9 @@ def _read_pickle(path: Path) -> Any:
 def list_weight_files(names: Iterable[str]) -> list[str]:
     """Return the files of a directory that hold its weights.
 
-    The first of the usual names wins, whole or as shards with their index. Otherwise other files
-    that may hold weights: safetensors before pickled files, without states of a training run.
+    The first of the usual names that exists is taken, as one file or as shards with their index.
+    Without a usual name, all safetensors files are taken, or else all pickled files, but not files
+    of a training state.
     """
     top = {name for name in names if "/" not in name}
     for name in PREFERRED:
@@ -274,7 +281,7 @@ def describe_misfit(missing: Sequence[str], surplus: Sequence[str], shapes: Sequ
 
 
 def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str) -> None:
-    """Load weights; none may be missing, and none be left over.
+    """Load weights into a model. No weight may be missing, and none may be surplus.
 
     Args:
         module: the model.
@@ -318,8 +325,8 @@ DEPTHS = ("depth", "num_layers", "n_layers", "num_hidden_layers", "layers")
 def guess_arguments(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Return the arguments that would make a model fit weights, as NAME=VALUE.
 
-    These are its classes, width and depth, if the weights have others. Names are those of
-    arguments that the module's class has, else the usual ones.
+    The number of classes, the width and the depth are compared with the shapes of the weights. An
+    argument has the name that the module's class uses, or else a usual name.
 
     Args:
         module: the model that the weights do not fit.
@@ -358,7 +365,7 @@ def guess_arguments(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]
 
 
 def _count_blocks(state: Mapping[str, Tensor]) -> int:
-    """Return the number of blocks of the longest list, such as blocks.0 to blocks.11; else 0."""
+    """Return the number of blocks of the longest list (12 for blocks.0 to blocks.11), else 0."""
     count = 0
     for name in state:
         match = BLOCKS.match(name)
@@ -368,10 +375,14 @@ def _count_blocks(state: Mapping[str, Tensor]) -> int:
 
 
 def refuse_codes(names: Sequence[str], origin: object) -> None:
-    """Refuse weights that are stored as integers, if there are any.
+    """Refuse weights that are stored as integers.
+
+    Args:
+        names: the names of these weights; empty if there are none.
+        origin: the file or directory, for the message.
 
     Raises:
-        InputError: there are; the message names the first.
+        InputError: there are such weights; the message names the first ones.
     """
     if names:
         raise InputError(
@@ -394,11 +405,12 @@ def strip_prefix(state: State) -> State:
 
 
 def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...]]:
-    """Return stored weights by their names in a module: without a prefix, `model.` of Lightning.
+    """Return stored weights by their names in a module, without a prefix such as `model.`.
 
-    The prefix is the one whose removal gives the most names of the module. A checkpoint of
-    Lightning also has weights without this prefix, such as those of a loss. They are left out if
-    all weights of the module are found. Otherwise they stay, and the error names them as surplus.
+    Lightning adds such a prefix. The prefix to remove is the one that gives the most names of the
+    module. A checkpoint of Lightning also has weights without this prefix, such as weights of a
+    loss. They are left out if all weights of the module are found. Otherwise they stay, so that
+    the later error names them as surplus.
 
     Args:
         state: the stored weights by name.
@@ -423,13 +435,13 @@ def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...
     without_prefix = []
     for name, value in state.items():
         short = name.removeprefix(prefix)
-        if short in state:  # another weight has this name
+        if short in state:  # another stored weight has this name already: keep the long name
             short = name
         renamed[short] = value
         if not name.startswith(prefix):
             without_prefix.append(name)
-    # A second prefix that fits, too, is a teacher or an average beside the model. Then it is not
-    # known which one is meant, and nothing is left out.
+    # If a second prefix also fits many names, the checkpoint has a second model, such as a teacher
+    # or an average of weights. It is unknown which model is meant, so nothing is left out.
     is_unclear = any(count > matches / 2 for _, count in ranking[1:])
     is_whole = set(expected) <= set(renamed) - set(without_prefix)
     if not without_prefix or is_unclear or not is_whole:
@@ -449,21 +461,23 @@ def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
 
 
 def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
-    """Hash the sorted (name, dtype, shape, bytes) of the state dict, if it can be measured.
+    """Return a hash over the sorted (name, dtype, shape, bytes) of the weights of a module.
 
     Args:
         module: the module.
-        origin: its name in errors.
+        origin: name of the module in errors.
         bare: whether a module without parameters is accepted.
 
     Raises:
-        InputError: TorchScript; no parameters; tensors without values (on the meta device, or of a
-            lazy module), quantised, sparse, NaN or infinite. The message names the first ones.
+        InputError: the module cannot be measured: it is TorchScript, has no parameters, or has
+            tensors without values (on the meta device, or of a lazy module), in a quantised dtype
+            of torch, sparse, NaN or infinite. The message names the first such tensors.
     """
     _require_measurable(module, origin, bare)
     digest = hashlib.sha256()
     for name, tensor in _list_state(module):
-        # `compute_values` dequantises weights whose values are computed only when they are read.
+        # Weights that lipaudit itself keeps in quantised form are dequantised here. (Only tensors
+        # of torch's own quantised dtypes were refused above.)
         value: Any = compute_values(tensor).detach().cpu().contiguous()
         # Half precision is hashed as float32: loading may have converted it (--weights).
         dtype = value.dtype
@@ -472,8 +486,9 @@ def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
         digest.update(f"{name} {dtype} {tuple(value.shape)}".encode())
         # In pieces: a second copy of the largest weight would double the memory.
         for piece in value.reshape(-1).split(HASHED):
-            # A copy, because `numpy()` makes memory not resizable, and `offload.Placement.move`
-            # takes such memory for a mapped file.
+            # Each piece is copied. `numpy()` marks the memory of its tensor as not resizable. If
+            # this were the weight's own memory, `offload.Placement.move` would later take the
+            # weight for one in a mapped file, and not move it to the disk.
             digest.update(piece.to(dtype, copy=True).view(torch.uint8).numpy())
     return digest.hexdigest()
 
@@ -492,7 +507,7 @@ def _require_measurable(module: nn.Module, origin: str, bare: bool) -> None:
 
     Args:
         module: the module.
-        origin: its name in errors.
+        origin: name of the module in errors.
         bare: whether a module without parameters is accepted.
     """
     original = "Give the original module, with its weights loaded (run a lazy module once)."

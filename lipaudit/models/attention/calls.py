@@ -39,7 +39,8 @@ class Linear:
         parameter: W, (channels in, channels out), for any orientation of the parameter, or a
             reference to it (`precision.refer_to_weight`).
         bias: b, or None.
-        arrange: converts y to the axes of x; for joined maps, the y of each.
+        arrange: converts the output y of the model's op to the axes of x. For several maps joined
+            to one, it takes the output of each.
     """
 
     x: Tensor
@@ -58,7 +59,7 @@ class Linear:
         return self.x.reshape(-1, self.parameter.shape[0])
 
     def reads_same(self, other: Linear) -> bool:
-        """Say whether another map reads the same values in the same order."""
+        """Say whether another map reads the same input values, with tokens in the same order."""
         return torch.equal(self.inputs, other.inputs)
 
     def outputs(self, *y: Tensor) -> Tensor:
@@ -69,7 +70,8 @@ class Linear:
 def join_linears(linears: Sequence[Linear]) -> Linear:
     """Return linear maps y_i = x W_i of one input x as one map: x [W_1 W_2 ...].
 
-    Its `outputs` take the tensors (y_1, y_2, ...) of the model and put them side by side.
+    The method `outputs` of the joined map takes the tensors y_1, y_2, ... and puts their columns
+    side by side.
     """
     if len(linears) == 1:
         return linears[0]
@@ -96,8 +98,8 @@ def join_linears(linears: Sequence[Linear]) -> Linear:
 class Address(NamedTuple):
     """An op of a forward pass: its innermost module, its kind, and its running number there.
 
-    It does not depend on the data: a mixture of experts changes only the numbers inside its own
-    modules.
+    An address is the same for all data. Only in a mixture of experts may the running numbers
+    inside of the experts depend on the data.
     """
 
     module: str
@@ -106,8 +108,8 @@ class Address(NamedTuple):
 
 
 Ancestors = tuple[tuple[object, tuple[Address, ...]], ...]
-"""Marks of the tensors behind a linear map, the nearest first. Each comes with the maps at which
-the graph must not be cut, so that the nearest map at which it is cut reads this tensor."""
+"""The tensors behind a linear map, the nearest first: for each tensor an object that identifies it
+(a mark), and the maps to leave uncut, so that the nearest map that is still cut reads it."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,10 @@ class Origin:
     Attributes:
         address: address of the op.
         linear: the linear map.
-        ancestors: in surveys, marks (see `root`) of the tensor that the linear map reads, of the
-            tensor that the map before it reads, and so on.
-        reads_token_parts: whether a row of its input is only a part of a token's channels, as in
-            `Linear(d, d)` on (batch, tokens, heads, d).
+        ancestors: in surveys, objects that identify (see `root`) the tensor that the linear map
+            reads, the tensor that the previous map reads, and so on.
+        reads_token_parts: whether a row of the map's input is only a part of a token's channels,
+            as in `Linear(d, d)` on (batch, tokens, heads, d).
     """
 
     address: Address
@@ -141,9 +143,11 @@ class Origin:
     def reads_same(self, other: Origin) -> bool:
         """Say whether two linear maps of one pass read the same tokens of the same tensor.
 
-        The graph shows that it is the same tensor; values alone would not, because two layer norms
-        may be equal by chance. Values then show that the order of the tokens is the same.
+        The graph shows that both maps read one tensor. Equal values alone would not show this,
+        because two layer norms may be equal by chance. The values then show that both maps read
+        the tokens in the same order.
         """
+        # Without a graph back to the tensors (`root` is None), nothing can be shown.
         if self.linear is None or other.linear is None or self.root is not other.root:
             return False
         return self.root is not None and self.linear.reads_same(other.linear)
@@ -179,7 +183,7 @@ class Origins:
 
 @dataclass(frozen=True)
 class Fused:
-    """Logits of the fused op: scale q k^T + mask (True or 0 for visible keys)."""
+    """Logits of torch's fused attention: scale q k^T + mask (True or 0 for visible keys)."""
 
     scale: float
     mask: Tensor | None
@@ -191,11 +195,12 @@ class Explicit:
     """Logits of a written-out softmax.
 
     Attributes:
-        products: the edge of q k^T in the autograd graph of the logits; for a loop, of each call.
+        products: the edge of q k^T in the autograd graph of the logits. If several calls in a loop
+            form one layer, the edge of each call.
         logits: the input of the softmax.
-        p: its result.
-        weights: the factor of v: p itself, or a function of it.
-        has_other_inputs: whether the logits depend on more than this product and constants.
+        p: the result of the softmax.
+        weights: what multiplies v: p itself, or a function of p such as dropout.
+        has_other_inputs: whether the logits depend on more than q k^T and constants.
         axis: axis along which the calls of a loop are joined.
         arrange_product: converts the model's axes of q k^T to those of `logits`.
         is_transposed: whether the model computes k q^T.
@@ -221,7 +226,7 @@ class Explicit:
         pulled: Sequence[Tensor | None] = pull_back(
             self.logits, self.products, cotangent, retain_graph=True, allow_unused=True
         )
-        parts = []  # for each call of a loop, else one
+        parts = []  # for each call of a loop; a single element without a loop
         for part in pulled:
             if part is None:  # the graph is cut between q k^T and the logits of this call
                 return None
@@ -240,9 +245,9 @@ ROLES: tuple[Role, ...] = ("sample", "window", "head", "token")
 
 
 class Factor(NamedTuple):
-    """A factor of an axis, as of (windows * heads): what it holds, and how many.
+    """A factor of an axis such as (windows * heads): what the factor holds, and how many of them.
 
-    A size of 0 is open: it follows from the size of the axis in each batch.
+    A size of 0 is open: on each batch, it follows from the size of the axis.
     """
 
     role: Role
@@ -329,7 +334,7 @@ class AxisLayout:
         sizes: list[int] = []
         axes = (*self.leading, rows)
         for axis, size in zip(axes, t.shape[:-1], strict=True):
-            # The size of each factor, 0 if it is open. At most one is.
+            # The size of each factor, 0 if it is open. At most one factor is open.
             axis_sizes = []
             for part in axis:
                 axis_sizes.append(samples if part.role == "sample" else part.size)
@@ -375,7 +380,7 @@ class AttentionCall:
         q, k, v: (..., tokens, width), leading axes broadcast, grouped heads repeated.
         form: the form of the logits.
         output: the output of the attention, (..., tokens, width).
-        origins: origins of the leaves of its graph, if a tracer has cut it.
+        origins: origins of the leaves of the autograd graph, if a tracer has cut the graph.
         finish: converts the output to the result of the model's op.
     """
 
@@ -391,7 +396,7 @@ class AttentionCall:
         """Return the call with canonical axes, by views of its tensors.
 
         q, k, v and O are then (windows, heads, tokens, width), and logits and P are (windows,
-        heads, queries, keys). Windows are those of all samples.
+        heads, queries, keys). The axis of windows has the windows of all samples.
 
         Args:
             layout: what the axes of the model hold.
@@ -406,11 +411,14 @@ class AttentionCall:
         keys = self.k.shape[-2]
 
         def arrange_pairs(pairs: Tensor) -> Tensor:
-            """Arrange logits or P, as a function of the model's own: it has the same gradients."""
+            """Return logits or P with canonical axes, as a function of the model's own tensor.
+
+            So gradients with respect to the result equal gradients in the model.
+            """
             return layout.arrange(pairs.reshape(*rows, -1), samples)
 
         if isinstance(form, Explicit):
-            # If what multiplies v has no row for each query, it is not P, and stays as it is.
+            # A tensor that multiplies v but has no row for each query is not P: keep it as it is.
             weights = form.weights
             if weights.numel() % rows.numel() == 0:
                 weights = arrange_pairs(weights)
@@ -424,8 +432,8 @@ class AttentionCall:
         else:
             mask = form.mask
             if form.causal and not layout.keeps_queries:
-                # `causal` counts along the model's axis of queries, which is divided here. So it
-                # becomes an explicit mask first.
+                # `causal` hides keys by the position of a query along the model's axis of queries.
+                # The layout divides this axis, so make an explicit mask first.
                 mask = hide_later_keys(self.q.shape[-2], keys, mask, self.q)
                 form = replace(form, causal=False)
             if mask is not None and layout.is_plain:
@@ -438,7 +446,7 @@ class AttentionCall:
 
 
 def hide_later_keys(queries: int, keys: int, mask: Tensor | None, like: Tensor) -> Tensor:
-    """Return a causal mask, which also hides what another mask hides.
+    """Return a causal mask that also hides the keys that another mask hides.
 
     Args:
         queries: number of queries.
@@ -468,7 +476,8 @@ class Loop:
 
     Attributes:
         addresses: addresses of the calls, in order.
-        axis: axis along which they are joined: 1 if each computes some heads, 2 if some queries.
+        axis: axis along which the calls are joined: 1 if each call computes some of the heads, 2
+            if each call computes some of the queries.
     """
 
     addresses: tuple[Address, ...]
@@ -478,7 +487,7 @@ class Loop:
         """Return the calls as one attention call, (batch, heads, tokens, width)."""
         first = calls[0]
         cat = self.cat
-        if self.axis == 1:  # each call computes some heads, with keys and values of their own
+        if self.axis == 1:  # each call computes some heads, from its own keys and values
             k = cat(call.k for call in calls)
             v = cat(call.v for call in calls)
         else:  # each call computes some of the queries, with the same keys and values
@@ -489,10 +498,10 @@ class Loop:
         return AttentionCall(q, k, v, self._join_forms(calls), output, first.origins)
 
     def _join_forms(self, calls: Sequence[AttentionCall]) -> Fused | Explicit:
-        """Return the logits of all calls as those of one call.
+        """Return the logits of all calls as the logits of one call.
 
-        Either all calls use the fused op, with the same scale and causality, or all write their
-        softmax out. Masks, or logits and P, are joined along the axis of the loop.
+        Either all calls use torch's fused attention, with the same scale and causality: their
+        masks are joined. Or all calls write their softmax out: their logits and P are joined.
         """
         fused: list[Fused] = []
         written_out: list[Explicit] = []

@@ -49,6 +49,7 @@ class Contraction(NamedTuple):
     @property
     def width(self) -> int:
         """Return the number of entries of x in one sum: the channels that the map reads."""
+        # The axes of x that are summed over: both factors have them, the result has not.
         width = 1
         for letter, size in zip(self.x_letters, self.x.shape, strict=True):
             if letter in self.letters and letter not in self.out:
@@ -58,11 +59,11 @@ class Contraction(NamedTuple):
     def orders(self) -> Iterator[tuple[str, Contraction]]:
         """Yield the product as x W and, if the left factor may be the weight, as W x.
 
-        Each comes with the name of the op in the address of the linear map.
+        Each product comes with the name of the op in the address of the linear map.
         """
         yield calls.RIGHT, self
-        # In a batched product (axes common to both factors and the result) a constant left factor
-        # is a learned query, not a weight.
+        # In a batched product (an axis is common to both factors and the result), a constant left
+        # factor is taken for learned queries, not for a weight.
         common = set(self.x_letters) & set(self.letters) & set(self.out)
         if not self.is_linear_layer and not common:
             swapped = Contraction(self.weight, self.letters, self.x, self.x_letters, self.out)
@@ -71,11 +72,12 @@ class Contraction(NamedTuple):
     def read(self) -> Linear | None:
         """Return the linear map y = x W with a matrix W; None if nothing is summed over.
 
-        In "ab,bc->ac" the rows of X are along a, its channels along b, the columns of W along c.
-        In "abc,bcd->abd", a product for each b, W is block-diagonal: a block for each index of b.
+        In "ab,bc->ac" the rows of x are along a, the channels of x along b, and the columns of W
+        along c. In "abc,bcd->abd", with a product for each index of b, W is block-diagonal: it has
+        a block for each index of b. None also if such a matrix is too large.
         """
         x, x_letters, weight, letters, out = self[:5]
-        # If one factor is constant along a common axis, it needs no such axis: keep one index.
+        # A factor that is constant along a common axis needs no such axis: keep one index of it.
         for letter in set(x_letters) & set(letters) & set(out):
             axis = letters.index(letter)
             x_axis = x_letters.index(letter)
@@ -104,6 +106,7 @@ class Contraction(NamedTuple):
             matrix: Tensor = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
         else:
             matrix = parts[0]
+        # The axes of the result y, in the order (*rows, *blocks, *columns).
         order = [out.index(a) for a in rows + blocks + columns]
 
         def arrange(y: Tensor) -> Tensor:
@@ -129,7 +132,7 @@ def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> C
 def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Contraction | None:
     """Read the arguments of torch.addmm, input + mat1 mat2: a linear layer with its bias first.
 
-    None with factors alpha or beta, which no linear layer has.
+    None if the call has the factors alpha or beta: no linear layer has them.
     """
     if scaling:
         return None
@@ -223,9 +226,10 @@ def read_einsum(equation: Any, *operands: Any) -> Contraction | None:
 def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
     """Say whether a linear map acts on logits, as in talking heads: on the heads or keys of a row.
 
-    Then the softmax after the map is that of this attention. Any other map behind a product
-    belongs to a later layer: linear attention and state spaces end in a product, too, and the
-    next layer reads it. The test is which entries of q k^T one row of the map's input depends on.
+    If so, the softmax after the map belongs to the attention with the product q k^T. Any other map
+    after a product belongs to a later layer: linear attention and state spaces also end in a
+    product, and the next layer reads it. The test counts the entries of q k^T that one row of the
+    map's input depends on.
 
     Args:
         linear: the linear map.
@@ -235,8 +239,9 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
     # How many heads, queries and keys of q k^T one row of the map's input depends on.
     counts = _count_dependencies(linear, product)
     if not counts:
-        # No path: the graph is cut in between, at a first map of the logits. This second map acts
-        # on logits if a row of its input reads entries of the first along one axis at most.
+        # No path: the graph is cut between q k^T and this map, at an earlier map of the logits. In
+        # `past`, the output of that map (a leaf) belongs to q k^T. This map acts on logits, too,
+        # if a row of its input depends on entries of the leaf along one axis at most.
         for leaf in leaves(linear.x)[0]:
             if product.node in past.get(leaf, ()):
                 counts_of_leaf = _count_dependencies(linear, leaf)
@@ -251,7 +256,11 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
 def _count_dependencies(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
     """Count the indices, along each axis of `source`, that one row of a map's input depends on.
 
-    Empty if the row depends on no entry of `source`, which is a tensor or the edge of one.
+    Empty if the row depends on no entry of `source`.
+
+    Args:
+        linear: the map.
+        source: a tensor, or the edge of a tensor in the autograd graph.
     """
     row = torch.zeros_like(linear.inputs)
     # A row in the middle: the first token may attend to itself alone (causal masks).

@@ -44,15 +44,15 @@ def read_product(
     Args:
         call: the call, with canonical axes (`AttentionCall.arrange`).
         batch: the samples.
-        queries: how q is computed from X, which tells which token each query is; None: unknown.
+        queries: how q is computed from X, with the token of each query; None: unknown.
 
     Returns:
         The heads. And the logits S with their graph, if they depend on q or k beyond the product
         q k^T (relative positions); else None.
 
     Raises:
-        NotClosedForm: a logit depends on another pair's product, or P is changed before its
-            product with v.
+        NotClosedForm: a logit depends on the product of another pair of query and key, or P is
+            changed before P is multiplied by v.
     """
     fields, logits = _read_logits(call)
     q = call.q.detach()
@@ -64,8 +64,8 @@ def read_product(
     mask = batch.mask
     valid = None
     if mask is not None and not bool(mask.all()):
-        # The form of q knows the token of each query. Without it, queries are the tokens in order,
-        # if their number is the same.
+        # `queries` has the token of each query. If it is unknown, and there are as many queries as
+        # tokens, queries are taken for the tokens in order.
         index = None
         if queries is not None:
             index = queries.index.resize(mask.shape[1], tokens)
@@ -83,7 +83,7 @@ def read_product(
         to_q=None,
         to_k=None,
         to_v=None,
-        # The sample of each window: every sample has as many, one after the other.
+        # The sample of each window: every sample has the same number of windows, in order.
         sample=torch.arange(windows, device=q.device) * len(batch) // windows,
         **fields,
     )
@@ -93,21 +93,21 @@ def read_product(
 def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
     """Return the fields of `Heads` that describe the logits S, and S with its graph.
 
-    In most models S = s q k^T + B. The fields are then the scale s of each head, and B as "bias",
-    -inf for masked pairs, or None. In other models a logit S_ij is another function of
-    <q_i, k_j>, or depends on q_i and k_j beyond it. Then "pairs" holds the slopes f of
+    In most models S = s q k^T + B. The field "scale" is then s of each head, and "bias" is B (-inf
+    for masked pairs) or None. In other models a logit S_ij is another function of the product
+    <q_i, k_j>, or depends on q_i and k_j in further ways. Then "pairs" holds the slopes f in
     dS_ij = f_ij s d<q_i, k_j>, and "bias" holds S itself. "sink" is a logit without a key.
 
-    The second item is S with its graph if it depends on q or k beyond their product, else None.
+    The second item is S with its graph if S depends on q or k beyond q k^T, else None.
     """
     form = call.form
     if isinstance(form, Explicit):
         return _read_explicit_logits(form, (call.q @ call.k.mT).detach())
-    # The fused op: S = s q k^T + mask.
+    # torch's fused attention: S = s q k^T + mask.
     scale = call.q.new_full((1, 1), form.scale)
     if form.mask is None or not form.mask.requires_grad:
         return {"scale": scale, "bias": form.mask}, None
-    # The mask depends on the model's input, as relative positions times queries do.
+    # The mask depends on the model's input, for example on queries times relative positions.
     logits = form.scale * (call.q @ call.k.mT) + form.mask
     return {"scale": scale, "bias": logits.detach(), "pairs": Pairs(None)}, logits
 
@@ -126,7 +126,7 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     # The ops between q k^T and the logits.
     ends = {edge.node for edge in form.products}
     path = [node for node in nodes(form.logits, ends) if node not in ends]
-    # Those that take the largest logit of a row, which models subtract from it.
+    # The ops that take the largest logit of a row. Models subtract this logit from the row.
     largest = [node for node in path if op(node) in _LARGEST]
     slope = _read_slopes(form, product, keys, largest)
     if not _is_unchanged(form, keys):
@@ -135,13 +135,14 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     if keys.start is not None:
         # The last column (-1) if the keys start at 0, else column 0.
         sink = form.logits.detach()[..., keys.start - 1]
-    # No known model has both; position terms would have to exclude the sink.
+    # No known model has both a sink and position terms. The position terms would have to leave the
+    # column of the sink out.
     if form.has_other_inputs and sink is not None:
         raise NotClosedForm(f"it has sinks, and {BESIDE}")
     logits = form.logits.detach()[..., keys]
     p = form.p.detach()[..., keys]
-    # Pairs with P_ij > 0. Others do not change the output, whatever their slope is. Neither do
-    # rows with all slopes 0: all their keys are masked.
+    # Pairs with P_ij > 0: the slopes of other pairs do not matter for the output. Rows in which
+    # all slopes are 0 are left out, too: all their keys are masked.
     is_live = (p > 0) & (slope != 0).any(-1, keepdim=True)
     sizes = torch.where(is_live, slope, 0.0).abs()
     scale = sizes.amax((-2, -1), keepdim=True)  # s of each head: its largest slope
@@ -150,7 +151,8 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     fields: dict[str, Any] = {"scale": scale[..., 0, 0], "sink": sink}
     is_affine = _is_affine_path(path, has_sink=sink is not None)
     if has_one_slope and is_affine and not form.has_other_inputs:
-        # S = s q k^T + B; B up to a constant per row if the largest logit was subtracted
+        # S = s q k^T + B. If the model subtracts the largest logit of a row (`shifted`), B is
+        # known up to a constant per row. With a sink, the subtraction is left in B.
         ops = {op(node) for node in path}
         shifted = sink is None and not _LARGEST.isdisjoint(ops)
         bias = None
@@ -162,17 +164,18 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     rounding = _ROUNDING * torch.finfo(slope.dtype).eps
     is_one = _is_close(torch.where(is_live, f, 1.0), torch.ones_like(f), rounding)
     bias = logits.masked_fill(masked, -torch.inf)
-    # None stands for f = 1. Not where the only reason for `pairs` is an op that is not affine: f
-    # is 1 at this sample (a cap that no logit reaches), and another number at others.
+    # `Pairs(None)` stands for f = 1 on all data. Use it only if `pairs` is needed for relative
+    # positions. If the reason is an op that is not affine (a cap on logits), f may be 1 at this
+    # sample and another number at other samples.
     pairs = Pairs(None if is_one and form.has_other_inputs else f)
     relative = form.logits if form.has_other_inputs else None
     return fields | {"bias": bias, "pairs": pairs}, relative
 
 
 def _is_affine_path(path: Sequence[Node], *, has_sink: bool) -> bool:
-    """Say whether ops from q k^T to the logits are affine, so that slopes never change.
+    """Say whether the ops from q k^T to the logits are affine, so that slopes never change.
 
-    Judged by their names: values at one sample cannot show it.
+    This is judged by the names of the ops. Values at one sample cannot show it.
     """
     allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST
     if has_sink:  # padding may add the column of the sink
@@ -181,7 +184,7 @@ def _is_affine_path(path: Sequence[Node], *, has_sink: bool) -> bool:
 
 
 def _find_keys(form: Explicit, product: Tensor) -> slice:
-    """Return which columns of the logits belong to keys: all of them, or all but one for a sink.
+    """Return which columns of the logits belong to keys: all columns, or all but one (a sink).
 
     A sink is a logit without a key: it takes a share of the softmax, and multiplies no value.
     """
@@ -201,9 +204,10 @@ def _find_keys(form: Explicit, product: Tensor) -> slice:
 def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence[Node]) -> Tensor:
     """Return the slopes dS_ij / d<q_i, k_j>, (windows, heads, queries, keys), of the logits S.
 
-    One backward pass gives all slopes, if each S_ij depends on the product of its own pair only;
-    a second one checks that. A model may subtract the largest logit from all logits of a row,
-    which does not change the softmax: gradients through that logit are left out.
+    One backward pass gives all slopes if each S_ij depends on the product <q_i, k_j> only. A
+    second backward pass checks this condition. A model may subtract the largest logit from all
+    logits of a row. This does not change the softmax, so gradients through the largest logit are
+    left out.
 
     Args:
         form: the logits.
@@ -220,8 +224,8 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
     def pull(cotangent: Tensor) -> Tensor:
         """Return J^T u of the logits by q k^T, for a cotangent u of the keys' logits.
 
-        At the sink, u is minus the sum of the row. If the sink depended on q k^T, the result would
-        then not be the slopes times u.
+        The cotangent of the sink is minus the sum of u in the row. If the sink depends on q k^T,
+        the result is then not the slopes times u, and the test below fails.
         """
         whole = cotangent
         if keys.start is not None:
@@ -229,7 +233,7 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
             whole[..., keys] = cotangent
             whole[..., keys.start - 1] = -cotangent.sum(-1)
         result, _ = _pull_logits(form, largest, whole.to(form.logits.dtype))
-        if result is None:  # a linear map of the logits, where the graph is cut
+        if result is None:  # the graph is cut between q k^T and S, at a linear map of the logits
             raise NotClosedForm(BESIDE)
         return result.to(cotangent.dtype)
 
@@ -250,7 +254,7 @@ def _pull_logits(
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Return J^T u of the logits by q k^T, without the paths through the largest logit of a row.
 
-    Second: the gradients that would have taken these paths.
+    The second item has the gradients that would have taken these paths.
 
     Args:
         form: the logits.
@@ -273,7 +277,7 @@ def _pull_logits(
 def _require_subtracted(form: Explicit, largest: Sequence[Node]) -> None:
     """Raise NotClosedForm unless the largest logit m of a row is subtracted from the whole row.
 
-    For S - m, a cotangent u of the row gives m the gradient -sum(u): none if u sums to 0.
+    For S - m, a cotangent u of the row gives m the gradient -sum(u). This is 0 if u sums to 0.
 
     Args:
         form: the logits.
@@ -293,8 +297,9 @@ def _require_subtracted(form: Explicit, largest: Sequence[Node]) -> None:
 def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool) -> Tensor | None:
     """Return the bias B = S - s q k^T of the logits, or None if it is only rounding error.
 
-    A head whose B is only rounding error gets 0. Rounding errors grow with the logits, so each row
-    has its own limit. B is kept if it is large enough to change P, so that P equals the model's.
+    A head whose B is only rounding error gets B = 0. Rounding errors grow with the logits, so each
+    row has its own limit. A B that is large enough to change P is always kept, so that P stays the
+    P of the model.
 
     Args:
         logits: S, (windows, heads, queries, keys).
@@ -303,7 +308,8 @@ def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool)
         shifted: whether the model subtracts the largest logit of each row.
     """
     bias = (logits - linear).masked_fill(masked, -torch.inf)
-    if shifted:  # B is known up to a constant per row, which P does not show: let its maximum be 0
+    # B is known up to a constant per row, on which P does not depend: let the maximum of B be 0.
+    if shifted:
         bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     largest = linear.abs().amax(-1, keepdim=True)
     eps = torch.finfo(logits.dtype).eps
@@ -321,15 +327,16 @@ def _is_close(a: Tensor, b: Tensor, relative: float) -> bool:
 
 
 def _is_cut_off(node: Node) -> bool:
-    """Say whether an op clamps logits at a level that they may reach at some sample.
+    """Say whether an op clamps logits at a level that logits may reach at some sample.
 
-    A clamp at the lowest number of float32 stands for a mask, and does not count.
+    False for a clamp at the lowest number of float32, which serves as a mask.
     """
     # The attributes in which autograd stores the operands of these ops.
     names = {"Clamp": ("_saved_min", "_saved_max"), "Maximum": ("_saved_self", "_saved_other")}
     for name in names.get(op(node), ()):
         level = getattr(node, name, None)
-        # A clamp may have no level on one side; of torch.maximum, one operand is the logits.
+        # Skip a side of a clamp without a level, and the operand of torch.maximum that holds the
+        # logits: the other operand is the level.
         if level is None or getattr(level, "requires_grad", False):
             continue
         least = torch.as_tensor(level).abs().min()
@@ -339,9 +346,9 @@ def _is_cut_off(node: Node) -> bool:
 
 
 def _is_unchanged(form: Explicit, keys: slice) -> bool:
-    """Say whether the values are multiplied by these columns of P, unchanged.
+    """Say whether the model multiplies the values by these columns of P without a change.
 
-    If all keys of a row are masked, P is NaN there, and the model may set it to 0.
+    In a row whose keys are all masked, P is NaN. The model may set such rows to 0.
     """
     p = form.p.detach()[..., keys].nan_to_num(0.0)
     weights = form.weights.detach()
@@ -353,10 +360,10 @@ _GRADIENT_ROUNDING = 64  # times the machine epsilon of the largest gradient
 
 
 def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projected]) -> Pairs:
-    """Return the position vectors r and t of a layer, and its slopes f.
+    """Return the position vectors r and t of a layer, and the slopes f of its logits.
 
     In models with relative positions a logit is S_ij = s <q_i, k_j> + <q_i, r_ij> + <k_j, t_ij>,
-    where r and t do not depend on the input. Vectors that are 0 are None.
+    where r and t do not depend on the input. r is None if all r_ij are 0, and likewise t.
 
     Args:
         heads: the heads of the layer; their `pairs` hold f, where dS_ij = f_ij s d<q_i, k_j>.
@@ -364,8 +371,8 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
         parts: how q, k and v are computed from the input; constants are missing.
 
     Raises:
-        NotClosedForm: S_ij depends on more than q_i and k_j, r or t depends on the input, or they
-            are too large.
+        NotClosedForm: S_ij depends on more than q_i and k_j, or r or t depends on the input or is
+            too large.
     """
     assert heads.pairs is not None
     sides = {name: parts[name] for name in "qk" if name in parts}
@@ -374,7 +381,7 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     if any(id(leaf) not in leaves_of_qk for leaf in inputs):  # S reads a further linear map
         raise NotClosedForm(BESIDE)
     slope = heads.pairs.slope
-    is_live = heads.attention() > 0  # other pairs do not change the output
+    is_live = heads.attention() > 0  # pairs with P_ij = 0 do not change the output
     s = heads.scale[..., None, None]
     samples = int(heads.sample[-1]) + 1
     r = None
@@ -399,10 +406,10 @@ def _read_term(
 ) -> Tensor | None:
     """Return the position vectors r_ij of q in the logits S, or None if they are 0.
 
-    In S_ij = s <q_i, k_j> + <q_i, r_ij>, the vector r_ij is a constant. It is what the gradient of
-    S_ij with respect to q_i has beyond s k_j: r_ij = dS_ij / dq_i - s k_j. If S_ij is a function
-    of <q_i, k_j> with the slope f_ij s, the last term is f_ij s k_j. For the position vectors of
-    k, the caller swaps q and k in all arguments.
+    In S_ij = s <q_i, k_j> + <q_i, r_ij>, the vector r_ij is a constant. The gradient of S_ij with
+    respect to q_i is s k_j + r_ij, so r_ij = dS_ij / dq_i - s k_j. If S_ij is a function of
+    <q_i, k_j> with the slope f_ij s, the last term is f_ij s k_j. For the position vectors of k,
+    the caller swaps q and k in all arguments.
 
     Args:
         logits: S with its graph, (windows, heads, queries, keys).
@@ -410,13 +417,13 @@ def _read_term(
         samples: number of samples in the batch.
         product_gradients: s k_j, (windows, heads, keys, d), the gradients of s <q_i, k_j>.
         slope: f, (windows, heads, queries, keys); None for 1.
-        is_live: which pairs have P_ij > 0. The others do not change the output: r_ij is 0 there.
+        is_live: which pairs have P_ij > 0. Other pairs do not change the output: r_ij is set to 0.
 
     Returns:
         r, (1, heads, queries, keys, d), the same in all windows.
 
     Raises:
-        NotClosedForm: r is too large, or differs between windows, so that it is no constant.
+        NotClosedForm: r is too large, or differs between windows and so is no constant.
     """
     columns = part.form.columns
     if part.form.repeat > 1:
@@ -470,8 +477,8 @@ def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]
     Raises:
         NotClosedForm: M is not square.
     """
-    # To change channel c of q in all heads, change y by column c of M^-1, at every token. All
-    # these changes are the rows of `moves`, (d, heads * d).
+    # To change channel c of q in all heads, change y by column c of M^-1, at every token. Row c of
+    # `changes`, (d, heads * d), is this change of y.
     columns = part.form.columns
     mix = part.form.mix
     if mix is None:
@@ -481,22 +488,22 @@ def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]
         inverse = torch.linalg.inv(mix)
     else:
         raise NotClosedForm(f"{BESIDE}, behind a map to another width")
-    moves = inverse.permute(2, 0, 1).flatten(1)
-    # J times a change of y is the change of S. It is the gradient of <J^T u, change> by u, because
-    # J^T u is linear in u. As S_ij depends on no query but q_i, its entry ij is dS_ij / dq_ic, so
-    # d products give the gradients of all pairs.
+    changes = inverse.permute(2, 0, 1).flatten(1)
+    # With J = dS/dy, the change of S is J times the change of y. J^T u is linear in u, so this
+    # product is the gradient of <J^T u, change> with respect to u. S_ij depends on no other query
+    # than q_i. So entry ij of the product is dS_ij / dq_ic, and d products give all gradients.
     u = torch.zeros_like(source.t, requires_grad=True)
     pulled = pull_back(source.t, source.leaves, u, create_graph=True)
     rows = source.as_rows(*pulled)
-    for move in moves:
-        (gradient,) = pull_back(rows, u, move.expand_as(rows), retain_graph=True)
+    for change in changes:
+        (gradient,) = pull_back(rows, u, change.expand_as(rows), retain_graph=True)
         yield gradient
 
 
 def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
     """Raise NotClosedForm unless row i of a head's logits depends on the q_i of this head only.
 
-    That is read from entries of gradients that are exactly 0.
+    The test reads which entries of gradients are exactly 0.
 
     Args:
         source: the logits as a function of the outputs y of the linear map behind q: of the
@@ -505,7 +512,7 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
         width: number of columns of each head.
     """
     windows, heads, tokens, _ = source.t.shape
-    # Each row of y affects the logits of its own token alone, or none (-1).
+    # Each row of y must affect the logits of its own token alone, or no logits (-1).
     token = torch.arange(windows * tokens, device=rows.device)
     token_of_row = graph.label_affected(source, token.view(windows, 1, tokens, 1), rows=True)
     if token_of_row is None:
@@ -514,7 +521,7 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
     expected[rows.flatten().to(expected.device)] = token
     if not bool(((token_of_row == expected) | (token_of_row == -1)).all()):
         raise NotClosedForm(BESIDE)
-    # Each column affects the logits of its own head alone, or none.
+    # Each column of y must affect the logits of its own head alone, or no logits (-1).
     head = torch.arange(heads, device=rows.device)
     head_of_column = graph.label_affected(source, head.view(1, heads, 1, 1), rows=False)
     if head_of_column is None:

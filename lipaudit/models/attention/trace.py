@@ -73,14 +73,14 @@ class Frame:
         return fallback
 
     def holds(self, module: str) -> bool:
-        """Say whether a module, by its path, is this one or a part of it."""
+        """Say whether a module, given by its path, is this frame's module or a part of it."""
         # The model itself has the empty path, and holds every module.
         return not self.name or f"{module}.".startswith(f"{self.name}.")
 
 
 @dataclass
 class CallStack:
-    """The module calls in progress, and their numbers of ops: how far a forward pass has come.
+    """The module calls in progress, and how many ops and calls each module has made so far.
 
     Attributes:
         on_enter: takes each module call at its start.
@@ -95,7 +95,10 @@ class CallStack:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def address(self, op: str) -> Address:
-        """Return the address of the next op of a kind: innermost module, kind, number in it."""
+        """Return the address of the next op of a kind, and count it.
+
+        The address consists of the innermost module, the kind, and the number of the op there.
+        """
         module = self.module()
         self.counts[module, op] += 1
         return Address(module, op, self.counts[module, op] - 1)
@@ -121,7 +124,8 @@ class CallStack:
             for name, part in module.named_modules():
                 entry = part.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
                 hooks.enter_context(entry)
-                # `always_call`: after an error, too. A pass that has read enough ends by an error.
+                # `always_call`: the hook runs after an error, too. A pass ends by an error once
+                # all layers are read.
                 leave = part.register_forward_hook(
                     lambda _part, _args, output: self.on_leave(self.frames.pop(), output),
                     always_call=True,
@@ -133,8 +137,8 @@ class CallStack:
 class Tracer(AttentionMode):
     """An observed forward pass, whose autograd graph is cut at linear maps and attention.
 
-    To cut is to detach the output of an op, so that it is a leaf. Behind q, k and v of an
-    attention call then lie only the ops since the last linear maps.
+    To cut is to detach the output of an op, so that the output is a leaf. The graph of q, k and v
+    of an attention call then has only the ops after the last linear maps.
 
     Attributes:
         call_stack: the module calls in progress.
@@ -173,7 +177,10 @@ class Tracer(AttentionMode):
         self._waiting: dict[Address, AttentionCall] = {}  # calls of loops that are not complete
 
     def input(self, t: Tensor) -> Tensor:
-        """Return the model's input, or a text's embeddings; as a leaf if this pass cuts here."""
+        """Take the model's input, or a text's embeddings, and cut the graph there if required.
+
+        Returns the tensor as a leaf if this pass cuts there, else the tensor itself.
+        """
         address = self.call_stack.address("input")
         if self.cut_at is None or address in self.cut_at:
             return self._cut(t, Origin(address))
@@ -184,12 +191,12 @@ class Tracer(AttentionMode):
     ) -> Tensor | None:
         """Run an op if it is a linear map at which to cut, and return its output as a leaf.
 
-        None if it is not: the caller then runs it.
+        None for any other op: the caller then runs the op.
 
         Args:
             func: the function of torch that the model calls.
-            args: its arguments.
-            kwargs: its keyword arguments.
+            args: the arguments of this call.
+            kwargs: the keyword arguments of this call.
         """
         reader = READERS.get(func)
         if reader is None:  # no function of torch that applies linear maps
@@ -197,7 +204,7 @@ class Tracer(AttentionMode):
         # Every such op gets a number, cut or not, so that numbers are the same in every pass.
         right_address = self.call_stack.address(calls.RIGHT)
         product = reader(*args, **kwargs)
-        if product is None:  # arguments that make another op of it, such as a 3x3 convolution
+        if product is None:  # with these arguments no linear map, such as a 3x3 convolution
             return None
         # Either factor may be the weight: x W, or W x.
         linear = None
@@ -213,11 +220,11 @@ class Tracer(AttentionMode):
         bias = None
         if linear.bias is not None:
             bias = linear.bias.detach()
-        # A reference: a weight that was converted for this op is freed after it, and not kept in
-        # memory as long as the graph.
+        # Store a reference to the weight. A weight that was converted for this op is then freed
+        # after the op, and not kept in memory as long as the graph.
         constant = Linear(linear.x.detach(), refer_to_weight(linear.weight), bias, linear.arrange)
         origin = Origin(address, constant)
-        if self.cut_at is None:  # a survey, which needs to know more about each map
+        if self.cut_at is None:  # a survey: note more about each map
             ancestors = self._find_ancestors(linear.x, address)
             origin = Origin(address, constant, ancestors, divides_channels(linear.x))
             if not product.is_linear_layer:
@@ -227,17 +234,18 @@ class Tracer(AttentionMode):
         return result
 
     def _find_ancestors(self, x: Tensor, address: Address) -> Ancestors:
-        """Return the tensors that a linear map reads, through earlier linear maps, too.
+        """Return the tensors that a linear map reads, directly or through earlier linear maps.
 
-        In x_0 -> y_0 = x_0 A -> x_1 = norm(y_0) -> y_1 = x_1 B, the map B reads x_1, and through
-        the map A it reads x_0. Each tensor comes with the maps to leave uncut, so that the nearest
-        map at which the graph is cut reads it: none for x_1, B for x_0.
+        In x_0 -> y_0 = x_0 A -> x_1 = norm(y_0) -> y_1 = x_1 B, the map B reads x_1 directly, and
+        x_0 through the map A. Each tensor comes with the maps to leave uncut, so that the nearest
+        map at which the graph is cut reads this tensor: no map for x_1, B for x_0.
 
         Args:
             x: the input of the map (x_1).
             address: the address of the map (B).
         """
-        # Marks stand for the tensors, which would keep all activations of the model in memory.
+        # Each tensor is given by an object that identifies it (`root`). The tensors themselves
+        # would keep all activations of the model in memory.
         ancestors: list[tuple[object, tuple[Address, ...]]] = [(root(x), ())]
         earlier = self.origins.leaves(x)
         if len(earlier) == 1:  # x is made from the output of one linear map
@@ -246,10 +254,10 @@ class Tracer(AttentionMode):
         return tuple(ancestors[:_DEEPEST])
 
     def _is_map(self, factors: Contraction, address: Address) -> bool:
-        """Say whether to cut the graph at a product x W, because it is a linear map of x.
+        """Say whether to cut the graph at a product x W, because the product is a linear map of x.
 
-        It is one if x depends on the sample and W does not. While the model runs, exactly the
-        tensors that depend on the sample require gradients.
+        The product is a linear map if x depends on the sample and W does not. While the model
+        runs, exactly the tensors that depend on the sample require gradients.
 
         Args:
             factors: the product, with one of its factors as x and the other one as the weight.
@@ -267,9 +275,10 @@ class Tracer(AttentionMode):
             return False
         if factors.is_linear_layer:  # F.linear and the like; otherwise a matmul or einsum
             return True
-        # A matmul may also multiply the queries or keys of one head by a constant: by a rotation,
-        # or by position vectors. Such an x is affine in the output of a linear map, of which it is
-        # a part: no further linear map. A second map in sequence (LoRA, a latent) reads all of it.
+        # A matmul may also multiply the queries or keys of one head by a constant, such as a
+        # rotation or position vectors. Then x is an affine function of a part of the columns of
+        # one linear map. Do not cut there: q or k must start at that linear map. A second linear
+        # map in sequence (LoRA, a latent) reads all columns of the first map: cut there.
         behind = self.origins.leaves(x)
         linear = behind[0].origin.linear if len(behind) == 1 else None
         if linear is None or factors.width >= linear.parameter.shape[1]:
@@ -280,9 +289,8 @@ class Tracer(AttentionMode):
         """Give an attention call its address, and cut the graph after it.
 
         Returns:
-            The call to report; its address; its output, cut. A call of a loop (one head after the
-            other) is reported at the end of the loop, with all calls joined to one, and is None
-            before.
+            The call to report, its address, and its output, cut. In a loop (one head after the
+            other), the call to report is None until the last call; then it joins all of them.
         """
         address = self.call_stack.address("attention")
         if self.cut_at is None:
@@ -293,7 +301,7 @@ class Tracer(AttentionMode):
             output = self._cut(call.output, Origin(address))
         else:
             output = call.output.detach()
-        # A module may run again alone, where addresses differ: there, a call is found by its
+        # A module may run again alone, with other addresses. Then a call is identified by its
         # position in this list.
         for frame in self.call_stack.frames:
             frame.attentions.append(address)
@@ -301,8 +309,8 @@ class Tracer(AttentionMode):
         loop = self.loops.get(address)
         if loop is None:
             return call, address, output
-        # The calls of a loop wait for the last one. A model may leave some of them out for a
-        # sample: then none is reported.
+        # The calls of a loop wait for the last call. If the model leaves some of the calls out for
+        # a sample, none is reported.
         self._waiting[address] = call
         is_complete = all(part in self._waiting for part in loop.addresses)
         if address != loop.addresses[-1] or not is_complete:
@@ -311,8 +319,8 @@ class Tracer(AttentionMode):
         return loop.join(parts), address, output
 
     def _cut(self, t: Tensor, origin: Origin) -> Tensor:
-        """Cut the graph at t: return its values as a new leaf of known origin."""
-        # The graph before t is freed, so that a pass holds that of one layer at a time.
+        """Cut the graph at t: return the values of t as a new leaf, whose origin is noted."""
+        # The graph before t is freed, so that a pass holds the graph of one layer at a time.
         leaf = t.detach().requires_grad_()
         self.origins.by_leaf[leaf] = origin
         return leaf.clone()  # the model may write into its tensor, but not into a leaf
@@ -323,10 +331,12 @@ def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
 
     In float64 the model's own casts to lower precision are left out.
     """
-    # Entered after the tracer, so that it changes the casts of the model, not those of the tracer.
+    # `Widening` is entered after the tracer. So it changes the model's casts, and not the casts
+    # that the tracer makes.
     wide = Widening() if net.dtype == torch.float64 else nullcontext()
     following = tracer.call_stack.following(net.module)
-    # The input of a text model is cut at its token embedding, and that of others here.
+    # `tracer.input` cuts the graph of a text model at its token embedding (by the hook), and of
+    # other models at the input itself.
     with torch.enable_grad(), following, tracer, wide, watch_embeddings(net, tracer.input):
         if net.kind == "text":
             x = batch.x
@@ -346,8 +356,8 @@ def watch_embeddings(
 ) -> AbstractContextManager[None]:
     """Pass the outputs of a text model's token embedding through `change`, inside the block.
 
-    So do the outputs of every embedding module with the same weight (encoder and decoder). If
-    `change` returns None, the output stays. Other models are not changed.
+    The same happens to the outputs of every embedding module with the same weight (encoder and
+    decoder). If `change` returns None, the output stays. Models of other inputs are not changed.
     """
     tied: list[tuple[str, nn.Module]] = []  # with a name, which nothing reads
     if net.kind == "text" and net.entry is not None:

@@ -48,7 +48,7 @@ def analyse(call: AttentionCall, batch: Batch) -> Analysis:
     analysis = _try_layouts(usual, call, batch)
     if analysis.structure is not None:
         return analysis
-    # None of the usual layouts has a closed form. They may all be wrong.
+    # None of the usual layouts has a closed form: they may all be wrong.
     others = find_layouts(call, len(batch))
     if others:
         return _try_layouts(others, call, batch)
@@ -109,7 +109,7 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
             problems.append(f"{name} {obstacle.reason}")
             kinds.append(obstacle.kind)
     # `Linear(d, d)` applied to (batch, tokens, heads, d), common in tutorials, reads parts of
-    # tokens. These look like tokens of windows, so the forms above may be wrong.
+    # tokens. These parts look like tokens of windows, so the forms above may be wrong.
     reads_parts = any(leaf.origin.reads_token_parts for part in leaves for leaf in part)
     if reads_parts and (problems or len(call.q) != len(batch)):
         kinds[:] = ["shared"] * 3
@@ -150,8 +150,8 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
 def _is_reordered(one: Tensor, other: Tensor) -> bool:
     """Say whether two sets of tokens, (tokens, channels), are the same in another order.
 
-    If keys are the tokens of the queries rolled or flipped, both have one input, and norms of
-    cross-attention, with two inputs, would be wrong.
+    If the keys are the tokens of the queries rolled or flipped, queries and keys have one input.
+    Norms of cross-attention treat them as two inputs, and would be wrong.
     """
     if one.shape != other.shape or torch.equal(one, other):
         return False
@@ -161,12 +161,12 @@ def _is_reordered(one: Tensor, other: Tensor) -> bool:
 def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.OutputMap | None:
     """Return a linear map as W_O of an attention layer, if its input is the layer's heads.
 
-    Each channel of the input must be one channel of the concatenated heads, times a factor.
-    Otherwise, such as with a gate or a norm in between, it is None.
+    Each channel of the map's input must be one channel of the concatenated heads, times a factor.
+    The result is None otherwise, for example if a gate or a norm comes before the map.
 
     Args:
         linear: a linear map behind the attention.
-        source: its input as a function of the attention's output, which has a row per token.
+        source: the input of the map as a function of the attention's output (a row per token).
     """
     rows, width = source.as_rows(*source.leaves).shape
     columns = torch.arange(width, device=source.t.device)[None]

@@ -49,10 +49,10 @@ def add_inputs(
 
     Args:
         structure: how q, k and v of the layer are computed, from its survey.
-        attention: its q, k, v and logits, from `read_product`.
-        call: its attention call, with canonical axes.
+        attention: q, k, v and the logits of the layer, from `read_product`.
+        call: the attention call of the layer, with canonical axes.
         batch: the samples.
-        relative: its logits with their graph if they depend on q or k beyond q k^T, from
+        relative: the logits with their graph if they depend on q or k beyond q k^T, from
             `read_product`; else None.
 
     Returns:
@@ -88,7 +88,7 @@ def add_inputs(
     heads = replace(
         attention,
         x=x,
-        x_kv=None if structure.joint else memory,  # None: the input of the queries
+        x_kv=None if structure.joint else memory,  # None: keys and values read x, too
         to_q=to_q,
         to_k=parts["k"].projection,
         to_v=parts["v"].projection,
@@ -110,10 +110,10 @@ class Layer:
         site: the layer's site.
         call: the attention call of the model, with its axes in order.
         batch: the samples.
-        attention: its P, for every kind of layer, without X and projections. If the model writes
-            its softmax out, q, k and v are empty and `bias` holds the captured logits.
-        frame: the module call that contains it (`site.scope`); None if unknown.
-        numbers: numbers of its attention calls within that module call.
+        attention: heads that give P for every kind of layer, without X and projections. If the
+            model writes its softmax out, q, k and v are empty and `bias` holds the logits.
+        frame: the module call that contains the layer (`site.scope`); None if unknown.
+        numbers: numbers of the layer's attention calls within this module call.
     """
 
     site: Site
@@ -143,7 +143,7 @@ class Layer:
         """
         site = self.site
         structure = self.site.structure
-        if structure is None:  # only a measure of a plug-in asks for such a layer
+        if structure is None:  # only measures of plug-ins call this for such a layer
             text = f"layer {site.index} ({site.module}) has no closed form: {site.reason}"
             raise InputError(text, "Leave it out with --layers.")
         try:
@@ -189,11 +189,11 @@ def capture(
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
     cut_sites = []
     for site in sites:
-        # The graph starts at the linear maps behind q, k and v of the layers to read. For a
-        # written-out softmax it always does, because it is recognised by a graph from q or k.
+        # Cut the graph at the linear maps behind q, k and v of the layers to read. Do so for every
+        # written-out softmax, which the tracer recognises by a graph from q or k.
         if site.explicit or (projections and site.address in chosen):
             cut_sites.append(site)
-    # Layers that have not run yet. One that the model skips for this batch stays here.
+    # Layers that have not run yet. A layer that the model skips for this batch stays in here.
     pending = dict(chosen)
     results = list[Result]()
 
@@ -238,11 +238,11 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     """
     with torch.enable_grad():  # `Layer.heads` walks the graph of these tensors
         call = call.arrange(site.layout, len(batch))
-    # The call from which `Layer.attention` is read: it needs P only.
+    # The call from which `Layer.attention` is read. Only P is needed.
     for_map = call
     if isinstance(call.form, Explicit):
-        # Logits of a written-out softmax give P: make them the mask of a fused call, whose q and k
-        # of width 0 have the product 0.
+        # The logits of a written-out softmax give P. Make them the mask of a fused call whose q
+        # and k have width 0, so that q k^T is 0 and the logits are the mask.
         logits = call.form.logits.detach()
         windows, heads, rows, keys = logits.shape
         q = logits.new_zeros(windows, heads, rows, 0)
@@ -250,7 +250,7 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
         for_map = replace(call, q=q, k=k, v=k, form=Fused(0.0, logits, causal=False))
     form_of_q = site.structure.q if site.structure else None
     attention, _ = read_product(for_map, batch, form_of_q)
-    if attention.q.shape[1] != site.heads:  # the survey took an axis of tokens for one of heads
+    if attention.q.shape[1] != site.heads:  # the survey took an axis of tokens for heads
         raise InputError(
             f"attention layer {site.index} ({site.module}) has {attention.q.shape[1]} heads on "
             f"this batch and had {site.heads} when the model was loaded, so heads and tokens "
@@ -258,8 +258,8 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
             "Leave it out with --layers, or use lipaudit jacobian or lipaudit attack, which need "
             "no heads.",
         )
-    # The call of the module that holds the layer, and the numbers of the layer's attention calls
-    # in it. They serve to run the module again alone, for norms without a closed form.
+    # Find the call of the module that holds the layer, and the numbers of the layer's attention
+    # calls in this module call. With these, the module can run again alone, for numerical norms.
     scopes = [frame for frame in frames if frame.name == site.scope]
     if not scopes:
         return Layer(site, call, batch, attention, None, [])
@@ -284,9 +284,9 @@ class OutputMap:
     """W_O, if the layer's output is sum_h O_h W_O,h.
 
     Attributes:
-        reference: weight of the output projection, (channels in, channels out), as of
-            `precision.refer_to_weight`.
-        order: its row for each channel of the concatenated heads.
+        reference: weight of the output projection, (channels in, channels out), or a reference to
+            the weight (`precision.refer_to_weight`).
+        order: for each channel of the concatenated heads, the row of the weight that it meets.
         gain: factor of each channel before the projection.
     """
 
@@ -306,7 +306,7 @@ class Structure:
     """The origins of the tensors of a closed-form layer.
 
     Attributes:
-        q, k, v: their forms; None for a query that does not depend on the input.
+        q, k, v: how each is computed from the input; None for queries that are constants.
         joint: whether q reads the same tokens as k and v.
         out: the output projection, if there is a plain one.
     """
@@ -370,7 +370,7 @@ class Site:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """Return the addresses of its attention calls in the forward pass."""
+        """Return the addresses of the layer's attention calls in the forward pass."""
         if self.loop is None:
             return (self.address,)
         return self.loop.addresses
@@ -382,9 +382,9 @@ class Site:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the modules whose input is X: those of the linear maps behind q, k and v.
+        """Return the modules whose input is X: the modules of the linear maps of q, k and v.
 
-        Without a closed form: the module that holds the layer.
+        Without a closed form, X is the input of the module that holds the layer.
         """
         if not self.closed_form:
             return (self.scope,)
@@ -401,7 +401,7 @@ class Site:
 
     @property
     def module_input(self) -> str:
-        """Return the name of its module's inputs, for norms by differentiating the module."""
+        """Return the name of the module's inputs, for norms by differentiating the module."""
         if not self.inputs:  # the module cannot run alone: there is no norm
             return MODULE_INPUT
         return f"{MODULE_INPUT} ({', '.join(self.arguments)})"
@@ -416,7 +416,7 @@ def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> t
         module: the model.
         sites: its attention layers.
     """
-    # By identity: blocks may share one attention module, which then has several paths.
+    # Compare modules by identity: an attention module that several blocks share has several paths.
     attention_modules = {id(module.get_submodule(site.module)) for site in sites}
 
     def has_attention(block: nn.Module) -> bool:
@@ -442,10 +442,11 @@ SKETCH = 16  # number of directions in an input's channels in which gradients ar
 def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: AttentionCall) -> bool:
     """Say whether the closed form of J^T u equals autograd's on a batch, for one random u.
 
-    J is the Jacobian of all heads' outputs with respect to the input of the projections. u is
-    scaled in each head and window such that ||J^T u|| = 1. Gradients of several heads and windows
-    cancel only by chance, so the norm of the whole difference is at least about the relative error
-    of any head. Where rounding errors of a head are large (`forward_error`), its u is smaller.
+    J is the Jacobian of all heads' outputs with respect to the input of the projections. In each
+    head and window u is scaled such that ||J^T u|| = 1. Gradients of several heads and windows
+    cancel only by chance. So the norm of the whole difference is at least about as large as the
+    relative error of any head. A head with large rounding errors (`forward_error`) gets a smaller
+    u, so that these errors do not count as a difference.
 
     Gradients are compared in some random directions of the input's channels. This costs one
     backward pass through the attention, and about as much again for the closed form.
@@ -470,11 +471,12 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     size = 1 / (1 + forward_error(heads).to(u) / AGREES)
     u, pulled = sketched_vjp_x(heads, u, size, sketches)
     u = u.to(call.output)
-    # For each input: the first projection that reads it, whose tokens are the rows of the result.
+    # For each input: its gradient z, and the first projection that reads the input. The rows of z
+    # are the tokens of this projection.
     readers = {"x": queries, "x_kv": memory}
     closed_form = [(readers[name][0], z) for name, z in pulled.items()]
-    # By autograd, for each input: a group of projections that read it. If a linear map serves
-    # queries and keys, there is one group.
+    # By autograd, for each input: the group of projections that read the input. If one linear map
+    # serves both queries and keys, there is one group.
     q_leaves = {id(leaf.tensor) for part in queries for leaf in part.leaves}
     kv_leaves = {id(leaf.tensor) for part in memory for leaf in part.leaves}
     groups = [queries, memory]
@@ -505,7 +507,7 @@ def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) 
     Returns:
         (tokens of the input, directions).
     """
-    # The outputs of the linear maps. Two projections may read one of them, which counts once.
+    # The outputs of the linear maps. An output that two projections read counts once.
     leaves = {id(leaf.tensor): leaf for part in group for leaf in part.leaves}.values()
     linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
     outputs = [leaf.tensor for leaf in leaves]
@@ -522,11 +524,11 @@ def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) 
 def _draw_sketch(x: Tensor) -> Tensor:
     """Return random directions R of the channels of x, (channels, directions).
 
-    For the gradient g of a token, E ||R^T g||^2 = ||g||^2. The sum of these squares over all
-    tokens gives the norm of the whole gradient to some per cent.
+    For the gradient g of a token, E ||R^T g||^2 = ||g||^2. So the sum of ||R^T g||^2 over all
+    tokens gives the squared norm of the whole gradient to some per cent.
     """
     width = x.shape[-1]
-    if width <= SKETCH:  # so few channels are compared one by one
+    if width <= SKETCH:  # few channels: R is the identity, which compares each channel
         return torch.eye(width, dtype=x.dtype, device=x.device)
     generator = torch.Generator(x.device).manual_seed(width)
     noise = torch.randn(width, SKETCH, generator=generator, dtype=x.dtype, device=x.device)

@@ -31,7 +31,7 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
     """Return ||J|| of every head of a layer, (samples, heads), by differentiating its module.
 
     J is the Jacobian of the head's output O_h with respect to all inputs of the innermost module
-    that contains the layer and its projections. That module runs again.
+    that contains the attention and its projections. This module runs again.
 
     Args:
         layer: a layer, while the model runs it; the result is NaN if its module cannot run alone.
@@ -65,7 +65,7 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
             return rows.reshape(u.shape)
 
         # All samples share one graph, because the module runs as a whole. So converged samples
-        # cannot be left out: `rebuild` is so large that it is never done.
+        # cannot be left out: with `rebuild` above 1, the solver never asks for fewer samples.
         norms = spectral_norms(lambda _: multiply, start, rebuild=2.0, **accuracy)
         require_range(linear, norms.norm, embed(torch.ones_like(start)))
         return norms
@@ -111,7 +111,7 @@ def _linearize_layer(layer: Layer) -> Linearization:
     frame = layer.frame
     site = layer.site
     assert frame is not None
-    # The inputs by identity: a tensor that is given twice (as queries and keys) is one input.
+    # The inputs by identity: a tensor that the module gets twice (queries and keys) is one input.
     by_id: dict[int, Tensor] = {}
     for key in site.inputs:
         argument = frame.args[key] if isinstance(key, int) else frame.kwargs[key]
@@ -121,7 +121,7 @@ def _linearize_layer(layer: Layer) -> Linearization:
     z = torch.cat([t.detach().flatten() for t in inputs])[None]
 
     def compute_output(z: Tensor, _index: Tensor) -> Tensor:
-        """Run the module with the entries of z as its inputs, and return the layer's O, flat."""
+        """Run the module with the entries of z as inputs, and return the layer's O, flat."""
         replacements = {}
         parts = torch.split(z[0], [t.numel() for t in inputs])
         for t, part in zip(inputs, parts, strict=True):
@@ -190,20 +190,20 @@ def find_residuals(
 ) -> tuple[Residual | None, ...]:
     """Find the residual block of each attention layer: the smallest module with a skip path.
 
-    In a pass whose graph is cut at every linear map and every attention, the output of a module
-    depends on its input only if a path bypasses these. In a pre-norm model the block holds
-    attention and MLP, in BERT the attention with its LayerNorm.
+    The graph of the pass is cut at every linear map and every attention. The output of a module
+    then depends on its input only if a skip path goes around these operations. In a pre-norm model
+    the block holds attention and MLP; in BERT it holds the attention with its LayerNorm.
 
     Args:
         net: the model.
-        batch: its first sample is run, alone and beside itself.
+        batch: its first sample is run, alone and as two equal samples.
         sites: the attention layers.
-        entire: return the largest module with a skip path that has no other attention: in BERT
-            the block with its MLP, too. If the smallest one has several, return that.
+        entire: return the largest module with a skip path and no other attention layer (in BERT
+            the block with the MLP, too). If there is none, return the smallest with a skip path.
 
     Returns:
-        One residual per site, with a row per sample if one has; None if no module around it has a
-        skip path.
+        One residual block per site, preferably with a row per sample; None if no module around
+        the layer has a skip path.
     """
     by_call: dict[tuple[str, int], Residual] = {}  # by module and number of its call
     frames_around: dict[Address, list[trace.Frame]] = {}  # module calls around an attention call
@@ -211,7 +211,7 @@ def find_residuals(
     def find_skip_path(samples: int, frame: trace.Frame, output: Any) -> None:
         """Note a module call as a residual block if its output has a skip path from its input.
 
-        Called at the end of each module call of a pass over one or two samples.
+        This is called at the end of each module call of a pass over one or two samples.
         """
         first_input = _find_first_moving((frame.args, frame.kwargs))
         first_output = _find_first_moving(output)
@@ -233,7 +233,8 @@ def find_residuals(
         """Note the module calls in progress at an attention call, innermost first."""
         frames_around[address] = call_stack.frames[::-1]
 
-    # A first axis as long as the number of samples may be chance in one pass, but not in both.
+    # Run with one sample and with two. If the first axis of an output is as long as the number of
+    # samples in both passes, the output has a row per sample; in one pass it may be chance.
     for samples in (1, 2):
         call_stack = trace.CallStack(on_leave=partial(find_skip_path, samples))
         with trace.fork_random(net.module):
@@ -256,18 +257,19 @@ def _choose_residual(
     *,
     entire: bool,
 ) -> Residual | None:
-    """Return the residual block of a layer: the smallest one around it.
+    """Return the residual block of a layer: the smallest residual block around the layer.
 
-    Blocks with a row per sample are preferred. None if no module around it is a residual block.
+    Blocks with a row per sample are preferred. None if no module around the layer is a residual
+    block.
 
     Args:
         site: the layer.
-        frames: the module calls around it, innermost first.
+        frames: the module calls around the layer, innermost first.
         by_call: all module calls that are residual blocks.
         entire: whether to prefer the largest block that holds no other attention.
     """
     residuals: list[Residual] = []  # from the smallest to the largest
-    without_others: list[Residual] = []  # those that hold no other attention
+    without_others: list[Residual] = []  # blocks that hold no attention of other layers
     for frame in frames:
         residual = by_call.get((frame.name, frame.number))
         if residual is None:
@@ -277,7 +279,7 @@ def _choose_residual(
             without_others.append(residual)
     if entire:
         residuals = [*reversed(without_others), *residuals]
-    # The first one with a row per sample, else the first one.
+    # `min` returns the first block with a row per sample, or else the first block.
     return min(residuals, key=lambda residual: not residual.by_sample, default=None)
 
 
@@ -286,8 +288,8 @@ def record_outputs(
 ) -> tuple[Function, dict[Residual, Tensor]]:
     """Return f as a function that records the outputs of residual blocks, and the record.
 
-    The record is a dict of the outputs in the last call of f. They are tensors of the graph:
-    gradients pass through them.
+    The record is a dict with the outputs of the latest call of f. The outputs are parts of the
+    autograd graph of f, so f can be differentiated with respect to them.
     """
     outputs: dict[Residual, Tensor] = {}
 
@@ -313,7 +315,7 @@ def start_after(net: Net, residual: Residual, f: Function, x: Tensor) -> Functio
     """
 
     def run(z: Tensor, index: Tensor) -> Tensor:
-        # z in place of the output of the block, whose own output is computed and dropped.
+        # z replaces the output of the block. The block's own output is computed and dropped.
         with _change_outputs(net, [residual], lambda *_: z):
             return f(x[index], index)
 
@@ -375,7 +377,7 @@ def compute_residual_norms(
         net.output(batch)
     for residual in dict.fromkeys(residuals):
         with trace.fork_random(net.module):
-            # The linearisation has no name here, so that its graph is freed before the next one.
+            # No variable holds the linearisation: its graph is freed before the next block.
             norms = compute_jacobian_norms(
                 _linearize_residual(residual, *calls.pop(residual), batch.mask), **how
             )
@@ -406,7 +408,8 @@ def _linearize_residual(
         """Run the module at z, rows `index` of the batch."""
         values = []
         for value in arguments:
-            # Arguments with a row per sample; others, such as positions, are shared by all.
+            # Select the rows of arguments that have a row per sample. All samples share the other
+            # arguments, such as positions.
             if isinstance(value, Tensor) and value.ndim and len(value) == len(x):
                 values.append(value[index])
             else:
@@ -425,8 +428,8 @@ def _linearize_residual(
 def _find_first_moving(values: Any) -> tuple[int, Tensor] | None:
     """Return the first tensor in nested containers that depends on the model's input.
 
-    With its position among the flattened values. While the model runs, exactly such tensors
-    require gradients.
+    The first item of the result is the tensor's position among the flattened values. While the
+    model runs, a tensor requires gradients if and only if it depends on the input.
     """
     for i, value in enumerate(tree_flatten(values)[0]):
         if isinstance(value, Tensor) and value.requires_grad:

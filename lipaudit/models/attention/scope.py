@@ -15,7 +15,8 @@ from lipaudit.models.attention.trace import Frame
 def find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:
     """Return the innermost module call that contains an attention and its projections.
 
-    All that q, k, v and the logits depend on is computed inside of it, or is an argument of it.
+    Every tensor behind q, k, v and the logits is computed in this module call, or is an argument
+    of this call.
 
     Args:
         frames: the module calls in progress, the innermost one last.
@@ -31,19 +32,19 @@ def find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:
 
 
 def _is_complete(frame: Frame, call: AttentionCall, origins: Sequence[Origin]) -> bool:
-    """Say whether an attention depends only on the arguments of a module call and its parts.
+    """Say whether an attention depends only on arguments of a module call and on its submodules.
 
     Args:
         frame: the module call.
         call: the attention call.
-        origins: the linear maps behind its q, k and v.
+        origins: the linear maps behind q, k and v of the call.
     """
     # Walk back from q, k and v to the arguments of the module call.
     inputs = [*frame.inputs.values()]
     stop = [t.grad_fn for t in inputs if t.grad_fn is not None]
     walks = [graph.leaves(t, stop) for t in (call.q, call.k, call.v)]
-    # A module that contains none of the linear maps gets q, k and v as arguments: it is no
-    # attention module, unless all three are made from one argument.
+    # If the module contains no linear map, it gets q, k and v as arguments. Such a module only
+    # multiplies them, unless all three are made from one argument.
     has_map = any(frame.holds(origin.address.module) for origin in origins if origin.linear)
     arguments_met = {node for _, hits in walks for node in hits}
     if origins and not has_map and len(arguments_met) != 1:
@@ -60,7 +61,7 @@ def _is_complete(frame: Frame, call: AttentionCall, origins: Sequence[Origin]) -
 def _list_projection_modules(call: AttentionCall, maps: Sequence[Origin]) -> list[str]:
     """Return the modules whose linear maps are the projections of q, k and v.
 
-    A tensor that is made from several maps names none.
+    If q, k or v is made from several maps, the result has no module for this tensor.
 
     Args:
         call: the attention call.

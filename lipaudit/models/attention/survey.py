@@ -42,14 +42,15 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
     A model is surveyed again
     - when its weights have been written to;
     - at a sample of another shape, if some layer has no closed form: it may have one there;
-    - at a sample of another shape, if its attention calls differ there, which one pass shows.
+    - at a sample of another shape, if the model makes other attention calls there. One forward
+      pass shows this.
     In all other cases, each batch compares every closed form with the survey.
 
     Raises:
         InputError, EvaluationError: as in `survey`.
     """
     sample = _take_sample(net, batch)
-    if net.surveys:  # forget those of other weights
+    if net.surveys:  # forget surveys of other weights
         weights = _fingerprint_weights(net.module)
         net.surveys[:] = [earlier for earlier in net.surveys if earlier.weights == weights]
     result: Survey
@@ -88,7 +89,8 @@ class Survey:
     def holds(self, net: Net, batch: Batch) -> bool:
         """Say whether the survey holds for samples of another shape, by one forward pass.
 
-        It does if all layers have a closed form and the model makes the same attention calls.
+        The survey holds if all layers have a closed form and the model makes the same attention
+        calls on such samples.
         """
         # A layer without closed form may have one at this shape. Only a new survey finds it.
         if not all(site.closed_form for site in self.sites):
@@ -107,7 +109,8 @@ class Survey:
 def _fingerprint_weights(module: nn.Module) -> Hashable:
     """Return a fingerprint that changes if a weight is replaced, moved or written to.
 
-    It includes sums of the values: a write to `p.data` does not change the version of p.
+    It includes a sum of the values of each weight, because a write to `p.data` does not change the
+    version counter of p.
     """
     fingerprint = []
     for p in chain(module.parameters(), module.buffers()):
@@ -239,23 +242,24 @@ def _observe_passes(
     scores = frozenset(surveyor.scores)
     if scores:
         surveyor = observe((), scores)
-    # Calls that compute one head, or one chunk of queries: again, with all calls as one layer.
+    # Calls that compute one head, or one chunk of queries: run again, with these calls joined.
     loops = surveyor.find_loops()
     if loops:
         surveyor = observe(loops, scores)
-    # Keys that are made from a latent of the tokens (MLA): again, without a cut at the latent.
+    # Keys that are made from a latent of the tokens (MLA): run again, without a cut at the latent.
     if surveyor.next_uncut:
         surveyor.adopt(observe(loops, scores | surveyor.next_uncut))
-    # A written-out softmax is recognised by a graph from its q or k. So the graph must start at
-    # the linear maps behind them, also in the pass below.
+    # The tracer recognises a written-out softmax by the graph from q or k to the softmax. So the
+    # graph must start at the linear maps behind q and k, also in the pass below.
     explicit = (layer.site for layer in surveyor.layers.values() if layer.site.explicit)
     sources = frozenset().union(*(site.sources for site in explicit))
-    # The same sample beside another companion: what changes for it mixes samples.
+    # The same sample beside another companion: a layer whose q, k or v change for the sample mixes
+    # samples.
     tracer = trace.Tracer(surveyor.compare, cut_at=sources, loops=loops)
     other_output = trace.run(net, other, tracer)
     if not agree(output[0], other_output[0]):
         requirements.require_repeat(net, pair, other, output)
-    # Equal companions (a text that reads the same backwards) would look as if no call read them.
+    # If both companions are equal (a text that reads the same backwards), no call can change.
     if not torch.equal(pair.x, other.x):
         surveyor.leave_loops()
         if not surveyor.layers:
@@ -300,11 +304,11 @@ MOST_TOKENS = 1024  # long enough to show the structure, short enough: autograd 
 def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
     """Return the model and two pairs of generic samples: one sample beside each of two companions.
 
-    Generic means without equal, zero or constant parts, at which closed forms could be taken for
-    others. All samples come from the first one of the batch (for texts: the longest) plus seeded
-    noise: an average with noise in the range of inputs, or noise of the sample's size without a
-    range. Texts keep their token ids, and so their special tokens and masks; in place of the
-    samples, the returned model adds noise to the embeddings.
+    Generic means without equal, zero or constant parts, at which one function may look like
+    another one. All samples come from the first sample of the batch (for texts: the longest) and
+    seeded noise. If inputs have a range, a sample is the average of both, with noise in this
+    range. Otherwise noise as large as the sample is added. Texts keep their token ids, and so
+    their special tokens and masks; the returned model adds the noise to the embeddings.
     """
     x = _take_sample(net, batch)
     # The sample and two companions, which get different noise.

@@ -3,12 +3,12 @@
 `events` reads attention by the functions that a model calls. The mode below finds the rest: it
 follows torch's ops, below autograd, `vmap`, TorchScript and `no_grad`.
 
-    s = q k^T    a product of two tensors that depend on the sample: a pair
-    o = f(s) v   a product of a function of a pair with a third tensor: a use
+    s = q k^T    a product of two tensors that depend on the sample: a "pair"
+    o = f(s) v   a product of a function of a pair with a third tensor: a "use" of attention
     o * g(s)     a third tensor, scaled by a smaller function of a pair: a use
 
-A linear map ends a pair. Fused attention is a use. Sums and products of all pairs of entries,
-q_i + k_j, are a pair once a softmax was taken of them.
+The result of a linear map of a pair is no pair. Fused attention is a use. Sums and products of all
+pairs of entries, q_i + k_j, become a pair by a softmax.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _EINSUMS = {"einops", "einx"}
 
 
 class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, count the uses of pairs in each module.
+    """While active, count the uses of attention (values weighted by q k^T) in each module.
 
     Args:
         where: returns the name of the running module.
@@ -69,11 +69,12 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()  # uses of attention by module
         self.lines: dict[str, str] = {}  # the line of code of the first use, by module
         self._where = where  # returns the name of the running module
-        # The marks of tensors by the address of their memory, which the reference keeps in use.
+        # The marks of tensors by the address of their memory. The weak reference keeps torch from
+        # giving this address to other memory.
         self._marks: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def beyond(self, modules: Iterable[str]) -> list[str]:
-        """Return the modules, with lines of code, that use attention which is in no known layer.
+        """Return the modules, with lines of code, that use more attention than the known layers.
 
         Args:
             modules: the module of each known attention layer.
@@ -123,14 +124,14 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             left, right = args[_PRODUCTS[name] :][:2]
             return self._mark_product(left, right, out)
         counted = given[:1] if name in _CHOICES else given  # an index does not count
-        marks = 0
+        marks = 0  # all marks of the arguments together
         for each in counted:
             marks |= each
-        # Whether exactly one of two tensors is a pair.
+        # Whether the op takes two tensors, and exactly one of them is a pair.
         mixed = len(given) == 2 and all(given) and bool((given[0] ^ given[1]) & _PAIR)
         if name in _ENTRYWISE and isinstance(out, Tensor):
             sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
-            # Each entry of the result depends on a pair of entries of two tensors.
+            # Broadcasting: each entry of the result depends on a pair of entries of two tensors.
             if len(sizes) == 2 and out.numel() > max(sizes) and all(given[:2]):
                 # Weights times values, before a sum over the keys.
                 if marks & _PAIR and name == "mul":
@@ -138,8 +139,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return marks | _OUTER
             if mixed:
                 pair = args[0] if given[0] & _PAIR else args[1]
-                # Each row of the other tensor is scaled by one number of the pair: a weighted
-                # value.
+                # Each row of the other tensor is scaled by one number of the pair: a value that
+                # attention weights.
                 if pair.shape[-1:] == (1,) and out.shape[-1:] != (1,):
                     return self._count_use()
         if name == "add" and mixed:
@@ -156,14 +157,15 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         a = self._find_marks(left)
         b = self._find_marks(right)
-        if not (a and b):  # a linear map, behind which there is no pair any more
+        if not (a and b):  # one factor is a weight: a linear map, whose result is no pair
             marks = _SAMPLE
-            if out.ndim == 1 or out.shape[-1] == 1:  # a linear map to a single column
+            # A map to one column scores each entry, as in additive attention w tanh(q_i + k_j).
+            if out.ndim == 1 or out.shape[-1] == 1:
                 marks |= (a | b) & _OUTER
             return marks
         one_is_pair = bool((a ^ b) & _PAIR)
-        # The axis that the product keeps of the other factor: the channels of its values. With one
-        # channel, no values are weighted, and the result is a pair.
+        # The axis of the factor that is no pair and that the product keeps: the channels of the
+        # values. With a single channel, the factor holds no values, and the result is a pair.
         channels = left.shape[-2:-1] if b & _PAIR else right.shape[-1:]
         if tuple(channels) == (1,) or not one_is_pair:
             return _SAMPLE | _PAIR
@@ -185,7 +187,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, t: Tensor, marks: int = _SAMPLE) -> None:
         """Mark a tensor and all views of its memory.
 
-        If t is only a part of that memory, its marks are added to those of the whole.
+        If t is only a part of its memory, the marks of the whole memory stay, and marks are added.
         """
         if t.layout == torch.strided:
             storage = t.untyped_storage()

@@ -34,13 +34,14 @@ class JacobianNorms(Norms):
     """Norm of the Jacobian per sample; by lanczos never above the true norm, apart from rounding.
 
     `vector` is the v with the largest |J v| / |v|, (batch, inputs), of any length, on the device
-    of x; `products` counts those with J or its transpose.
+    of x. `products` counts the products of a vector with J or J^T.
 
     Attributes:
         method: dense (all rows or columns), rows (one at a time) or lanczos.
         left: leading left singular vectors, (batch, vectors, outputs), of any length, on the
             device of x; None unless requested.
-        tied: which of them belong to the largest singular value to tol, (batch, vectors).
+        tied: which vectors of `left` have a singular value equal to the largest one up to tol,
+            (batch, vectors).
         gap: relative distance of the two largest singular values, (batch,).
     """
 
@@ -58,10 +59,10 @@ class Margins:
         margin: m = f_y - max_{j != y} f_j; negative if the sample is misclassified.
         gradient: ||grad(f_y - f_j)||_q for the runner-up j, q dual to the attack's norm.
         radius: min_j (f_y - f_j) / ||grad(f_y - f_j)||_q over all j != y; if not `complete`, a
-            lower limit of it.
-        closest: the examined class j with the smallest value.
+            lower limit of this minimum.
+        closest: the examined class j with the smallest quotient.
         rivals: number of examined classes j.
-        complete: whether no other class can be nearer.
+        complete: whether no class that was not examined can have a smaller quotient.
         direction: grad(f_y - f_j) for the runner-up, (batch, inputs), of any length, on the device
             of x.
     """
@@ -88,22 +89,23 @@ def compute_jacobian_norms(
 ) -> JacobianNorms:
     """Return the operator norm of every sample's Jacobian J.
 
-    For the norm `2` it is the largest singular value of J. It is computed from the whole matrix J
-    if one side has at most `DENSE` entries, else by the Lanczos process in the smaller of the
-    spaces of inputs and outputs. For `inf` it is max_i sum_j |J_ij|, by one J^T u per output.
-    Results do not depend on the batch.
+    The norm `2` is the largest singular value of J. If J has at most `DENSE` rows or columns, the
+    value is computed from the whole matrix. Otherwise the Lanczos process runs in the smaller of
+    the spaces of inputs and outputs. The norm `inf` is max_i sum_j |J_ij|, by one J^T u for each
+    output. Results do not depend on the batch.
 
     Args:
         linear: the map, linearised at the samples; its graph may be dropped to save memory.
         norm: which operator norm.
         seeds: seeds of the start vectors, one per sample; None: the same vector for all.
-        directions: whether to return the leading right singular vectors for `2`, too, which may
+        directions: whether to return the leading right singular vectors for `2`, too. This may
             take one more product.
-        left: whether to return the leading left singular vectors: of the whole matrix all that
-            belong to the largest value, by lanczos at most two, as it finds equal values once.
-        tol: relative accuracy of lanczos, estimated; see `spectral_norms`, also of the next two.
-        max_steps: largest number of its steps per sample.
-        within: how far `upper` may be above the norm, relatively.
+        left: whether to return the leading left singular vectors. From the whole matrix, all
+            vectors of the largest singular value are returned. Lanczos finds a value only once,
+            even if several vectors have it, so it returns the vectors of the two largest values.
+        tol: estimated relative accuracy of lanczos (as in `spectral_norms`).
+        max_steps: largest number of lanczos steps per sample.
+        within: how far `upper` may be above the norm, relatively (as in `spectral_norms`).
 
     Raises:
         UsageError: `inf` with more than `MOST_ROWS` outputs.
@@ -117,15 +119,15 @@ def compute_jacobian_norms(
         return _decompose_dense(linear, directions=directions, left=left, tol=tol)
     if seeds is None:
         seeds = [0] * len(linear)
-    # One seed for each sample, so that its norm does not depend on the other samples of the batch.
-    # In the smaller space, vectors are shorter and the process ends sooner.
+    # One seed for each sample, so that the norm of a sample does not depend on other samples. In
+    # the smaller space, vectors are shorter and the process ends sooner.
     start = random_starts(seeds, smaller_side).to(linear.x.device, torch.float64)
 
     def make_products(index: Tensor) -> Products:
         """Return the products with J J^T or J^T J of the samples that have not converged yet."""
         if len(index) == len(linear):
             return make_gram_products(linear)
-        linear.release()  # free the graph of all samples before that of some is built
+        linear.release()  # free the graph of all samples before building a graph of some
         return make_gram_products(linear.select(index.to(linear.x.device)))
 
     lanczos = spectral_norms(
@@ -138,9 +140,10 @@ def compute_jacobian_norms(
         within=within,
     )
     require_range(linear, lanczos.norm, torch.ones_like(linear.output))
-    products = 2 * lanczos.products  # a product with J J^T is one with J^T and one with J
+    products = 2 * lanczos.products  # J J^T u takes a product with J^T and a product with J
     norms = JacobianNorms(lanczos.norm, lanczos.upper, products, lanczos.converged)
-    # Vectors of Lanczos are left singular vectors u in the space of outputs, else right ones, v.
+    # In the space of outputs, Lanczos finds left singular vectors u. In the space of inputs, it
+    # finds right singular vectors v.
     vector = lanczos.vector
     if directions and vector is not None:
         if few_outputs:
@@ -178,15 +181,16 @@ def _decompose_dense(
     """Return the largest singular value of whole Jacobians, and the requested singular vectors.
 
     Args:
-        linear: the map; it has at most `DENSE` inputs or outputs, the short side of J.
+        linear: the map; it has at most `DENSE` inputs or at most `DENSE` outputs.
         directions: whether to return the leading right singular vector of each sample.
-        left: whether to return the left singular vectors of the largest value.
-        tol: largest relative distance of values that count as equal to the largest one.
+        left: whether to return the left singular vectors of the largest singular value.
+        tol: a singular value counts as equal to the largest one up to this relative distance.
     """
     few_outputs = linear.outputs <= linear.inputs
     # M = J or J^T, whichever has fewer rows: (batch, short side, long side).
     matrix = linear.rows if few_outputs else linear.columns
-    # M M^T, at most 16 x 16: in float64 the roots of its eigenvalues lose no digit of float32.
+    # M M^T, at most 16 x 16. Singular values are roots of the eigenvalues of M M^T. In float64
+    # they keep all digits of float32.
     grams = []
     for m in matrix:  # one sample at a time: all in float64 would double the memory
         wide = m.to(torch.float64)
@@ -199,8 +203,8 @@ def _decompose_dense(
     if not (directions or left):
         return norms
     squares, vectors = torch.linalg.eigh(gram)
-    # Rows are the left singular vectors of M, that of the largest value first. They are left
-    # singular vectors u of J if M = J, and right ones v if M = J^T.
+    # Rows are the left singular vectors of M, in the order of falling singular values. If M = J,
+    # they are left singular vectors u of J. If M = J^T, they are right singular vectors v of J.
     short = vectors.mT.flip(1).to(matrix)
     if directions:
         right = short[:, 0]
@@ -217,8 +221,8 @@ def _decompose_dense(
 def _add_left(norms: JacobianNorms, left: Tensor, squares: Tensor, tol: float) -> JacobianNorms:
     """Return the norms with the left singular vectors of the largest singular value.
 
-    Several vectors are tied if their values are equal to the largest one up to `tol`. Vectors that
-    are tied in no sample are left out.
+    A vector is "tied" in a sample if its singular value equals the largest one up to `tol`.
+    Vectors that are tied in no sample are left out.
 
     Args:
         norms: the norms.
@@ -253,11 +257,12 @@ def compute_margins(
     """Return margins, their gradients and the first-order radius of every sample.
 
     To first order, a sample x of class y reaches class j at the distance
-    (f_y - f_j) / ||grad(f_y - f_j)||_q, with logits f and the norm q dual to that of the attack.
-    The radius is the smallest of these over j. Classes j are examined in the order of f_y - f_j,
-    until no later one can be nearer: with the Jacobian J of f and basis vectors e_j, the gradient
-    J^T (e_y - e_j) has a norm of at most G = sqrt(2) ||J|| for q = 2, and
-    G = ||J^T e_y||_1 + max_i ||J^T e_i||_1 for q = 1. So class j is at least at (f_y - f_j) / G.
+    (f_y - f_j) / ||grad(f_y - f_j)||_q, with logits f and the norm q dual to the attack's norm.
+    The radius is the smallest such distance over j. Classes j are examined in the order of
+    f_y - f_j, until no later class can be nearer. To decide this, let J be the Jacobian of f and
+    e_j a basis vector. The gradient J^T (e_y - e_j) has a norm of at most G = sqrt(2) ||J|| for
+    q = 2, and G = ||J^T e_y||_1 + max_i ||J^T e_i||_1 for q = 1. So the distance of class j is at
+    least (f_y - f_j) / G.
 
     Args:
         linear: the map to logits (batch, classes), linearised at the samples.
@@ -301,8 +306,8 @@ def compute_margins(
         steepest = 2**0.5 * upper.cpu().double()
     else:
         steepest = upper.cpu().double() + measure(of_label)
-    # The nearest class so far. In each step, every sample examines its next class of `order`.
-    # Gaps and classes are on the CPU, the order is on the device of the gradients.
+    # `radius` is the distance of the nearest class so far. In step i, class i of `order` is
+    # examined for every sample. Gaps and `classes` are on the CPU, `order` is on the device.
     radius = torch.full_like(gaps[:, 0], torch.inf)
     no_class = radius[:, None]
     next_gaps = torch.cat([gaps[:, 1:], no_class], 1)
@@ -321,13 +326,14 @@ def compute_margins(
         radius = distance.where(nearer, radius)
         closest = classes[:, i].where(nearer, closest)
         examined += ~complete
-        # Gaps rise, so no later class is nearer than next_gap / G. An infinite gap: none is left.
+        # Gaps rise, so no later class is nearer than next_gap / G. An infinite next gap means that
+        # no class is left. A negative gap (a misclassified sample) gives no such bound.
         next_gap = next_gaps[:, i]
         complete |= (next_gap >= 0) & (next_gap >= radius * steepest) | next_gap.isinf()
         if complete.all():
             break
-    # If classes are left, their lower bound counts, too. Without a bound (a negative gap) it is
-    # -inf.
+    # Classes that were not examined are at least next_gap / G away. For a negative gap there is no
+    # such bound: -inf.
     unexamined = (next_gap / steepest).where(next_gap >= 0, -torch.inf)
     limit = torch.where(complete, radius, torch.minimum(radius, unexamined))
     return Margins(
@@ -351,7 +357,7 @@ def _sort_rivals(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         y: the class of each sample.
     """
     of_class = y[:, None]
-    # With -inf in place of its logit, the class itself comes last, and is cut off.
+    # The logit of class y becomes -inf, so that y comes last in the order, and is cut off.
     order = logits.scatter(1, of_class, -torch.inf).argsort(1, descending=True)
     order = order[:, :-1]
     return order, logits.gather(1, of_class) - logits.gather(1, order)
@@ -365,8 +371,8 @@ def _make_exact(
     Args:
         linear: the map.
         norm: the norm of each sample.
-        products: number of products with J or J^T for each of them.
-        method: how they were computed.
+        products: number of products with J or J^T for each sample.
+        method: how the norms were computed.
     """
     require_finite(norm)
     norm = norm.cpu().double()
@@ -381,13 +387,13 @@ def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:
 
     Args:
         linear: the map.
-        norm: norms of its parts.
-        units: ones in the outputs of these parts, and zeros elsewhere.
+        norm: the norms to check, of the whole Jacobian J or of some outputs.
+        units: ones at these outputs, and zeros at all other outputs.
     """
     small = norm < SMALLEST[linear.x.dtype]
     if small.any():
-        # The norm may be 0 because J is 0. It is not if J^T u has entries for u as large as 2^100
-        # (a power of two, which causes no rounding): then J is too small for its digits.
+        # The norm may be 0 because J is 0: no error. J is not 0 if J^T u has nonzero entries for a
+        # u of size 2^100 (a power of two causes no rounding). Then J has lost digits.
         pulled = linear.vjp(units * 2.0**100).flatten(1)
         has_entries = pulled.any(1).cpu()
         if (small & has_entries).any():
@@ -397,9 +403,9 @@ def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:
 
 
 def make_gram_products(linear: Linearization) -> Products:
-    """Return the function u -> J J^T u or J^T J u, whichever matrix is smaller, on flat vectors.
+    """Return the function u -> J J^T u, or u -> J^T J u if this matrix is smaller.
 
-    One vector per sample, (batch, outputs) or (batch, inputs).
+    u has a flat vector per sample, (batch, outputs) for J J^T, or (batch, inputs) for J^T J.
     """
     few_outputs = linear.outputs <= linear.inputs
     product: Products = linear.outer if few_outputs else linear.inner

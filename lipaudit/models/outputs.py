@@ -36,7 +36,10 @@ Read = Callable[[Any], Tensor]
 
 
 def _return_scores(scores: Any, *_args: Any, **_options: Any) -> Any:
-    """Return the argument of a sigmoid, which takes further arguments: its logits."""
+    """Return the scores that a sigmoid takes: they serve as the logits of its output.
+
+    The function takes the arguments of a sigmoid (`out=`, for example), and ignores all but one.
+    """
     return scores
 
 
@@ -63,9 +66,9 @@ class FinalActivation(TorchFunctionMode):
     """Watch the softmax or sigmoid that a forward pass applies last.
 
     Attributes:
-        output: its output.
-        function: the function.
-        logits: computes the logits from the same scores.
+        output: the output of this softmax or sigmoid.
+        function: the function of torch that the model called.
+        logits: computes the logits from the scores that the function got.
     """
 
     output: Any = None
@@ -75,7 +78,7 @@ class FinalActivation(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch; if it is a softmax or a sigmoid, note it and its output.
+        """Run a function of torch; note the function and its output if it is softmax or sigmoid.
 
         `logits` then computes the logits from the same arguments, without rounding p to 0 or 1.
         """
@@ -164,14 +167,17 @@ def convert_outputs(
 ) -> tuple[Call, Read, NextToken | None]:
     """Return the functions that run and read a model, changed so that its scores are logits.
 
-    If the output is that of the last softmax or sigmoid, logits come from the argument of that
-    function, without rounding. Otherwise, as after an average of several models, they are log p.
+    If the output is the result of the model's last softmax or sigmoid, the logits come from the
+    argument of that function, without rounding. Otherwise (as after an average of several models)
+    the logits are computed from the output: log p for probabilities, log(p / (1 - p)) for
+    sigmoids.
 
     Args:
         form: the form of the output.
         call: runs the module on (x, mask).
-        read: returns the output from a result; the scores of a language model are not in it.
-        scorer: how a language model scores the next token; then its scores have this form.
+        read: returns the output from a result; for a language model, this output is no score.
+        scorer: how a language model scores the next token, if it does; `form` is then the form of
+            these scores.
     """
     if form not in ("probabilities", "sigmoids"):  # logits, or log p, which serve as logits
         return call, read, scorer
@@ -194,7 +200,7 @@ def convert_outputs(
     watched_call = partial(run_watched, call)
     if scorer is None:
         return watched_call, read_logits, None
-    # The output of a language model is no score: its next-token scores are.
+    # Of a language model, the scores of the next token become logits, and the output stays.
     return (
         watched_call,
         lambda watched: read(watched.result),
@@ -203,12 +209,12 @@ def convert_outputs(
 
 
 def is_saturated(logits: Tensor) -> bool:
-    """Say whether a logit log p is that of p = 0, cut at the smallest float.
+    """Say whether a logit log p belongs to p = 0, which counts as the smallest positive float.
 
-    There it is constant, and has no derivative (see `convert_outputs`).
+    Such a logit is constant near this sample, and has no derivative (see `convert_outputs`).
     """
     tiny = torch.finfo(logits.dtype).tiny
-    # In the logits' own precision and device, whose log may round differently.
+    # Computed in the precision and on the device of the logits: log may round differently there.
     smallest = torch.full_like(logits[..., :1], tiny).log()
     return bool((logits == smallest).any())
 
@@ -218,11 +224,11 @@ class Probe:
     """Facts about a model from forward passes on samples that loading makes.
 
     Attributes:
-        output: its output on the first sample on which it is finite, else on the first sample.
-        form: the form of its scores.
+        output: the output on the first sample with a finite output, else on the last sample.
+        form: the form of the scores.
         undefined: whether no output was finite.
         notes: remarks.
-        entry: its embedding module, if one was named or found.
+        entry: the embedding module, if one was named or found.
         tokens_first: whether the output of `entry` is (tokens, batch, width).
     """
 
@@ -276,7 +282,7 @@ class EntrySearch:
             args: its arguments.
             output: its output.
         """
-        if self.spec.kind == "image":  # its name was enough
+        if self.spec.kind == "image":  # the module was chosen by name: no test of its input
             self.readers.append(name)
             return
         ids = self.x
@@ -298,7 +304,8 @@ class EntrySearch:
     def add_entry(self, found: Probe) -> Probe:
         """Return facts about the model with its embedding module added, after the forward pass.
 
-        It is the one that the description of the model names, else the first that took the ids.
+        The embedding module is the module that the description of the model names. Otherwise the
+        module that took the ids first, or else the module that took ids of the same shape first.
         """
         entry = self.spec.entry
         names = self.readers + self.similar_readers
@@ -312,7 +319,7 @@ class EntrySearch:
 
 
 def probe_model(spec: ModelSpec, call: Call, read: Read) -> Probe:
-    """Run a model on a blank sample, and on noise if its output is then undefined or no logits.
+    """Run a model on a blank sample, and on noise if the first output is undefined or no logits.
 
     Raises:
         InputError: the model cannot run, or its output is no tensor of floats.
@@ -335,9 +342,10 @@ def probe_model(spec: ModelSpec, call: Call, read: Read) -> Probe:
 
 
 def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) -> Probe:
-    """Run samples until one has finite logits, and return what its output shows.
+    """Run samples until one has finite logits, and return the facts that the outputs show.
 
-    If no output is finite, or none is logits, it is that of the first usable sample.
+    The output in the result is the first finite one, else the last one. Scores are probabilities,
+    log-probabilities or sigmoids only if all finite outputs are; otherwise they are logits.
 
     Args:
         spec: the model.
@@ -346,7 +354,7 @@ def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) 
         samples: the samples, each as a batch of one.
 
     Raises:
-        Exception: that of the model on the first sample, if it fails on each.
+        Exception: the model fails on every sample; the exception on the first sample is raised.
     """
     found: Probe | None = None
     failures = []
@@ -364,7 +372,8 @@ def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) 
         if found is None or found.undefined:
             found = Probe(output, form, undefined, note_choice(spec, passed.result))
         elif not undefined and form != found.form:
-            # The scores of one of two samples sum to 1 by chance: they are no probabilities.
+            # Two samples show different forms. One shows probabilities by chance: its scores
+            # happen to sum to 1.
             found = replace(found, form="logits")
         if not undefined and form == "logits":
             break
@@ -380,7 +389,7 @@ def make_probes(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> li
         if spec.tokenize:
             ids = spec.tokenize(PROBE_TEXT, length)
         else:
-            # Any id but that of padding: a text of padding alone is undefined in many models.
+            # Any id except that of padding: many models have no finite output for padding alone.
             plain = next(i for i in (1, 2, 3) if i not in (spec.pad_id, spec.end_id))
             ids = [plain] * length
             if spec.end_id is not None:
@@ -394,7 +403,7 @@ def make_probes(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> li
 
 
 def read_form(spec: ModelSpec, passed: Activated, output: Tensor) -> OutputForm:
-    """Return the form of the scores of a forward pass: of classes, or of the next token."""
+    """Return the form of the scores of a forward pass: class scores, or next-token scores."""
     if spec.classifier and output.ndim == 2 and output.shape[1] > 1:
         return find_form(output, passed.final)
     if spec.next_token is None:  # features, or a single score, which are used as they are
@@ -404,7 +413,7 @@ def read_form(spec: ModelSpec, passed: Activated, output: Tensor) -> OutputForm:
 
 def note_choice(spec: ModelSpec, result: Any) -> tuple[Note, ...]:
     """Return the note on a model that returns several tensors, of which one is measured."""
-    # Not if the description of the model chooses one, or if one is named `logits`.
+    # No note if the description of the model chooses a tensor, or if one is named `logits`.
     if spec.read is not None or not isinstance(result, tuple | list) or hasattr(result, "logits"):
         return ()
     shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)]
@@ -437,8 +446,8 @@ def _require_floats(output: Tensor, x: Tensor) -> None:
 def settle_output(net: Net, batch: Batch) -> Net:
     """Find the form of a model's output on a sample of the run, if loading could not.
 
-    On loading, the output on a blank sample and on noise may be infinite or NaN, and then does not
-    show whether it is logits or probabilities.
+    On loading, a model runs on a blank sample and on noise. If its output is infinite or NaN on
+    both, loading cannot decide whether the output is logits or probabilities.
 
     Raises:
         InputError: the output on the first sample is not finite.

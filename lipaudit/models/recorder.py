@@ -28,7 +28,7 @@ from lipaudit.models.streams import Addition
 
 @dataclass(frozen=True)
 class AttentionEdges:
-    """The edges of O = P V of one attention call in the graph; None: they could not be read.
+    """The graph edges of O, P and V of one attention call, O = P V; None: an edge is unknown.
 
     Attributes:
         output: the edge of O.
@@ -71,15 +71,16 @@ class Recorder(AttentionMode):
     def complete(self, call: AttentionCall) -> tuple[None, Address, Tensor]:
         """Record the graph edges of O = P V of an attention call, and let the model go on with O.
 
-        P V is computed here again, because the fused op has no P in the graph.
+        P V is computed again here, because torch's fused attention has no P in the graph.
 
         Returns:
-            None, as no call is reported; the address of this one; O.
+            None (no call is reported to `on_attention`), the address of this call, and O.
         """
         address = self.call_stack.address("attention")
         # P and V are missing if the model's output is not P V.
         output, *parts = _recompute(call) or (call.output,)
-        # A node of its own: it stays the edge of O if the model writes into its output.
+        # A view gives O a separate graph node, which stays the edge of O even if the model writes
+        # into the tensor later.
         output = output.view_as(output)
         edges = []
         for t in (output, *parts):
@@ -100,8 +101,8 @@ class Recorder(AttentionMode):
         if not tensors or tensors[0].grad_fn is None:
             return
         node = tensors[0].grad_fn
-        # Several modules may return one tensor, such as an MLP and the dropout at its end. Keep
-        # the one with most parameters.
+        # Several modules may return one tensor, such as an MLP and the dropout at the end of the
+        # MLP. Keep the module with most parameters.
         parameters = sum(1 for _ in frame.module.parameters())
         known = self.modules.get(node, _NamedNode(0, ""))
         if parameters > known.parameters:
@@ -109,14 +110,14 @@ class Recorder(AttentionMode):
 
 
 def _recompute(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return O = P V, P and V of an attention call as graph tensors that nothing else reads.
+    """Compute O = P V of an attention call again, and return O, P and V.
 
-    None if the model's output is not P V.
+    In the graph, the returned P and V lead to O only. None if the model's output is not P V.
     """
     form = call.form
     if isinstance(form, Explicit):
         p = form.weights
-    else:  # the fused op
+    else:  # torch's fused attention: the logits are scale q k^T + mask
         logits = form.scale * (call.q @ call.k.mT)
         mask = form.mask
         if form.causal:
@@ -124,14 +125,14 @@ def _recompute(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
             mask = hide_later_keys(queries, keys, mask, logits)
         if mask is not None:
             logits = logits + make_additive(mask, logits.dtype)
-        # The fused op returns 0 for a query that sees no key.
+        # torch's fused attention returns 0 for a query that sees no key.
         sees_nothing = logits.isneginf().all(-1, keepdim=True)
         p = torch.softmax(logits.masked_fill(sees_nothing, 0.0), -1)
         p = p.masked_fill(sees_nothing, 0.0)
     if p.shape[:-1] != call.output.shape[:-1] or p.shape[-1] != call.v.shape[-2]:
         return None
-    # Views of their own: the model may also read its P and V elsewhere, and shares are those of
-    # the paths through O.
+    # The model may also read its P and V elsewhere, but shares count only the paths through O. So
+    # compute O from new views of P and V.
     p = p.view_as(p).to(call.v.dtype)
     v = call.v.view_as(call.v)
     output = p @ v

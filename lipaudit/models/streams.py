@@ -1,8 +1,8 @@
 """Find the residual additions y = x + F(x) of a model in the graph of one forward pass.
 
-No name of a module and no kind of block is known here. An addition counts if one operand, the
-branch F(x), is computed from the other one, the skip, and if every path between the two passes a
-linear map: so `x + 0.04 x^3` inside an activation is none.
+The search needs no names of modules and no kinds of blocks. An addition counts if one operand, the
+branch F(x), is computed from the other operand, the skip x. Every path from x to F(x) must pass a
+linear map, so `x + 0.04 x^3` inside an activation does not count.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ class Addition:
 def find_additions(output: Tensor, attention_nodes: Collection[Node]) -> list[Addition]:
     """Return the residual additions y = x + F(x) behind an output, in the order of execution.
 
-    An addition may lie inside the branch F of another one. Then the inner additions count if one
-    of them holds attention, as in the blocks of a stage with a skip around it. Otherwise the outer
-    one counts, as that of a whole MLP.
+    An addition may lie inside the branch F of an outer addition. If an inner addition holds
+    attention (blocks of a stage with a skip around the stage), the inner additions count.
+    Otherwise only the outer addition counts (a whole MLP).
 
     Args:
         output: the output of the model.
         attention_nodes: nodes of the attention outputs.
     """
     graph = [*nodes(output)]
+    # For each node, the number of operands of later nodes that the node has computed.
     readers = Counter(edge.node for node in graph for edge in _list_parents(node))
     sums = sorted(filter(_is_sum, graph), key=get_order)
     found: dict[Node, Addition] = {}
@@ -79,9 +80,9 @@ def find_additions(output: Tensor, attention_nodes: Collection[Node]) -> list[Ad
 def find_blocks(additions: Sequence[Addition], starts: Collection[int]) -> list[tuple[int, int]]:
     """Return the indices of the first and last residual addition of every block.
 
-    A block, such as attention and MLP, counts if each of its additions adds to the sum of the one
-    before it: y = (x + F(x)) + G(...). Then x is a term of the block's output. BERT, which
-    normalises after each addition, has no such block.
+    A block, such as attention and MLP, counts if each addition of the block adds to the sum of the
+    previous addition: y = (x + F(x)) + G(...). Then x is a term of the block's output. BERT
+    normalises after each addition, and so has no such block.
 
     Args:
         additions: all residual additions of a model, in order.
@@ -117,17 +118,20 @@ def _list_parents(node: Node) -> list[GradientEdge]:
 def _read_addition(
     node: Node, found: dict[Node, Addition], readers: Counter[Node]
 ) -> Addition | None:
-    """Return a sum of two tensors as a residual addition y = x + F(x), or None if it is no such.
+    """Return a sum of two tensors as a residual addition y = x + F(x).
+
+    None if the sum is no residual addition.
 
     Args:
         node: the node of the sum.
-        found: the residual additions before it, by their node.
+        found: the residual additions before this node, by their nodes.
         readers: how many tensors are computed from each node.
     """
-    # The operand that was computed first is the skip x, the other one the branch F(x).
+    # The operand that was computed first is the skip x. The later operand is the branch F(x).
     skip, branch = sorted(_list_parents(node), key=lambda edge: get_order(edge.node))
-    # The nodes of F lie between x and the branch. F may read an earlier x: in (x + f(x)) + g(x),
-    # the skip of the second addition is the sum of the first one, and g reads x.
+    # The nodes of F lie between x and the branch. F may also read an earlier skip: in
+    # (x + f(x)) + g(x), the skip of the second addition is x + f(x), but g reads x. So try the
+    # skips of earlier additions in turn.
     stream = _strip_views(skip.node)
     inside = _find_between(branch.node, stream)
     while inside is None and stream in found:
@@ -137,8 +141,8 @@ def _read_addition(
         return None
     terms = _split_terms(branch, inside, readers)
     insides = [_find_between(term.node, stream) for term in terms]
-    # A term that does not depend on x through a linear map is no parallel branch: keep the branch
-    # as a whole.
+    # If some term does not depend on x through a linear map, the terms are no parallel branches:
+    # keep the branch as a whole.
     if len(terms) > 1 and None in insides:
         terms = [branch]
         insides = [inside]
@@ -147,9 +151,9 @@ def _read_addition(
 
 
 def _strip_views(node: Node) -> Node:
-    """Walk back from a node through views and copies, and return the node of their tensor.
+    """Walk back from a node through views and copies, and return the node of the original tensor.
 
-    The walk stops before a leaf, which has no number in the order of execution.
+    The walk stops before a leaf, because a leaf has no number in the order of execution.
     """
     while op(node) in _VIEWS:
         parents = _list_parents(node)
@@ -160,9 +164,9 @@ def _strip_views(node: Node) -> Node:
 
 
 def _find_between(later: Node, earlier: Node) -> set[Node] | None:
-    """Return the nodes on the way back from a node to an earlier one, without the latter.
+    """Return the nodes on all paths back from the node `later` to `earlier`, without `earlier`.
 
-    None if no path connects them, or if a path between them has no linear map.
+    None if no path connects the two nodes, or if some path between them has no linear map.
     """
     seen: set[tuple[Node, bool]] = set()  # nodes, and whether a linear map came before them
     is_connected = False
@@ -175,7 +179,7 @@ def _find_between(later: Node, earlier: Node) -> set[Node] | None:
                 return None
             is_connected = True
             continue
-        # Nodes that were computed before `earlier` do not depend on it.
+        # A node that was computed before `earlier` does not depend on `earlier`.
         if (node, has_map) in seen or get_order(node) < get_order(earlier):
             continue
         seen.add((node, has_map))
@@ -191,7 +195,7 @@ def _split_terms(
 ) -> list[GradientEdge]:
     """Return the terms F_i of a branch F = F_1 + F_2 + ... of a residual addition y = x + F(x).
 
-    Blocks with attention and MLP in parallel have such a branch. Any other branch is one term.
+    Blocks with attention and MLP in parallel have several terms. Any other branch is one term.
 
     Args:
         branch: the edge of the tensor F(x) in the graph.
@@ -206,8 +210,8 @@ def _split_terms(
     while todo:
         edge = todo.pop()
         operands = _list_parents(edge.node)
-        # A sum of two tensors inside F is split, unless something else also reads one of them: as
-        # in h + g(h), which is a residual addition itself.
+        # Split a sum of two tensors inside F, unless another node also reads one of the two. In
+        # h + g(h), g also reads h: this is a residual addition itself, and stays one term.
         is_split = _is_sum(edge.node) and all(
             readers[operand.node] == 1 and operand.node in inside for operand in operands
         )

@@ -47,13 +47,14 @@ NO_PATH = "it does not depend on the input of the Jacobian"
 
 
 class Step(NamedTuple):
-    """A part of the network that, with all that passes around it, has a share of 1.
+    """A part of the network; its share and the share of all paths around it add up to 1.
 
     Attributes:
         part: attention, MLP, attention and MLP (in parallel), or block.
-        layer: the attention layer inside, or the last one before it; -1 before the first one.
-        module: path of the module that computes it; empty if unknown.
-        first: index of its residual addition, of a block that of the first one; -1: none.
+        layer: the attention layer inside the part, or the last attention layer before it; -1
+            before the first attention layer.
+        module: path of the module that computes the part; empty if unknown.
+        first: index of the part's residual addition, or of the first one of a block; -1: none.
         last: index of the last residual addition of a block.
     """
 
@@ -69,11 +70,11 @@ class Shares:
     """Shares of one batch, float64 on the CPU.
 
     Attributes:
-        heads: share, pattern and value of the heads of all layers, (samples, heads, 3); NaN where
-            a layer could not be cut, in the last two where its pattern could not be read.
+        heads: share, pattern and value of the heads of all layers, (samples, heads, 3). All three
+            are NaN if the layer's attention is unknown, and the last two if only its pattern is.
         steps: the steps, in the order of execution.
-        paths: share, pattern, value and MLP of every step, (samples, steps, 4); NaN where there
-            is none.
+        paths: share, pattern, value and MLP of every step, (samples, steps, 4); NaN if a step has
+            no such part.
         totals: shares of all attention, all patterns and all MLPs together, (samples, 3): of the
             paths that pass at least one of them.
         missing: layers without shares, and why.
@@ -99,7 +100,8 @@ def compute_shares(
     """Return the shares of heads, layers and blocks in the Jacobian of f at every sample.
 
     The share of a part O, along an output direction u, is < (df/dO)^T u, (dO/dx) v > / sigma with
-    v = J^T u / |J^T u| and sigma = <u, J v>: how much of sigma the paths through O carry.
+    v = J^T u / |J^T u| and sigma = <u, J v>. It is the fraction of sigma that the paths through O
+    carry.
 
     Args:
         net: the model.
@@ -107,8 +109,8 @@ def compute_shares(
         f: the map from x to the output, as in `linearize`.
         x: the samples, (samples, *in).
         directions: the u of each sample, (samples, directions, outputs), of any length.
-        tied: which directions count, (samples, directions). Shares are averaged over them, as over
-            the singular vectors of equal singular values.
+        tied: which directions count, (samples, directions). Shares are averaged over these
+            directions, which are usually singular vectors of equal singular values.
 
     Raises:
         InputError: the model cannot be differentiated twice.
@@ -123,7 +125,8 @@ def compute_shares(
             return f(z, rows)
 
     with exact_arithmetic(x.device), explain_errors():
-        # First, because a model that keeps state would write into tensors of an existing graph.
+        # The pass without a graph runs first: a model that keeps state between passes would
+        # otherwise write into tensors of the graph.
         with torch.no_grad():
             plain_output = evaluate(f, x.detach(), index)
         leaf = x.detach().clone().requires_grad_()
@@ -135,8 +138,8 @@ def compute_shares(
             )
         graph = _Graph(sites, recorder, output)
         if len(x) > 1 and not graph.has_samples_first(len(x)):
-            # Some tensor does not have a row per sample. Which of its entries belong to which
-            # sample is unknown, so samples run one at a time.
+            # Some tensor does not have a row per sample, and its entries cannot be attributed to
+            # samples. So samples run one at a time.
             del graph, output, leaf
             return _compute_one_by_one(net, sites, f, x, directions, tied)
         heads = []  # of each direction
@@ -160,7 +163,7 @@ def compute_shares(
 
 
 def _average(shares: Sequence[Tensor], count: Tensor) -> Tensor:
-    """Return the mean shares of each sample over its directions, without those that do not count.
+    """Return the mean shares of each sample over the directions that count for this sample.
 
     Args:
         shares: for each direction, (samples, ...). They are 0 if the direction does not count for
@@ -273,7 +276,7 @@ class _Graph:
         surveyed: set[Address] = set()
         for other in self.sites:  # a module may have several layers
             surveyed.update(address for address in other.addresses if address.module == module)
-        # Other calls than in the survey: which of them is this layer is unknown.
+        # The module made other calls than in the survey, and none can be identified as this layer.
         if not recorded <= surveyed or not recorded.issuperset(site.addresses):
             self.missing[site.index] = "its attention is not found in a pass with gradients"
             return
@@ -320,13 +323,13 @@ class _Graph:
         self.steps = tuple(step for _, step in sorted(steps, key=lambda pair: pair[0]))
 
     def _has_attention(self, inside: Collection[Node]) -> bool:
-        """Say whether some nodes, of a branch of an addition, compute attention; else an MLP."""
+        """Say whether the nodes inside a branch of an addition compute attention, not an MLP."""
         return not self._layer_of.keys().isdisjoint(inside)
 
     def has_samples_first(self, samples: int) -> bool:
-        """Say whether the first axis of all sums and branches must be that of the samples.
+        """Say whether all sums and branches of additions have the samples along their first axis.
 
-        It is if it alone has their number as its size.
+        This is certain if the first axis, and no other axis, is as long as the number of samples.
         """
         edges = [edge for each in self._additions for edge in (each.sum, *each.branches)]
         shapes = [_find_shape(edge) for edge in edges]
@@ -337,8 +340,8 @@ class _Graph:
     ) -> tuple[Tensor | None, ...]:
         """Record the gradients (df/dO)^T u of parts O, or set them to 0: a hook of autograd.
 
-        The two operands of a sum get one and the same gradient tensor. Each is recorded as a view
-        of its own, so that `measure` can differentiate with respect to one of them alone.
+        Autograd gives both operands of a sum the same gradient tensor. Each operand's gradient is
+        recorded as a new view, so that `measure` can differentiate with respect to it alone.
 
         Args:
             node: the graph node that computed the parts.
@@ -373,15 +376,15 @@ class _Graph:
             counts: the samples at which it counts, (samples,); shares are 0 at others.
         """
         samples = len(leaf)
-        # u requires a gradient, so that every (df/dO)^T u has a graph. After the last nonlinearity
-        # it depends on u alone.
+        # u requires a gradient, so that every (df/dO)^T u has a graph. For a part O after the last
+        # nonlinearity, (df/dO)^T u depends on u alone.
         u = u.detach().to(self.output.dtype, copy=True).requires_grad_()
         self._gradients.clear()
         pulled = pull_back(self.output, leaf, u, create_graph=True)[0]  # J^T u
         v = pulled.detach()  # of any length: products are divided by |v|^2 below
         gradients = dict(self._gradients)  # (df/dO)^T u
-        # The derivative of < J^T u, v > with respect to u is J v, and that with respect to
-        # (df/dO)^T u is (dO/dx) v: one more backward pass for all parts.
+        # The derivative of < J^T u, v > with respect to u is J v. Its derivative with respect to
+        # (df/dO)^T u is (dO/dx) v. One more backward pass gives both for all parts.
         image, *moves = pull_back(
             pulled, [u, *gradients.values()], v, retain_graph=True, allow_unused=True
         )
@@ -392,9 +395,9 @@ class _Graph:
         def multiply(edge: GradientEdge, moving: GradientEdge | None = None) -> Tensor:
             """Return the product, entry by entry, of (df/dO)^T u and (dO'/dx) v.
 
-            O is the tensor at `edge`. O' is that at `moving`, by default O itself: then the sum
-            over all entries is |v|^2 times the share of O. Zeros if the output does not depend on
-            O, or O' not on the input.
+            O is the tensor at `edge`, and O' is the tensor at `moving`. By default O' = O: then
+            the sum over all entries is |v|^2 times the share of O. The result is zero if the
+            output does not depend on O, or if O' does not depend on the input.
             """
             source = edge if moving is None else moving
             gradient = gradients.get((edge.node, edge.output_nr))
@@ -407,7 +410,8 @@ class _Graph:
         by_layer = {site.index: self._sum_heads(site, multiply, samples) for site in self.sites}
         heads = torch.cat([*by_layer.values()], 1)
         paths = self._sum_steps(by_layer, multiply, samples)
-        # Paths through at least one part of a kind: all paths without those around these parts.
+        # Paths through at least one part of a kind are all paths, minus the paths that go around
+        # all parts of this kind.
         through = []
         for edges in self._list_kinds():
             through.append(square - self._pull_around(edges, leaf, u, v))
@@ -517,14 +521,15 @@ class _Graph:
                 continue
             addition = self._additions[step.first]
             if step.part == "block":
-                # A block without its skip x is y - x, where y is its last sum. For the term of x,
-                # move x alone: with the first addition y_1 = x + F(x), dx is dy_1 - dF.
+                # The last sum y of a block is the skip x plus the branches. The share of the block
+                # is the share of y, minus the share of the term x in y. In the latter, the change
+                # of x is dx = dy_1 - dF, by the first addition y_1 = x + F(x).
                 end = self._additions[step.last].sum
                 skip = add(multiply(end, addition.sum))
                 for edge in addition.branches:
                     skip -= add(multiply(end, edge))
-                # The share of the block is not 1 minus that of its skip: paths may pass around
-                # both, as in a model of two towers.
+                # The share of y is not always 1: in a model of two towers, paths may go around the
+                # block and its skip.
                 sums[:, i, 0] = add(multiply(end)) - skip
                 continue
             branches = [add(multiply(edge)) for edge in addition.branches]
@@ -550,12 +555,12 @@ def _sum_samples(products: Tensor) -> Tensor:
 def _require_transpose(u: Tensor, image: Tensor | None, square: Tensor) -> None:
     """Check that < u, J v > = |v|^2 for v = J^T u, as it must be for the transpose of J.
 
-    J v comes from a second derivative. If an operation of the model has no such derivative,
-    autograd may leave its paths out, and shares would be wrong.
+    J v comes from a second derivative. If an operation of the model has no second derivative,
+    autograd may leave out the paths through this operation, and shares would be wrong.
 
     Args:
         u: the direction of each sample.
-        image: J v; None if it does not depend on u.
+        image: J v; None if autograd finds that J^T u does not depend on u.
         square: |v|^2 of each sample.
 
     Raises:

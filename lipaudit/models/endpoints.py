@@ -1,8 +1,8 @@
 """The function whose Jacobian is computed, from an input of the model to an output.
 
-The head of a language model maps every position of a text to the vocabulary. Here it gets only the
-requested position: the logits of a long text would be larger than everything else together. Only
-its loss needs them all.
+The head of a language model maps every position of a text to the vocabulary. Here the head gets
+only the requested position: the logits of a long text would be larger than everything else
+together. Only the loss of a language model needs the logits of all positions.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def find_places(batch: Batch, where: str) -> Tensor:
         The column; -1 for texts without this position.
     """
     is_token = find_tokens(batch)
-    # A stable sort by padding puts padding last and keeps the order of the tokens: columns[b, i]
-    # is then the column of the i-th token of text b.
+    # A stable sort by "is padding" puts padding last and keeps the order of the tokens.
+    # columns[b, i] is then the column of the i-th token of text b.
     columns = torch.argsort((~is_token).long(), dim=1, stable=True)
     lengths = is_token.sum(1, keepdim=True)  # (samples, 1)
     position = -1 if where == "last" else int(where)
@@ -68,8 +68,8 @@ def find_tokens(batch: Batch) -> Tensor:
 def compute_next_logits(scorer: NextToken, place: Tensor, forward: Forward) -> Tensor:
     """Return the logits of the token after column `place` of every sample, (samples, vocabulary).
 
-    The head runs on the hidden states of these columns only, (samples, 1, width), which saves the
-    logits of all other positions.
+    The head runs on the hidden states of these columns only, (samples, 1, width). So the logits of
+    all other positions are never computed.
 
     Args:
         scorer: the head of the language model, and how to read its logits.
@@ -99,7 +99,8 @@ def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
     is_token = find_tokens(part).to(logits.device)  # the head may be on another device
     # A token is scored if it and the token before it are no padding.
     scored = is_token[:, :-1] & is_token[:, 1:]
-    # Select before the loss: multiplied by zero afterwards, a NaN at padding would stay NaN.
+    # Select the scored tokens before the loss. A loss of NaN at padding would stay NaN if it were
+    # multiplied by zero afterwards.
     tokens = part.x.to(logits.device)[:, 1:][scored]
     predictions = logits[:, :-1][scored]
     losses = F.cross_entropy(predictions, tokens, reduction="none")  # all texts, one after another
@@ -112,8 +113,9 @@ def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
 def scores_each_token(net: Net, batch: Batch) -> bool:
     """Say whether the head of a language model scores each position separately.
 
-    Only then can the head run on the hidden states of one position. The test compares the logits
-    of the last of a few tokens, from a head that runs on all of them, and on the last one only.
+    If so, the head can run on the hidden states of one position. The test takes a few tokens, and
+    compares the logits of the last token: once the head runs on all tokens, and once on the last
+    token only.
     """
     scorer = net.next_token
     text = batch.x[:1, :TRIED].to(net.device)
@@ -128,7 +130,7 @@ def scores_each_token(net: Net, batch: Batch) -> bool:
         except (IndexError, RuntimeError, ValueError) as error:
             if of_machine(error):
                 raise
-            return False
+            return False  # the head does not accept the states of a single position
     return agree(all_logits[-1:], last_logits, AGREES)
 
 
@@ -149,7 +151,7 @@ class SampleFunction:
     Attributes:
         f: (z, index) -> output, where row i of z is a point of sample index[i] of the batch.
         x: the samples, (batch, *in).
-        start: their space: pixels, tokens or embeddings.
+        start: the space of the samples: pixels, tokens or embeddings.
         target: the name of the output: `logits` or `logits:last` as typed, or `scores`, or
             `log-probabilities` of a model that returns probabilities.
     """
@@ -163,8 +165,8 @@ class SampleFunction:
 def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     """Return which output of a model to differentiate, with the position in the text if any.
 
-    By default these are the logits: of the classes, or of a causal language model's next token
-    after the last one. For models without logits they are the features.
+    By default the logits: of the classes, or of a causal language model's next token after the
+    last token of a text. For a model without logits, the features.
 
     Args:
         net: the model.
@@ -175,7 +177,8 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
         InputError: the model lacks this output.
     """
     generates_text = net.classes is None and net.next_token is not None
-    # By default, a language model whose head cannot run on one position counts as without logits.
+    # By default, a language model counts as a model without logits if its head cannot run on one
+    # position.
     if generates_text and target is None:
         generates_text = scores_each_token(net, batch)
     has_logits = net.classes is not None or generates_text
@@ -185,8 +188,8 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     known: list[str] = []
     if has_logits:
         known = ["logits", "probabilities", "loss"]
-    # A prompt with several continuations to score has no hidden states of its own: each
-    # continuation has others.
+    # If the model scores several continuations of a prompt, hidden states differ between
+    # continuations: a sample has no hidden states, tokens or features.
     if not net.scored:
         known += ["features", "tokens"]
         if net.kind == "text":
@@ -217,16 +220,16 @@ def make_sample_function(
     """Return the function whose Jacobian is computed, from an input of the model to an output.
 
     The loss of a classifier is the cross-entropy with the label, or with the predicted class if a
-    sample has no label. That of a language model is `compute_text_loss`.
+    sample has no label. `compute_text_loss` computes the loss of a language model.
 
     Args:
         net: the model.
         batch: the samples at which the function is evaluated.
-        start: the input: pixels or embeddings. With None, `layers` or `layer:5` it is that of the
+        start: the input: pixels or embeddings. None, `layers` or `layer:5` mean the input of the
             whole model: pixels of images, embeddings of texts.
         target: the output, such as `logits` or `logits:5` (of the token at position 5). None: the
             default of `resolve_target`.
-        place: the column of the token in each text, (samples,), in place of that position.
+        place: the column of the token in each text, (samples,); replaces the position in `target`.
 
     Raises:
         InputError: the model lacks this input or output.
@@ -255,7 +258,8 @@ def make_sample_function(
         def forward() -> Any:
             if not is_embedded:
                 return net.call(z, part.mask)
-            # The model gets the token ids, for its positions and masks. z replaces the embeddings.
+            # The model gets the token ids, to compute positions and masks. z replaces the
+            # embeddings.
             with net.replace_embedding(z):
                 return net.call(part.x, part.mask)
 
@@ -267,7 +271,7 @@ def make_sample_function(
                 "derivative there",
                 "Use --dtype float64, or let the model return its scores before the softmax.",
             )
-        # The output of a model that is spread over devices may be on another one.
+        # If the model is spread over devices, the output may be on another device than z.
         return output.to(z.device)
 
     x = _embed(net, batch, scorer) if is_embedded else batch.x.detach()
@@ -277,8 +281,8 @@ def make_sample_function(
 def _embed(net: Net, batch: Batch, scorer: NextToken | None) -> Tensor:
     """Return the embeddings of a batch of texts, (samples, tokens, width), from a forward pass.
 
-    The pass also runs the head of a language model, here on the first token only: the logits of
-    all tokens are large, and nothing reads them.
+    The pass also runs the head of a language model. The head gets the first token only, because
+    the logits of all tokens are large, and nothing reads them.
     """
     if scorer is None:
         return net.embedding(batch)
@@ -334,8 +338,8 @@ def _read_output(
         net: the model.
         what: which output: logits, probabilities, loss, features, tokens or hidden.
         part: the samples, with their labels.
-        forward: runs the model on them and returns its raw result.
-        scorer: the head of a language model, if the output is read there; else None.
+        forward: runs the model on the samples and returns the raw result.
+        scorer: the head of a language model, if the output is read at the head; else None.
         place: the column of the token of each text whose output is returned; None: the output
             is that of the whole sample.
     """
@@ -368,14 +372,14 @@ def _read_states(
 ) -> Tensor:
     """Return the last hidden states of a model, one vector per token, (samples, tokens, width).
 
-    For `hidden` of a language model they are the input of its head. Otherwise they are the output
-    of the last layer norm, with zeros at padding.
+    For `hidden` of a language model, the states are the input of the head. Otherwise the states
+    are the output of the last layer norm that returns one vector per token, with zeros at padding.
 
     Args:
         net: the model.
         what: `tokens` or `hidden`.
         part: the samples.
-        forward: runs the model on them.
+        forward: runs the model on the samples.
         scorer: the head of a language model, if it has one.
     """
     if what == "hidden" and scorer is not None:
@@ -408,7 +412,7 @@ def _read_states(
 def _read_features(net: Net, forward: Forward) -> Tensor:
     """Return the features of samples: the input of a classifier's last linear layer.
 
-    The output of a model without classes is its features.
+    For a model without classes, the features are the output.
     """
     if net.classes is None:
         return net.read(forward())
@@ -425,9 +429,9 @@ def _read_features(net: Net, forward: Forward) -> Tensor:
 def _record(
     modules: Sequence[nn.Module], pick: Callable[[tuple[Any, ...], Any], Tensor], forward: Forward
 ) -> list[Tensor]:
-    """Run the model, and return `pick(arguments, output)` of every call of these modules.
+    """Run the model, and return `pick(arguments, output)` for every call of some modules.
 
-    In the order of the calls.
+    The results are in the order of the calls.
     """
     tensors: list[Tensor] = []
 

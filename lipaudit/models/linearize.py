@@ -62,14 +62,15 @@ class _StoredProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None, None]:
-        # The transpose of x -> x W^T is u -> u W. As a `_StoredProduct`, it has a derivative, too.
+        # The gradient of x W^T for a cotangent u is u W. This product is a `_StoredProduct` again,
+        # so that the gradient can be differentiated, too.
         return _StoredProduct.apply(u, ctx.reference, not ctx.is_transposed), None, None
 
 
 def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute F.linear without storing a converted weight in the graph.
 
-    NotImplemented, so that torch's F.linear runs, for a weight that needs no conversion.
+    A weight that needs no conversion gives NotImplemented: torch's own F.linear then runs.
     """
     reference = refer_to_weight(weight)
     if isinstance(reference, Tensor):  # not converted
@@ -94,11 +95,11 @@ def _run_batch_norm(
 
     On a CPU, torch's own backward pass (at least up to 2.15) gives wrong gradients for a batch of
     one if the cotangent is a transposed view, as in every model that turns channels into tokens.
-    NotImplemented lets torch's function run where statistics of the input are harmless.
+    If statistics of the input are harmless, the result is NotImplemented: torch's function runs.
     """
-    # Statistics of the input are harmless if it is made from parameters only (a standardised
-    # weight), or if it has one row with the channels of all samples (F.instance_norm does that).
-    # If a single row mixes samples in its last axes, `linearize` finds that.
+    # Statistics of the input are harmless in two cases. The input is made from parameters only (a
+    # standardised weight). Or the input has one row with the channels of all samples, as in
+    # F.instance_norm. A row that mixes samples in its last axes is refused later, by `linearize`.
     depends_on_samples = not all(isinstance(leaf, nn.Parameter) for leaf in leaves(input)[0])
     mixes_samples = len(input) > 1 and depends_on_samples
     if training and (running_mean is not None or mixes_samples):
@@ -134,9 +135,9 @@ _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
 
 
 class LinearMode(Widening):
-    """Run a model so that it can be differentiated twice, and refuse what is no fixed function.
+    """Run a model so that it can be differentiated twice, and refuse a model that is no function.
 
-    Outputs change by rounding only.
+    Dropout, batch statistics and autocast are refused. Outputs change by rounding only.
 
     Args:
         widen: in a float64 run: skip casts to float32 inside the model. Many models compute norms,
@@ -180,8 +181,8 @@ def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor)
     """
     # The backward pass of fused attention has no derivative. MATH computes it by plain operations.
     sdpa = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-    # Gradient checkpointing runs parts of the model again in the backward pass, outside of this
-    # mode. It works by hooks of saved tensors, which raise an error here.
+    # Gradient checkpointing runs parts of the model again in the backward pass, outside of
+    # `LinearMode`. It uses hooks on saved tensors: with these disabled, it raises an error.
     hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
     with sdpa, hooks, LinearMode(widen=leaf.dtype == torch.float64):
         return f(leaf.clone(), index)  # a copy, because f may change it in place
@@ -228,11 +229,11 @@ is the overhead of its operations."""
 
 
 class Linearization:
-    """J v and J^T u of f at every sample of x together.
+    """The Jacobian J of f at every sample of x, as products J v and J^T u for all samples at once.
 
     The graph of one forward pass is kept; a product costs about one more pass. J^T u is a backward
-    pass. J v is the derivative of J^T u with respect to u: two backward passes replace forward
-    mode, which fused attention lacks.
+    pass. J v is the derivative of J^T u with respect to u, so two backward passes replace forward
+    mode, which fused attention does not support.
 
     Attributes:
         f: the map.
@@ -244,7 +245,7 @@ class Linearization:
     def __init__(
         self, f: Function, x: Tensor, index: Tensor, graph: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Run the forward pass, unless its graph is given: the leaf x, and f of it."""
+        """Run the forward pass, unless `graph` has the leaf x and f(x) of an earlier pass."""
         self.f, self.x, self.index = f, x.detach(), index
         if graph is not None:  # in place of the cached property of this name
             self._graph = graph
@@ -281,8 +282,8 @@ class Linearization:
 
     def outer(self, u: Tensor) -> Tensor:
         """Return J J^T u per sample in float64, (batch, *out) -> (batch, *out)."""
-        # The first J^T u is computed with its graph, from which all J v are computed: `jvp` then
-        # need not build it in one more pass.
+        # All J v are computed from the graph of one J^T u. So compute the first J^T u with its
+        # graph; otherwise `jvp` would need one more pass for this graph.
         first = self._transpose if self._transposed is None else self.vjp
         return _apply_unit(self.jvp, first(u))
 
@@ -296,7 +297,7 @@ class Linearization:
         units = torch.eye(self.outputs, dtype=self.output.dtype, device=self.output.device)
         units = units.view(-1, 1, *self.output.shape[1:])
         units = units.expand(-1, *self.output.shape)  # (outputs, batch, *out)
-        # Few enough rows at a time that they have about `TOGETHER` entries.
+        # As many rows at a time as have about `TOGETHER` entries.
         parts = torch.split(units, max(1, TOGETHER // self.x.numel()))
         rows = torch.cat([self._pull_rows(part) for part in parts])  # (outputs, batch, *in)
         return rows.flatten(2).transpose(0, 1)
@@ -312,13 +313,13 @@ class Linearization:
         return self.vjp(_make_unit(self.output, i)).flatten(1)
 
     def select(self, index: Tensor) -> Linearization:
-        """Linearise again at some of the samples, so that products cost nothing for the others."""
+        """Linearise again at some of the samples, so that other samples cost nothing any more."""
         return Linearization(self.f, self.x[index], self.index[index])
 
     def start_at(self, f: Function, inner: Tensor) -> Linearization:
         """Return the derivative of the output by a tensor inside of the forward pass.
 
-        It uses the graph of this linearisation.
+        The result shares the graph of this linearisation.
 
         Args:
             f: the map from that tensor to the output, in case the graph has to be built again.
@@ -327,12 +328,12 @@ class Linearization:
         return Linearization(f, inner, self.index, (inner, self._graph[1]))
 
     def find_paths(self, inner: Tensor) -> tuple[bool, bool]:
-        """Say whether the output depends on an inner tensor, and whether on x by paths around it.
+        """Say whether the output depends on an inner tensor, and whether on x by other paths.
 
-        The walk back from the output stops at the inner tensor.
+        Other paths lead from x to the output around the inner tensor.
         """
         leaf, value = self._graph
-        cut: set[Node] = set()
+        cut: set[Node] = set()  # the walk back from the output stops at the inner tensor
         if inner.grad_fn is not None:
             cut.add(inner.grad_fn)
         ends, stops = leaves(value, cut)
@@ -345,13 +346,13 @@ class Linearization:
 
     @cached_property
     def _graph(self) -> tuple[Tensor, Tensor]:
-        """Return a leaf with the values of x, and f of it: the graph of a forward pass."""
+        """Return a leaf with the values of x, and f of this leaf: the graph of a forward pass."""
         with exact_arithmetic(self.x.device), explain_errors():
             leaf = self.x.clone().requires_grad_()
             return leaf, evaluate(self.f, leaf, self.index)
 
     def _transpose(self, u: Tensor) -> Tensor:
-        """Return J^T u, and keep its graph, whose derivative with respect to u gives J."""
+        """Return J^T u, and keep the graph u -> J^T u: `jvp` differentiates it to get J v."""
         leaf, value = self._graph
         with exact_arithmetic(self.x.device), explain_errors():
             u = u.detach().to(value.dtype, copy=True).requires_grad_()
@@ -383,8 +384,9 @@ class Linearization:
 def _apply_unit(product: Product, z: Tensor) -> Tensor:
     """Return product(z) in float64, for a linear function `product` such as u -> J u.
 
-    It is computed as |z| product(z / |z|), where |z| is the largest entry of a sample. Otherwise
-    J J^T u would leave the range of float32 for norms of J beyond 1e19 or below 1e-19.
+    The result is computed as |z| product(z / |z|), where |z| is the largest entry of a sample.
+    Without this, J J^T u would leave the range of float32 if the norm of J is beyond 1e19 or below
+    1e-19.
     """
     size = z.flatten(1).abs().amax(1)  # |z| of each sample
     size = size.where(size != 0, 1.0)
@@ -404,8 +406,8 @@ def linearize(f: Function, x: Tensor) -> Linearization:
     """Linearise f at every sample of x, and check that samples are independent.
 
     For the check, the last sample runs again between two samples of random entries. If its output
-    differs from that in the full batch, it depends on other samples, or on chance. This costs
-    three forward passes of one sample.
+    differs from its output in the full batch, the output depends on other samples, or on chance.
+    The check costs three forward passes of one sample.
 
     Args:
         f: f(x, index) -> y, (batch, *in) -> (batch, *out), on any rows `index` of the batch.
@@ -420,13 +422,14 @@ def linearize(f: Function, x: Tensor) -> Linearization:
     if x.dtype not in (torch.float32, torch.float64):
         raise UsageError(f"cannot linearise in {x.dtype}", "Use float32 or float64.")
     index = torch.arange(len(x), device=x.device)
-    # First, because a model that keeps state would write into tensors of an existing graph.
+    # This runs before the linearisation: a model that keeps state between passes would otherwise
+    # write into tensors of the graph.
     beside_others = _run_beside_others(f, x)
     linear = Linearization(f, x, index)
     require_finite(linear.output)
     if agree(linear.output[-1:], beside_others, AGREES):
         return linear
-    # The outputs differ. Find out whether by chance, or because samples depend on each other.
+    # The outputs differ. A second pass over the same batch shows whether the model is random.
     with exact_arithmetic(x.device), torch.no_grad():
         again = evaluate(f, x, index)
     if not agree(linear.output, again, AGREES):
@@ -440,9 +443,10 @@ def linearize(f: Function, x: Tensor) -> Linearization:
 def _run_beside_others(f: Function, x: Tensor) -> Tensor:
     """Return f of the last sample, (1, *out), in a batch between two samples of random entries.
 
-    If the model mixes samples, this differs from its output in the real batch.
+    If the model mixes samples, this output differs from the output in the real batch.
     """
-    # One before and one after it, as a causal model over the batch would see the former only.
+    # One random sample before and one after: a model that is causal over the batch reads only the
+    # samples before.
     index = torch.tensor([0, len(x) - 1, 0], device=x.device)
     low = x.amin()
     high = x.amax()
@@ -451,8 +455,8 @@ def _run_beside_others(f: Function, x: Tensor) -> Tensor:
     noise = torch.rand((2, *x.shape[1:]), generator=generator, dtype=x.dtype).to(x.device)
     batch = x[index]
     others = batch[::2]  # a view of the first and the third row
-    # Entries from low - span to high + span, beyond those of x: a model may divide by the largest
-    # entry of the batch, which smaller entries would not change.
+    # Entries from low - span to high + span, beyond the range of x. A model may divide by the
+    # largest entry of the batch: only larger entries show this.
     others[:] = low - span + 3 * span * noise
     with exact_arithmetic(x.device), torch.no_grad():
         try:

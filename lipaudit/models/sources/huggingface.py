@@ -125,18 +125,18 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
 def _load_checkpoint(
     loader: Any, path: Path, config: Any, options: LoadOptions, has_new_classifier: bool
 ) -> tuple[Any, str, tuple[Note, ...]]:
-    """Load a model with its weights, and check that all of them fit.
+    """Load a model with its weights, and check that all weights fit.
 
     Args:
         loader: the class that loads the model.
         path: the directory.
-        config: its configuration.
+        config: the configuration of the model.
         options: the user's options.
         has_new_classifier: whether the classifier, with its pooler, is new and random: weights
             outside of the base model then need not fit.
 
     Returns:
-        The model; how its weights are quantised, if they are; and notes on them.
+        The model, a description of its quantised weights (empty without any), and notes.
 
     Raises:
         InputError: weights are missing, surplus or of another shape.
@@ -144,14 +144,14 @@ def _load_checkpoint(
     formats = _read_formats(path)  # number format of each stored weight, such as BF16
     offload = options.device_map is not None
     # Whether quantised weights are dequantised each time a layer reads them. A device map moves
-    # values, so it needs them on loading.
+    # the float values, so with a map weights are dequantised on loading.
     later = options.weights == "stored" and not offload
-    # `plan.text` describes quantised weights; `plan.state` has the weights if transformers cannot
+    # `plan.text` describes quantised weights. `plan.state` has the weights if transformers cannot
     # read the files.
     plan = plan_dequantising(config, path, {*formats.values()}, later=later)
     state = plan.state
-    # Whether weights keep their precision on loading. Not if transformers dequantises them (a plan
-    # without a state): it would then choose the precision.
+    # Whether weights keep their precision on loading. If transformers dequantises the weights (a
+    # plan with a text, but without a state), it would choose the precision: ask for float32.
     as_stored = (later or offload) and (not plan.text or state is not None)
     module, report, notes = _load_weights(
         loader, path, config, formats, state, as_stored=as_stored
@@ -174,15 +174,16 @@ def _load_checkpoint(
 
 
 def list_expert_settings(module: nn.Module) -> list[tuple[Any, str]]:
-    """Return the configurations in a module that say how its experts multiply, with that choice.
+    """Return each configuration in a module that chooses how experts multiply, and this choice.
 
-    Experts are those of a mixture of experts. The choice "grouped_mm" does not support float64,
-    "eager" does. So the caller may have to change it, and to restore it.
+    Experts are parts of a mixture of experts. The choice "grouped_mm" does not support float64,
+    "eager" does. So `loader.assemble` changes the choice for float64, and `loader.restore` sets
+    the old choice again.
     """
     configs = {}
     for part in module.modules():
         if hasattr(part, "config"):
-            configs[id(part.config)] = part.config  # parts may share one
+            configs[id(part.config)] = part.config  # several parts may share a configuration
     settings = []
     for config in configs.values():
         choice = getattr(config, EXPERTS, None)
@@ -199,11 +200,13 @@ def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
     installed = transformers.__version__
     written = str(stored.get("transformers_version") or 0)  # 0: unknown
     kind = type(config)
-    # Its attributes, the arguments of its constructor, and other names of attributes.
+    # Known fields: attributes of the class, arguments of its constructor, and aliases of
+    # attributes.
     known = {*dir(kind), *inspect.signature(kind).parameters, *kind.attribute_map, "torch_dtype"}
     known.update(dir(transformers.PretrainedConfig()))
     unknown = sorted(stored.keys() - known)
-    # Unknown fields of this version or an older one are the author's own, and change nothing.
+    # If the installed version is not older than config.json, the author of the file has added the
+    # unknown fields, and transformers never read them.
     if not unknown or Version(written) <= Version(installed):
         return ()
     text = (
@@ -217,8 +220,9 @@ def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
 def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, ...]]:
     """Return the class that loads a model, by the architecture in its configuration, and notes.
 
-    A model without a head gets none, so its output is features. Only if another number of classes
-    is requested, the model gets a new and random classifier: the note says so.
+    A model that was saved without a head is loaded without a head: its output is features. If
+    another number of classes is requested, the model gets a new and random classifier, and a note
+    says so.
 
     Args:
         config: the configuration; its class names are replaced for a new classifier.
@@ -232,7 +236,8 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
 
     name = (config.architectures or [""])[0]
     auto = next((auto for end, auto in LOADERS.items() if name.endswith(end)), "AutoModel")
-    # Some classifiers of sound are named like those of text: Wav2Vec2ForSequenceClassification.
+    # Some classifiers of sound have the name of a text classifier, such as
+    # Wav2Vec2ForSequenceClassification.
     if auto == SEQUENCES and not has_class(SEQUENCES):
         auto = CLASSIFIERS["ForAudioClassification"]
     added: tuple[Note, ...] = ()
@@ -245,7 +250,7 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
         if trained_classes is None:
             auto = next(filter(has_class, CLASSIFIERS.values()), SEQUENCES)
         added = (new_classifier(classes),)
-    # A model that no auto class has is loaded by its own class.
+    # If no auto class has the model, the model's own class loads it.
     architecture = getattr(transformers, name, None)
     if not has_class(auto) and isinstance(architecture, type):
         return architecture, added
@@ -276,25 +281,34 @@ def _load_weights(
     *,
     as_stored: bool,
 ) -> tuple[Any, dict[str, Any], tuple[Note, ...]]:
-    """Load the weights; return the model, transformers' report on names and shapes, and notes.
+    """Load a model of transformers with its weights.
+
+    First, weights of integers without a scale are refused. Then the dtype is chosen: the stored
+    one on request, else float32. Then transformers loads the weights. Constants that the model
+    has computed in half precision are replaced at the end.
 
     Args:
         loader: the class that loads the model.
         path: the directory.
-        config: its configuration.
-        formats: number formats of its weights by name, as safetensors spells them: F32, I8.
-        state: weights to load in place of the directory's, if these are quantised; else None.
-        as_stored: whether weights that are all of one precision stay as stored.
+        config: the configuration of the model.
+        formats: number format of each weight in the directory, as safetensors spells it: F32, I8.
+        state: the weights by name, if lipaudit has read quantised files itself; None: transformers
+            reads the directory.
+        as_stored: whether to keep the stored dtype, if all weights have one dtype.
+
+    Returns:
+        The model, transformers' report on missing and surplus names and wrong shapes, and notes.
     """
     if state is None and not getattr(config, "quantization_config", None):
-        # A weight of integers is quantised, but no scale is known, and transformers would take
-        # the integers for values. Other tensors, such as counters and positions, may be integers.
-        codes = []
+        # A weight of integers is quantised. Without a quantisation in config.json no scale is
+        # known, and transformers would take the integers for values. Other tensors, such as
+        # counters and positions, may be integers.
+        integer_weights = []
         for name, number_format in formats.items():
             if name.endswith("weight") and number_format[0] in "IU":
-                codes.append(name)
-        refuse_codes(codes, path)
-    dtypes = []
+                integer_weights.append(name)
+        refuse_codes(integer_weights, path)
+    dtypes = []  # of the stored floats
     for number_format in {*formats.values()}:
         if "F" in number_format:
             dtypes.append(HALF_NAMES.get(number_format, torch.float32))
@@ -306,7 +320,9 @@ def _load_weights(
         "Check that the directory is complete: config.json and its weights. Copy or download "
         "damaged files again; pickled files may hold tensors only.",
     ):
-        # Auto classes take a path only: a state goes to the class of the model itself.
+        # An auto class loads weights from a path only, and not from `state`. So build the model on
+        # the meta device (without values), to find the model's own class and the layers whose
+        # quantised weights must be transposed.
         if state is not None:
             with torch.device("meta"):
                 built = _build(loader, config)
@@ -319,13 +335,13 @@ def _load_weights(
             dtype=dtype,
             attn_implementation=_choose_attention(config),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are named in the error
+            ignore_mismatched_sizes=True,  # no error here: the caller names all wrong shapes
             trust_remote_code=False,
             local_files_only=True,
         )
     if dtype == torch.float32:
         return module, report, note_half_precision(dtypes)
-    # The model was built in half precision, which has rounded the constants that it computes.
+    # The model was built in half precision, and so its computed constants are rounded.
     _compute_constants(module, loader, config)
     return module, report, ()
 
@@ -361,7 +377,10 @@ def _build(loader: Any, config: Any) -> Any:
 
 
 def _choose_attention(config: Any) -> str | None:
-    """Return eager for capped logits, whose cap fused kernels leave out; None is the fastest."""
+    """Return the attention implementation: "eager" if logits are capped, else None (the fastest).
+
+    Fused kernels would leave out the cap.
+    """
     capped = getattr(find_text_config(config), "attn_logit_softcapping", None)
     return "eager" if capped else None
 
@@ -369,7 +388,10 @@ def _choose_attention(config: Any) -> str | None:
 def _require_complete(
     module: Any, missing: list[str], surplus: list[str], wrong: list[str], path: Path
 ) -> tuple[Note, ...]:
-    """Refuse missing and surplus weights, except heads that the measured features do not use.
+    """Refuse weights that do not fit, except those that the measured output does not use.
+
+    If the output is features, a missing pooler is accepted, and so are surplus weights of a head,
+    a pooler or a mask token: a note names them.
 
     Args:
         module: the model.
@@ -389,7 +411,7 @@ def _require_complete(
     constants = {key for part in module.modules() for key in part._non_persistent_buffers_set}
     surplus = sorted(key for key in surplus if key.split(".")[-1] not in constants)
     unused = []
-    if gives_features:  # which do not depend on a head, the pooler and the mask token
+    if gives_features:  # features do not depend on a head, the pooler and the mask token
         for key in surplus:
             if _has_part(key, POOLER, MASK) or not _is_inside(module, key):
                 unused.append(key)
@@ -408,7 +430,7 @@ def _require_complete(
 
 
 def _list_below(base: nn.Module, keys: Sequence[str]) -> list[str]:
-    """Return those of some names of weights that belong to a base model, without its pooler."""
+    """Return the names of weights that belong to a base model, but not to its pooler."""
     return [key for key in keys if _is_inside(base, key) and not _has_part(key, POOLER)]
 
 
@@ -418,7 +440,7 @@ def _has_part(key: str, *parts: str) -> bool:
 
 
 def _is_inside(module: Any, key: str) -> bool:
-    """Say whether a key belongs to a model, with or without the prefix of its base model."""
+    """Say whether the name of a weight belongs to a model, with or without the base prefix."""
     parts = {name for name, _ in module.named_children()}
     prefix = module.base_model_prefix
     return key.split(".")[0] in parts or bool(prefix and key.startswith(f"{prefix}."))

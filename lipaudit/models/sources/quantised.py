@@ -1,8 +1,8 @@
 """Quantised weights: rounded on loading by `--quantize`, or stored so by a library.
 
-Weights of torchao and bitsandbytes are dequantised here, in a model from any source; files of GPTQ
-and AWQ, too, without the library that wrote them. Transformers dequantises those of other methods
-while it loads a directory.
+Weights of torchao and bitsandbytes are dequantised here, in a model from any source. Files of GPTQ
+and AWQ are dequantised here, too, without the library that wrote them. Transformers dequantises
+weights of other methods while it loads a directory.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class LinearWeight(NamedTuple):
 
 
 def round_weights(module: nn.Module, how: str) -> str:
-    """Round the weights of linear layers in place, as weight-only quantisers do; describe it.
+    """Round the weights of linear layers in place, as weight-only quantisers do.
 
     The weights w of an output channel, or of a group of its inputs, share the scale
-    s = max|w| / (2^(bits-1) - 1/2). Each becomes s round(w / s), where the integer round(w / s) is
-    clamped to the 2^bits integers around 0. This is the symmetric round to nearest of torchao
-    (`IntxWeightOnlyConfig`), without calibration, bit for bit.
+    s = max|w| / (2^(bits-1) - 1/2). A weight w becomes s round(w / s), where the integer
+    round(w / s) is clamped to the 2^bits integers from -2^(bits-1) on. This is the symmetric round
+    to nearest of torchao (`IntxWeightOnlyConfig`), without calibration, bit for bit.
 
     Not rounded: convolutions, norms, biases, embeddings, output layers (see `_find_fixed`), and
     all weights tied to these. A model that names no output layer has every linear layer rounded.
@@ -71,6 +71,9 @@ def round_weights(module: nn.Module, how: str) -> str:
     Args:
         module: the model, with finite weights; those in half precision become float32.
         how: number format and group, as `--quantize` takes them.
+
+    Returns:
+        A description for the report.
 
     Raises:
         UsageError: the group does not divide the inputs of a layer.
@@ -95,10 +98,9 @@ def round_weights(module: nn.Module, how: str) -> str:
         )
     if group:
         _require_whole_groups(weights.values(), group, how)
-
     count = 0
     for _, p, is_transposed in weights.values():
-        # One layer at a time: a copy of all would double the memory.
+        # One layer at a time: a copy of all layers would double the memory.
         w = p.data
         if w.dtype in HALF:
             w = w.float()
@@ -110,7 +112,6 @@ def round_weights(module: nn.Module, how: str) -> str:
             rounded = rounded.T.contiguous()
         p.data = rounded
         count += p.numel()
-
     share = count / sum(p.numel() for p in module.parameters())
     unit = "output channel"
     if group:
@@ -133,7 +134,7 @@ def _require_whole_groups(weights: Iterable[LinearWeight], group: int, how: str)
         how: the argument of --quantize, for the message.
 
     Raises:
-        UsageError: it does not; the message names the first such layer.
+        UsageError: the size does not divide the inputs of a layer; the message names the layer.
     """
     inputs: dict[str, int] = {}
     for name, p, is_transposed in weights:
@@ -160,7 +161,7 @@ def _round_rows(rows: Tensor, bits: int) -> Tensor:
 
 
 def _list_weights(module: nn.Module) -> Iterator[LinearWeight]:
-    """Yield the weights of linear layers, those inside of nn.MultiheadAttention included."""
+    """Yield the weights of linear layers, also of the projections of nn.MultiheadAttention."""
     for path, part in module.named_modules():
         # The linear layer of GPT-2 in transformers, whose weight is (inputs, outputs).
         is_transposed = type(part).__name__ == "Conv1D"
@@ -205,8 +206,8 @@ class Dequantising(NamedTuple):
     """How a checkpoint of transformers is dequantised on loading.
 
     Attributes:
-        text: a description; empty if its weights are not quantised, or `dequantise` does it.
-        state: all weights by name, if transformers cannot read the files.
+        text: a description; empty if no weight is quantised, or `dequantise` will describe them.
+        state: all weights by name, if transformers cannot read the files; else None.
         notes: notes for the report.
     """
 
@@ -234,7 +235,7 @@ def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool
     stored = getattr(config, "quantization_config", None)
     if not stored:
         return Dequantising()
-    method = str(stored.get("quant_method") or "bitsandbytes")  # old files lack it
+    method = str(stored.get("quant_method") or "bitsandbytes")  # old files name no method
     layout = ""
     obstacle = _find_obstacle(stored)
     if method in LAYOUTS:
@@ -288,7 +289,8 @@ def _find_obstacle(stored: Mapping[str, Any]) -> str:
     # A scheme may be a name with its layers, {"FP8": [layers]}, without the number of bits.
     if not all(isinstance(scheme, dict) for scheme in schemes):
         return " with schemes that config.json only names"
-    # Transformers would read all layers by one of the schemes, and give wrong values for others.
+    # Transformers would dequantise all layers by one scheme, and so give wrong values for layers
+    # of the other schemes.
     if any(scheme.get("weights") != schemes[0].get("weights") for scheme in schemes):
         return " with schemes that differ between layers"
     return ""
@@ -299,8 +301,8 @@ class Codes:
     """A quantised weight, which transformers reads as it reads a slice of a safetensors file.
 
     Attributes:
-        compute: returns the values.
-        shape: their shape.
+        compute: returns the float values.
+        shape: the shape of the values.
         later: whether the model gets a weight whose values are computed when a layer reads it.
     """
 
@@ -319,7 +321,8 @@ class Codes:
     def __getitem__(self, key: Any) -> Tensor:
         """Return the whole weight: the only slice that transformers asks for is [...].
 
-        Its values, or (if `later`) a placeholder whose values a layer computes when it reads it.
+        The result has the float values. If `later`, it is a placeholder without values: they are
+        computed whenever a layer reads the weight.
         """
         if not self.later:
             return self.compute()
@@ -336,11 +339,11 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
         path: the directory.
         layout: gptq, gptq_v2 or awq.
         later: whether values are computed each time a layer reads its weight, to save memory.
-            Those of experts never are: transformers merges experts on loading.
+            Experts are dequantised on loading all the same: transformers then merges them.
 
     Returns:
-        A description for the report, and all weights by name: tensors, and `Codes` in place of
-        quantised ones.
+        A description for the report, and all weights by name: tensors, or `Codes` if a weight is
+        quantised.
 
     Raises:
         InputError: a file is damaged, or the tensors of a layer do not fit.
@@ -349,8 +352,8 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
     for file in list_weight_files(each.name for each in path.iterdir()):
         if not file.endswith(".json"):
             state |= read_weights(path / file)[0]
-    formats = Counter[str]()  # number of weights of each
-    count = 0
+    formats = Counter[str]()  # number of weights of each number format
+    count = 0  # entries of quantised weights
     for layer in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
         # The tensors of the layer, which become arguments of `dequantise_codes`.
         parts: dict[str, Tensor] = {}
@@ -365,8 +368,8 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
             groups = range(len(parts["scales"]))
             if "g_idx" in parts and not set(parts["g_idx"].tolist()).issubset(groups):
                 raise ValueError("g_idx names a group without a scale")
-            # On the meta device, without values: refuses shapes that do not fit before the model
-            # is built, and gives the shape of the weight.
+            # A trial on the meta device, without values. It raises an error if shapes do not fit,
+            # before the model is built, and gives the shape of the weight.
             blank = {part: value.to("meta") for part, value in parts.items()}
             shape = dequantise_codes(layout, **blank).shape
         # `qweight` packs its codes into words of 32 bits.
@@ -383,12 +386,12 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
 def transpose_codes(module: Any, state: dict[str, Any]) -> None:
     """Transpose the quantised weights of `Conv1D` layers, whose weights are (inputs, outputs).
 
-    A name in a file may lack the prefix of the base model (`transformer.` in GPT-2), or have it
-    where the model does not: names are compared without it.
+    The file and the model may disagree on the prefix of the base model (`transformer.` in GPT-2).
+    So names are compared without this prefix.
 
     Args:
         module: the model, on the meta device: only its layers matter.
-        state: the stored weights by name, which are changed.
+        state: the stored weights by name; `Codes` of such layers are replaced.
     """
     base = f"{module.base_model_prefix}."
     layers = {w.name.removeprefix(base) for w in _list_weights(module) if w.is_transposed}
@@ -421,7 +424,7 @@ def dequantise_codes(
     Raises:
         ValueError: another number of bits, or shapes do not fit.
     """
-    # Bits of a code: the words of a row of `qzeros` hold one zero point for each output.
+    # Number of bits of a code. A row of `qzeros` has one zero point of as many bits per output.
     bits = 32 * qzeros.shape[1] // scales.shape[1]
     known_bits = {4} if layout == "awq" else {2, 3, 4, 8}
     if bits not in known_bits:
@@ -452,8 +455,9 @@ def dequantise_codes(
 def _add_one(words: Tensor, zeros: Tensor, bits: int) -> Tensor:
     """Return the zero points of GPTQ's first version, which stores zero - 1.
 
-    Its kernels add 1 to all values of a packed word at once, so the largest value overflows into
-    its neighbour. Values of 3 bits cross the ends of words: there each one wraps around to 0.
+    GPTQ's kernels add 1 to all values of a packed word at once, so that the largest value
+    overflows into the next value. Values of 3 bits may cross the ends of words. For them, the
+    kernels add 1 to each value, and the largest value wraps around to 0.
 
     Args:
         words: the packed zero points, (groups, words), int32.
@@ -468,7 +472,7 @@ def _add_one(words: Tensor, zeros: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_by_places(words: Tensor) -> Tensor:
-    """Return the 4-bit integers in words of AWQ, which interleaves them, in order."""
+    """Return the 4-bit integers in words of AWQ, in order: a word stores them interleaved."""
     eights = _unpack(words, 4).view(len(words), -1, 8)
     return eights[:, :, PLACES].flatten(1)
 
@@ -476,9 +480,8 @@ def _unpack_by_places(words: Tensor) -> Tensor:
 def _unpack(words: Tensor, bits: int) -> Tensor:
     """Return the unsigned integers that are packed in rows of int32 words.
 
-    A value of 3 bits may cross the end of a byte. So bytes are cut into pieces that divide both a
-    byte and a value, and pieces are joined to values. A piece is one bit of a 3-bit value, and a
-    whole value of 2, 4 or 8 bits.
+    A value of 3 bits may cross the end of a byte. So bytes are cut into pieces, which are joined
+    to values. For values of 3 bits, a piece is one bit. For 2, 4 or 8 bits, it is a whole value.
 
     Args:
         words: (rows, words), int32.
@@ -495,25 +498,28 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     pieces = (octets[:, :, None] >> shifts) & (2**width - 1)  # (rows, bytes, pieces of a byte)
     pieces_per_value = bits // width
     by_value = pieces.reshape(len(words), -1, pieces_per_value)
-    # Shifted to their bits, the pieces of a value add up to it.
+    # Shift each piece to its bits of the value. The sum of the pieces is then the value.
     in_place = by_value << shifts[:pieces_per_value]
     return in_place.sum(2, dtype=torch.uint8)
 
 
 def dequantise(module: nn.Module, *, later: bool) -> str:
-    """Replace quantised weights of torchao and bitsandbytes by their float values; describe them.
+    """Replace quantised weights of torchao and bitsandbytes by their float values.
 
-    The values are those of the library's own function, bit for bit.
+    The library's own function computes the values.
 
     Args:
-        module: the model; its tables of parameters and modules are changed, no tensor is.
+        module: the model. Its tables of parameters and modules are changed, but no tensor.
         later: whether values are computed each time a layer reads its weight, to save memory.
+
+    Returns:
+        A description for the report; empty if no weight is quantised.
 
     Raises:
         InputError: the library cannot dequantise a weight.
     """
     parts = dict(module.named_modules(remove_duplicate=False))
-    formats = Counter[str]()  # number of weights of each
+    formats = Counter[str]()  # number of weights of each number format
     weights: dict[int, nn.Parameter] = {}  # float weights by the id of the quantised weight
     part: Any
     for path, part in parts.items():
@@ -543,7 +549,7 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
             linear.bias = part.bias
             parent_path, _, key = path.rpartition(".")
             parent = parts[parent_path]
-            # A new table: `loader.restore` puts the old one back.
+            # A new table of submodules: `loader.restore` puts the old table back.
             parent._modules = {**parent._modules, key: linear}
     if not formats:
         return ""
@@ -571,12 +577,12 @@ def _find_values(part: Any, p: Any) -> tuple[Callable[[], Tensor], str]:
         p: its weight, of torchao or bitsandbytes.
 
     Raises:
-        ValueError: the layer is not linear, or scales its inputs, too.
+        ValueError: the layer is not linear, or also scales its inputs.
     """
     kind = type(p).__name__
     if kind in ("Params4bit", "Int8Params"):
-        # Not imported, because lipaudit does not depend on bitsandbytes: a model with such weights
-        # has loaded it.
+        # lipaudit does not depend on bitsandbytes, so it is not imported here. A model with such
+        # weights has imported it already.
         functional = sys.modules["bitsandbytes.functional"]
         if type(part).__name__ not in ("Linear4bit", "Linear8bitLt"):
             raise ValueError(f"{kind} in {type(part).__name__}, which is not linear")
@@ -584,7 +590,7 @@ def _find_values(part: Any, p: Any) -> tuple[Callable[[], Tensor], str]:
             state = p.quant_state
             return partial(functional.dequantize_4bit, p.data, state), state.quant_type
         scales = p.SCB  # one per row
-        if scales is None:  # the first forward pass moves them to the layer
+        if scales is None:  # the first forward pass moves the scales to the state of the layer
             scales = part.state.SCB
         return partial(functional.int8_vectorwise_dequant, p.data, scales), "int8"
     if getattr(p, "act_pre_scale", None) is not None:

@@ -1,9 +1,9 @@
 """Texts for models of transformers: tokens, pairs and padding.
 
-Many classifiers find the last token of a text by its id: the last one that is not
+Many classifiers find the last token of a text by its id: the last token that is not
 `config.pad_token_id`. A text in a batch has to give the same output as alone. If the configuration
-names a padding id, it fills the batch. If not, the model reads the very last token, and padding is
-an id that no text of the batch ends with.
+names a padding id, this id fills the batch. Otherwise padding is an id that no text of the batch
+ends with.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def read_lexicon(
     """
     count = min(vocabulary, len(tokenizer))
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(range(count))]
-    mark = _find_mark(tokenizer)  # the prefix that tells words from their continuations
-    # Whether each id begins a word, continues one, or is fixed.
+    mark = _find_mark(tokenizer)  # the prefix that distinguishes words and their continuations
+    # Whether each id begins a word, continues a word, or is fixed.
     kinds = [_classify_token(token, mark) for token in tokens]
     reserved = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
     for token in reserved:
@@ -66,7 +66,8 @@ def read_lexicon(
             kinds[token] = FIXED
     # An embedding may have more rows than the tokenizer has tokens.
     kinds += [FIXED] * (vocabulary - count)
-    # Ids around texts, which are not spelled. The unknown token stands for a word, so it is.
+    # Ids around texts, such as [SEP]: `spell` leaves them out. The unknown token stands for a word
+    # of the text, so `spell` writes it.
     special = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
     def spell(ids: Sequence[int]) -> str:
@@ -76,7 +77,7 @@ def read_lexicon(
 
     @lru_cache(maxsize=READINGS)
     def read(texts: tuple[str, ...], most: int) -> tuple[tuple[int, ...], tuple[Span, ...]]:
-        """Return the ids of a text, or of a pair, and the span of the characters of each.
+        """Return the ids of a text, or of a pair, and the span of the characters of each id.
 
         A span is (0 for the first text or 1 for the second, first character, end).
         """
@@ -95,7 +96,7 @@ def read_lexicon(
         return tuple(encoded["input_ids"]), tuple(spans)
 
     def write(token: int) -> str:
-        """Return the characters that an id adds to a word; empty if they are no whole characters.
+        """Return the characters that an id adds to a word; empty for a part of a character.
 
         The mark of a WordPiece token that continues a word (##ing) is no character of the word.
         """
@@ -121,10 +122,10 @@ def read_lexicon(
 
 
 def _find_mark(tokenizer: Any) -> str | None:
-    """Return the prefix of tokens by which a vocabulary tells words from their continuations.
+    """Return the prefix by which a vocabulary distinguishes words and their continuations.
 
-    WordPiece marks tokens that continue a word (##), byte-level BPE and SentencePiece mark those
-    that begin one (`BEGINS_MARKS`). None for other vocabularies.
+    WordPiece marks tokens that continue a word (##). Byte-level BPE and SentencePiece mark tokens
+    that begin a word (`BEGINS_MARKS`). None for other vocabularies.
     """
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     model = settings["model"]
@@ -140,17 +141,17 @@ def _find_mark(tokenizer: Any) -> str | None:
 
 
 def _classify_token(token: str, mark: str | None) -> int:
-    """Return whether a token begins a word, continues one, or may not be changed.
+    """Return whether a token begins a word, continues a word, or may not be changed.
 
     Args:
-        token: its spelling in the vocabulary.
+        token: the spelling of the token in the vocabulary.
         mark: the prefix that `_find_mark` returns.
     """
     plain = token.removeprefix(mark or "")
     is_reserved = plain.startswith(("[", "<")) and plain.endswith(("]", ">"))  # [unused1], <0x0A>
     if is_reserved or not any(letter.isalnum() for letter in plain):
         return FIXED
-    if mark is None:  # nothing tells continuations from words
+    if mark is None:  # without a mark, every token counts as the beginning of a word
         return BEGINS
     has_mark = token.startswith(mark)
     begins = has_mark if mark in BEGINS_MARKS else not has_mark
@@ -165,7 +166,7 @@ class Feed:
     """
 
     def __init__(self, module: Any, tokenizer: Any, size: int) -> None:
-        """Prepare a tokenizer for a model; how it marks a pair is learned from two examples.
+        """Prepare a tokenizer for a model; two examples show how the tokenizer marks a pair.
 
         Args:
             module: the model.
@@ -180,7 +181,8 @@ class Feed:
         pair = tokenizer("a", "b")
         in_one = list(one_text["input_ids"]).count(self.separator)
         in_pair = list(pair["input_ids"]).count(self.separator)
-        # Ids with at least this many separators are a pair; infinite: no ids are.
+        # A row of ids with at least this many separators is a pair. Infinite: pairs have no more
+        # separators than single texts, so no row counts as a pair.
         self.separators = in_pair if in_pair > in_one else math.inf
         # Whether the model gets token types: 1 for the second text of a pair, 0 for all others.
         takes_types = "token_type_ids" in inspect.signature(module.forward).parameters
@@ -199,8 +201,8 @@ class Feed:
     def types(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Return the token types as a keyword argument of the model; empty if it takes none.
 
-        Of a pair they are 0 up to the first separator, which is included, and 1 behind it. Of a
-        single text they are 0.
+        In a pair, types are 0 up to and including the first separator, and 1 behind it. In a
+        single text, all types are 0.
 
         Args:
             x: token ids (batch, tokens).
@@ -258,7 +260,7 @@ READS_IDS = ("cohere_compass", "dpr", "flaubert", "xlm")
 
 
 def find_text_config(config: Any) -> Any:
-    """Return the settings of the part that reads text, or all settings if none or several do."""
+    """Return the settings of the only part that reads text, else all settings."""
     try:
         return config.get_text_config()
     except ValueError:
@@ -283,8 +285,8 @@ def pad_inputs(
         module: the model.
         x: token ids (batch, tokens), padded behind each text.
         mask: True at the tokens of the texts; None without padding.
-        end: the id at whose position the model reads its output, if there is one: padding with it
-            would move that position.
+        end: the id at whose position the model reads its output, if there is one. Padding with
+            this id would move the position, so another id fills the batch.
 
     Raises:
         InputError: every id of the vocabulary ends a text of the batch.
@@ -299,7 +301,8 @@ def pad_inputs(
             "no token id is free for padding: every id ends some text of the batch",
             "Use a smaller --batch-size.",
         )
-    # A classifier reads at the last token that is not `pad_token_id`, so it must know the padding.
+    # A classifier reads its output at the last token that is not `pad_token_id`. If the
+    # configuration names no such id, set `pad_token_id` to the padding inside the block.
     needs_name = pad is None and is_classifier(module)
     with patch.object(config, "pad_token_id", fill) if needs_name else nullcontext():
         if mask is not None:
@@ -311,10 +314,11 @@ def pad_inputs(
 
 
 def _find_free_id(x: Tensor, mask: Tensor | None, end: int | None, vocabulary: int) -> int | None:
-    """Return an id for padding: one that ends no text of a batch and is not `end`, else None.
+    """Return an id for padding: an id that ends no text of a batch and is not `end`, else None.
 
-    A classifier reads at the last token that is not padding, so only last tokens must differ from
-    it. A batch without padding gets an id beyond the vocabulary, which no text has.
+    A classifier reads its output at the last token that is not padding, so only the last token of
+    each text must differ from padding. For a batch without padding, the id is beyond the
+    vocabulary, so that it occurs in no text.
     """
     if mask is None:
         return vocabulary
@@ -325,7 +329,7 @@ def _find_free_id(x: Tensor, mask: Tensor | None, end: int | None, vocabulary: i
 
 # Length limit of models whose configuration and tokenizer have none.
 MOST_TOKENS = 512
-# Length limit of models with relative positions, which need none.
+# Length limit of models with relative positions: longer than any text.
 ENDLESS = 2**20
 
 
@@ -385,7 +389,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
 def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
     """Return the id that every text must end with, because the model reads its output there.
 
-    Text towers do, and classifiers with encoder and decoder. None for other models.
+    This is so in text towers, and in classifiers with encoder and decoder. None for other models.
     """
     if tower is None and not (is_classifier(module) and module.config.is_encoder_decoder):
         return None
@@ -404,7 +408,7 @@ def _make_call(
 
     Args:
         module: the model.
-        tower: the measured tower of a model with two; None for others.
+        tower: the measured tower of a model with two towers; None for other models.
         feed: derives token types from ids; None without a tokenizer.
         end: the id at whose position the model reads its output, if there is one.
     """
@@ -421,8 +425,8 @@ def _make_call(
             if feed is not None:
                 inputs = feed.types(ids, mask)
             if has_decoder:
-                # The decoder of a model without a head reads the same text behind a start token:
-                # it gets each token one position later.
+                # Without a head, the decoder reads the same text as the encoder, behind a start
+                # token: each token is moved by one position, and the last token is left out.
                 starts = (getattr(config, "decoder_start_token_id", None), find_pad(config), 0)
                 start = next(token for token in starts if token is not None)
                 column = torch.full_like(x[:, :1], start)
@@ -488,6 +492,7 @@ def limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
     for name, table in module.named_modules():
         has_positions = name.endswith("position_embeddings") and isinstance(table, nn.Embedding)
         if has_positions and table.padding_idx is not None:
-            # RoBERTa counts positions from the padding id + 1: rows up to it are not used.
+            # RoBERTa counts positions from the padding id + 1: rows up to the padding id are not
+            # used.
             limits.append(table.num_embeddings - 1 - table.padding_idx)
     return min((int(n) for n in limits if n and 0 < n < 10**6), default=MOST_TOKENS)

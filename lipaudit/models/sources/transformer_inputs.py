@@ -37,7 +37,7 @@ def describe_transformers(
     """
     for config in (module.config, find_text_config(module.config)):
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            if not hasattr(config, key):  # the code of transformers asks every model for them
+            if not hasattr(config, key):  # the code of transformers reads these in every model
                 setattr(config, key, None)
     find_text_config(module.config).use_cache = False  # no passes over texts one token at a time
     tower = options.tower
@@ -103,13 +103,13 @@ def describe_sounds(module: Any) -> ModelSpec:
     """Describe the input of a model of waveforms or spectrograms.
 
     Raises:
-        InputError: the configuration does not give their shape.
+        InputError: the configuration does not give the shape of a waveform or spectrogram.
     """
     config = module.config
     input_name = module.main_input_name
 
     def read_size(name: str) -> int:
-        """Return a positive number of the configuration; 0 if it has none of this name."""
+        """Return a positive number from the configuration; 0 if there is none of this name."""
         value = getattr(config, name, None)
         return value if isinstance(value, int) and value > 0 else 0
 
@@ -180,8 +180,8 @@ def describe_images(
             )
     shape = options.image_shape(_image_shape(module, processor))
     steps = {}
-    # The processor resizes to its own size, so --input-size replaces it. Its bicubic resizing may
-    # leave [0, 1].
+    # The processor resizes images to its own size, so it is not used with --input-size. After
+    # bicubic resizing, pixels may lie outside of [0, 1]: clamp them.
     if processor is not None and not options.input_size:
         steps[type(processor).__name__] = lambda image: _process(processor, image).clamp(0, 1)
     call = module
@@ -194,7 +194,7 @@ def describe_images(
     if processor is None and not (options.mean and options.std):
         facts["notes"] = (RAW_PIXELS, *facts.get("notes", ()))
     labels = facts.get("labels", ("",))
-    # A model with ImageNet's 1000 classes is recognised by the first one.
+    # 1000 classes, the first of which is "tench", are ImageNet's.
     if len(labels) == 1000 and labels[0].startswith("tench"):
         facts["aliases"] = list_synsets()
     return ModelSpec(
@@ -231,7 +231,7 @@ def _read_normalisation(processor: Any) -> dict[str, Any]:
 
 
 def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
-    """Return (channels, height, width) as the processor makes them, else by the configuration."""
+    """Return (channels, height, width) of the processor's images, else by the configuration."""
     if processor is not None and processor.do_resize:
         from PIL import Image
 
@@ -260,7 +260,7 @@ def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
 
 
 def _process(processor: Any, image: Any) -> Tensor:
-    """Return the pixels that a processor makes of an image, in [0, 1]: not yet normalised."""
+    """Return the pixels of an image after the processor's resizing, in [0, 1], not normalised."""
     return processor(
         image, return_tensors="pt", do_rescale=True, rescale_factor=1 / 255, do_normalize=False
     )["pixel_values"][0]

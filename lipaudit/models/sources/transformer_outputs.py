@@ -61,7 +61,7 @@ def is_classifier(module: Any) -> bool:
 
 
 def describe_classes(module: Any) -> dict[str, Any]:
-    """Return the fields of a `ModelSpec` about classes: whether it has some, and their names.
+    """Return the fields of a `ModelSpec` about classes: whether there are any, and their names.
 
     The placeholders LABEL_0, LABEL_1, ... are not names. The outputs of multi-label models and of
     regressions do not decide for one class: they count as features, and a note says so.
@@ -96,8 +96,8 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
             "Name the class as transformers does (...ForSequenceClassification), or write a py: "
             "factory that returns ModelSpec(..., read=lambda result: TENSOR).",
         )
-    # (samples, tokens, width); a feature map has four axes, of which the two equal ones are
-    # spatial.
+    # (samples, tokens, width). A feature map has four axes. Its two spatial axes are taken to be
+    # equally long, and their pixels become tokens.
     if hidden.ndim == 4:
         channels_last = hidden.shape[1] == hidden.shape[2] != hidden.shape[3]
         if channels_last:
@@ -130,8 +130,8 @@ def _read_next_token(result: Any, mask: Tensor | None) -> Tensor:
 def read_tower(result: Any, mask: Tensor | None) -> Tensor:
     """Return the projected features in the result of a tower, not normalised.
 
-    These are `pooler_output` of `get_image_features` and `get_text_features`. A tower without it
-    gives the mean of its last hidden state, and the mask is not used.
+    These are `pooler_output` of `get_image_features` and `get_text_features`. If a result has no
+    `pooler_output`, the features are the mean of the last hidden state, without the mask.
     """
     pooled: Tensor | None = getattr(result, "pooler_output", None)
     if pooled is None:
@@ -146,7 +146,7 @@ def choose_output(
 
     Args:
         module: the model.
-        tower: the measured tower of a model with two, image or text; None for others.
+        tower: the measured tower (image or text) of a model with two towers; None for others.
         pooling: makes the features of a model without a head: (result, mask) -> features.
     """
     read = pooling
@@ -162,7 +162,7 @@ def choose_output(
 def _read_classes(result: Any, mask: Tensor | None) -> Tensor:
     """Return the logits of the classes.
 
-    They are the first item of a tuple, if the configuration asks for tuples (`return_dict`).
+    If the configuration asks for tuples (`return_dict`), the logits are the first item.
     """
     logits: Tensor = result.logits if hasattr(result, "logits") else result[0]
     return logits

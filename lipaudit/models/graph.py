@@ -61,11 +61,11 @@ def leaves(
     Args:
         t: a tensor.
         stop: nodes at which the walk ends.
-        past: for each leaf at which the graph was cut, the nodes before the cut. Those in `stop`
-            count as met if the walk meets the leaf.
+        past: for each leaf at which the graph was cut, the nodes before the cut. If the walk
+            reaches the leaf, it also reaches the nodes of `stop` among these.
 
     Returns:
-        The leaf tensors that the walk meets, and the nodes of `stop` that it meets.
+        The leaf tensors that the walk reaches, and the nodes of `stop` that it reaches.
     """
     ends = []
     stops: list[Node] = []
@@ -109,8 +109,8 @@ def is_affine(t: Tensor) -> bool:
 def root(t: Tensor) -> object:
     """Return an object that identifies the tensor of which t is a view or a part.
 
-    Two tensors with the same object are views of one tensor, not only equal by value. The object
-    is not the graph node itself, because a stored node keeps its whole graph in memory.
+    Two tensors with the same object are views of one tensor, not only equal by value. A graph node
+    cannot serve as this object, because a stored node keeps its whole graph in memory.
     """
     node = t.grad_fn
     # Back through ops that only move numbers. A concatenation makes a new tensor.
@@ -133,8 +133,8 @@ def _find_operand(node: Node) -> Node | None:
 def divides_channels(t: Tensor) -> bool:
     """Say whether each row of t is a part of a longer row of the tensor of which t is a view.
 
-    This is so for heads, (batch, tokens, heads, d) of (batch, tokens, heads * d), which are parts
-    of the channels of a token. Windows of tokens contain whole rows.
+    This is true for heads: a row of (batch, tokens, heads, d) is a part of the channels of a token
+    in (batch, tokens, heads * d). It is false for windows of tokens, which contain whole rows.
     """
     width = t.shape[-1]
     node = t.grad_fn
@@ -144,7 +144,8 @@ def divides_channels(t: Tensor) -> bool:
         name = op(node)
         if name in {"Stack", "Cat"}:
             joined = True
-        # A split alone, as of q, k and v, does not count: only if its parts are joined again.
+        # A split alone does not count, as it may divide q, k and v. It counts if a later op joins
+        # the parts again.
         if name in _RESIZING and (joined or name not in _PARTS):
             operand_shape = getattr(node, "_saved_self_sym_sizes", None)
             if operand_shape and operand_shape[-1] > width:
@@ -188,7 +189,7 @@ class Probed:
     def pull(self, cotangent: Tensor) -> Tensor:
         """Return J^T u for a cotangent u of t, where J = dt/dy: (rows, columns) of y.
 
-        It is 0 at entries of y that t does not depend on. Rows are tokens.
+        Rows of y are tokens. The result is 0 at entries of y that t does not depend on.
         """
         pulled = pull_back(
             self.t, self.leaves, cotangent, retain_graph=True, materialize_grads=True
@@ -197,7 +198,7 @@ class Probed:
 
     def push(self, move: Tensor) -> Tensor:
         """Return J m, the change of t for a change m of y, where J = dt/dy."""
-        # J^T u is linear in u, so its vector-Jacobian product with m is J m.
+        # J^T u is linear in u: the gradient of <J^T u, m> with respect to u is J m, for any u.
         u = torch.zeros_like(self.t, requires_grad=True)
         pulled = pull_back(self.t, self.leaves, u, create_graph=True, materialize_grads=True)
         (moved,) = pull_back(self.as_rows(*pulled), u, move, materialize_grads=True)
@@ -220,14 +221,14 @@ class Probed:
 
     @cached_property
     def read(self) -> Tensor:
-        """Return J^T u for the random u, (rows, columns): 0 at entries of y not behind t."""
+        """Return J^T u for a random u, (rows, columns): nonzero exactly where t depends on y."""
         return self.pull(self.random)
 
     @cached_property
     def random(self) -> Tensor:
         """Return a random cotangent of t, with entries from 0.5 to 1.5.
 
-        With probability 1, its pullback is not zero wherever t depends on y.
+        With probability 1, its pullback J^T u is nonzero at every entry of y that t depends on.
         """
         t = self.t
         generator = torch.Generator(t.device).manual_seed(0)
@@ -257,10 +258,10 @@ def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
     """Return which labelled part of t, such as a token or a head, each row of y affects.
 
-    One backward pass per label would tell, but a few passes, here called probes, are enough. Each
-    label takes part in half of the probes, in another half than every other label. A row of y that
-    affects one label is hit by the probes of that label. A row that affects two is hit by more
-    than half of all probes.
+    Instead of one backward pass per label, a few passes (here called probes) are enough. Each
+    label takes part in half of the probes. No two labels take part in the same half. If a row of y
+    affects a single label, exactly the probes of this label have a gradient in the row (they "hit"
+    the row). A row that affects two labels is hit by more than half of all probes.
 
     Args:
         source: t, (windows, heads, tokens, width), as a function of y, (rows, columns).
@@ -268,8 +269,8 @@ def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None
         rows: whether to examine the rows of y (tokens), or else its columns (channels).
 
     Returns:
-        The label for each row or column of y, -1 if it has no effect. None if one of them affects
-        parts of t with different labels.
+        The label for each row or column of y, -1 if the row has no effect. None if some row
+        affects parts of t with different labels.
     """
     axis = 1 if rows else 0  # the axis of y that is reduced
     labels = int(code.max()) + 1
@@ -291,7 +292,8 @@ def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None
     count = is_hit.sum(-1)
     if ((count > 0) & (count != half)).any():
         return None
-    # The label of a row is that whose probes are the hits of the row: it has most in common.
+    # The label of a row is the label whose probes are the hits of the row. No other label has as
+    # many probes in common with the hits.
     common = is_hit.float() @ takes_part.mT.float()  # (rows or columns of y, labels)
     return common.argmax(-1).masked_fill(count == 0, -1)
 
@@ -299,7 +301,8 @@ def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None
 def reads_only(source: Probed, rows: Tensor) -> bool:
     """Check, by one backward pass, that every token of t depends on its own row of y only.
 
-    The pass starts from a random half of the tokens: no row but theirs may get a gradient.
+    The pass starts from a random half of the tokens. Only the rows of these tokens may get a
+    gradient.
 
     Args:
         source: t, (windows, heads, tokens, width), as a function of y.
@@ -363,9 +366,9 @@ def compute_map(
 ) -> Tensor:
     """Return the Jacobian of each vector of t by the entries of y behind it.
 
-    One backward pass differentiates one channel of every vector. If vectors have the same
-    Jacobian (along the `shared` axes), each differentiates another channel of it in one pass, so
-    that few passes are enough. If their Jacobians differ after all, rows of several are mixed.
+    One backward pass differentiates one channel of every vector. Vectors along the `shared` axes
+    have the same Jacobian. In one pass, each of them differentiates another channel, so that few
+    passes are enough. If their Jacobians differ after all, the result mixes rows of several.
 
     Args:
         source: t, (windows, heads, tokens, d), as a function of y.
@@ -383,7 +386,7 @@ def compute_map(
         sharing[axis] = vectors[axis]
         different[axis] = 1
     count = prod(sharing)
-    # Numbers the vectors with the same Jacobian; in a pass, the n-th takes channel n + shift.
+    # Number the vectors with the same Jacobian. In a pass, vector n takes channel n + shift.
     number = torch.arange(count, device=rows.device).view(sharing)
     jacobian = source.t.new_zeros(*different, width, columns.shape[1])
     ranges = [torch.arange(size, device=rows.device) for size in different]
@@ -403,7 +406,7 @@ def compute_map(
 
 
 def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
-    """Say whether t = G y at every token, apart from rounding: without a constant.
+    """Say whether t = G y (without a constant) at every token, apart from rounding.
 
     Args:
         source: t, (windows, heads, tokens, d), as a function of y.
@@ -423,7 +426,8 @@ def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> b
 def is_rounding(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
     """Say whether a difference of tensors is only rounding error, in each head.
 
-    Each head has its own limit: an error in a head of small entries would be rounding in others.
+    Each head has its own limit: in a head with small entries, an error may be as small as the
+    rounding errors of another head.
 
     Args:
         rest: the difference, (windows, heads, tokens, width).

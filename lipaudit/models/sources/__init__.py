@@ -50,6 +50,6 @@ def similar_models(spec: str) -> list[str]:
     by_name = {"demo": "demo"}
     by_name |= {name: f"demo:{name}" for name in DEMOS}
     by_name |= {name: f"timm:{name}" for name in timm_names()}
-    # Without a prefix such as `timm:`, and without timm's name of weights: vit_base.in1k.
+    # Remove a prefix such as `timm:`, and timm's name of weights, such as `.in1k`.
     name = spec.rpartition(":")[2].partition(".")[0]
     return [by_name[known] for known in similar(name, by_name)]

@@ -64,10 +64,11 @@ def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str,
         text = f"{path / CONFIG} names its own folder as the base model"
         raise InputError(text, "Write the folder of the whole model into base_model_name_or_path.")
     # Merging adds an update to the base weights. In half precision the sum would be rounded, and
-    # be another model. So the base is converted to float32 on loading.
+    # the result would be another model. So the base is converted to float32 on loading.
     options = replace(options, weights="converted")
     classes = _count_classes(config, state)
-    # The adapter may hold a new classifier: the base gets one of that size to merge it into.
+    # The adapter may hold a new classifier. The base then gets a classifier of the same size, so
+    # that the adapter's classifier can be merged.
     if options.classes is None and classes:
         options = replace(options, classes=classes)
     source, spec = load(base, options)
@@ -108,7 +109,7 @@ def _find_base(name: str, revision: str | None, path: Path) -> str:
 
 
 def _count_classes(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> int | None:
-    """Return the number of classes of the new classifier that an adapter has; None without one."""
+    """Return the number of classes of an adapter's new classifier; None without a classifier."""
     if config.get("task_type") != "SEQ_CLS":
         return None
     names = ("score.weight", "classifier.weight", "out_proj.weight")
@@ -137,7 +138,7 @@ def _merge(module: Any, path: Path, state: Mapping[str, Tensor], peft: Any) -> N
             text = f"{path} holds a prompt ({config.peft_type}), and no change of weights"
             raise InputError(text, "Measure its base model.")
         wrapped = peft.PeftModel(module, config)
-        # Compared here, because peft skips missing and surplus names without an error.
+        # Names are compared here, because peft skips missing and surplus names without an error.
         expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     misfit = find_misfit(expected, state)
     if misfit:

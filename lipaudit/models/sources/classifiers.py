@@ -1,4 +1,4 @@
-"""Classifiers of models that have no classes: zero-shot, and by the scores of continuations.
+"""Classifiers from models without classes: zero-shot, and by the scores of continuations.
 
 Zero-shot classifiers are made of image-text models, as in Radford et al., Learning Transferable
 Visual Models From Natural Language Supervision (arXiv 2103.00020, section 3.1): the text
@@ -105,8 +105,8 @@ def make_zero_shot(
 
     Args:
         module: a model of transformers.
-        spec: description of its image tower, with the names of the classes.
-        prompts: texts with {} for the name.
+        spec: description of the image tower, with the names of the classes.
+        prompts: texts with {} for the name of a class.
         path: directory of the tokenizer.
 
     Raises:
@@ -124,7 +124,7 @@ def make_zero_shot(
     config = text_models.find_text_config(module.config)
     limit = text_models.limit_tokens(module, config, tokenizer)
     texts = [prompt.replace("{}", name) for name in names for prompt in prompts]
-    # SigLIP reads the state at the last position, and was trained on texts padded to full length.
+    # SigLIP reads the state at the last position, and was trained with texts padded to the limit.
     padding: dict[str, Any] = {"padding": True}
     if module.config.model_type.startswith("siglip"):
         padding = {"padding": "max_length", "max_length": limit}
@@ -145,7 +145,7 @@ def make_zero_shot(
         The weight of a class is the mean embedding of its prompts, normalised, times the model's
         logit scale.
         """
-        # Not in inference mode: such tensors could not be part of a graph later.
+        # No inference mode: its tensors could not become part of a graph later.
         with torch.inference_mode(False), torch.no_grad():
             ids = {key: value.to(device) for key, value in inputs.items()}
             embeddings = _embed_texts(module, ids, dtype)
@@ -184,7 +184,7 @@ def _embed_texts(module: Any, ids: dict[str, Tensor], dtype: torch.dtype) -> Ten
 
     Args:
         module: the image-text model.
-        ids: what its text tower reads (input_ids, attention_mask), each (texts, tokens).
+        ids: inputs of the text tower (input_ids, attention_mask), each (texts, tokens).
         dtype: dtype of the embeddings.
     """
     features = []
@@ -205,7 +205,7 @@ def _require_cosines(
     Args:
         module: the image-text model.
         blank: an image, (1, channels, height, width).
-        ids: what its text tower reads (input_ids, attention_mask), each (texts, tokens).
+        ids: inputs of the text tower (input_ids, attention_mask), each (texts, tokens).
         weight: scale * the normalised embeddings of the texts, (texts, width).
         bias: (1,).
 
@@ -229,10 +229,11 @@ def _require_cosines(
 def score_continuations(net: Net, task: Task, how: Score) -> Net:
     """Return a language model as a classifier of the possible continuations of a prompt.
 
-    A score is log p(continuation | prompt): the sum, or the mean, over its tokens t of log p(t |
-    tokens before t). A single continuation gets a rival: the same continuation with its weakest
-    token (the one least ahead of the likeliest other token) replaced by that other token. The
-    continuation is ahead of its rival exactly if greedy decoding gives all of its tokens.
+    A score is log p(continuation | prompt): the sum, or the mean, of log p(t | tokens before t)
+    over the tokens t of the continuation. If there is only one continuation, it gets a rival. For
+    each token, compare log p with that of the likeliest other token. The token with the smallest
+    lead is replaced by its likeliest other token, and the result is the rival. The continuation
+    scores higher than the rival exactly if greedy decoding gives all tokens of the continuation.
 
     Samples are packed (see `data.continuations.pack`). The attacked space is the embeddings of the
     prompt; the embeddings of the continuation do not change.
@@ -253,7 +254,7 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
         )
     _require_causal(net, entry)
     count = len(task.classes)  # number of continuations of each prompt
-    if task.kind == "continuation":  # one, and its rival: see `_score_rows`
+    if task.kind == "continuation":  # 0 stands for one continuation and its rival
         count = 0
     what = f"{task.kind} ({', '.join(task.classes)})"
     note = Note.info("scores", f"scores are log-likelihoods, {PER[how]}, of the {what}")
@@ -265,7 +266,7 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
         net,
         labels=task.classes,
         notes=(*net.notes, note),
-        call=lift_parameters(call),  # reads weights that stay as stored as converted copies
+        call=lift_parameters(call),  # the model sees converted copies of stored weights
         read=lambda scores: scores,
         classes=len(task.classes),
         scored=task.kind,
@@ -287,9 +288,9 @@ def _score_rows(
         entry: its embedding layer.
         x: packed samples (batch, tokens): a prompt, then its continuations, where a token of
             continuation i = 1, 2, ... is its id + i * vocabulary.
-        mask: True at their tokens, False at padding; None without padding.
+        mask: True at tokens of the samples, False at padding; None without padding.
         how: sum or mean over tokens.
-        count: number of continuations of a prompt; 0: one, which gets a rival.
+        count: number of continuations of a prompt; 0: a single continuation, which gets a rival.
     """
     assert net.next_logits is not None
     vocabulary = net.vocabulary or 0
@@ -304,21 +305,21 @@ def _score_rows(
     in_row = in_prompt[:, None] | in_continuation
     length = int(in_row.sum(2).max())
     # The columns of x that make up each row, (batch, rows, length): a stable sort keeps the order
-    # of the tokens. Shorter rows get other tokens at their end, which a causal model does not see
-    # at the tokens before.
+    # of the tokens. Shorter rows are filled up with other tokens at the end. In a causal model,
+    # these do not change the logits of the tokens before.
     columns = in_row.int().argsort(dim=2, descending=True, stable=True)
     columns = columns[..., :length]
     samples = torch.arange(len(x), device=x.device)[:, None, None]
     row_ids = ids[samples, columns].flatten(0, 1)  # (batch * rows, length)
     is_scored = in_continuation.gather(2, columns).flatten(0, 1)
-    # Attacks replace the first output of `entry`. So prompts and continuations are embedded by two
-    # calls, and only the first one's positions in prompts are used: attacks change prompts only.
+    # Attacks replace the output of the first call of `entry`. Prompts take their embeddings from
+    # this call, and continuations from a second call. So attacks change prompts only.
     of_prompts = entry(ids)
     of_continuations = entry(ids)
     z = torch.where(in_prompt[..., None], of_prompts, of_continuations)
     z = z[samples, columns].flatten(0, 1)
-    # Logits at a position score the next token. The first ones needed are those at the end of the
-    # shortest prompt, the last ones at the token before the last.
+    # Logits at a position score the next token. They are needed from the last token of the
+    # shortest prompt up to the last token but one of a row.
     first = int(is_scored.int().argmax(1).min()) - 1
     # Equal rows run once: `is_run` are the rows that run, `run_of_row` is the run of each row.
     is_run, run_of_row = _merge_equal_rows(in_continuation.sum(2) == 1)
@@ -342,7 +343,7 @@ def _sum_log_probabilities(
         is_scored: True where the scored tokens are, (batch * rows, positions). A row is one
             continuation of one sample.
         how: sum or mean over tokens.
-        count: number of continuations of a prompt; 0: one, which gets a rival.
+        count: number of continuations of a prompt; 0: a single continuation, which gets a rival.
     """
     log_p = logs.gather(1, tokens)[:, 0]
     divisor: Any = 1
@@ -352,9 +353,8 @@ def _sum_log_probabilities(
     scores = table.sum(1) / divisor
     if count:
         return scores.view(-1, count)
-    # The rival is the same continuation with its weakest token replaced by the likeliest other id.
-    # The weakest token has the smallest lead, log p(token) - log p(other): the rival's score is
-    # lower by that lead.
+    # The rival is the continuation with one token replaced by the likeliest other id: the token
+    # with the smallest lead, log p(token) - log p(other). The rival's score is lower by this lead.
     other = logs.scatter(1, tokens, -math.inf).amax(1)
     table = log_p.new_full(is_scored.shape, math.inf).index_put((is_scored,), log_p - other)
     lead = table.amin(1)
@@ -362,17 +362,18 @@ def _sum_log_probabilities(
 
 
 def _merge_equal_rows(is_single: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows the model runs, (batch * rows,), and for each row which run it shares.
+    """Find equal rows, of which the model runs only one.
 
-    A row is a prompt with one continuation, and the model reads all tokens but the last. With a
-    continuation of a single token that is the prompt alone. So the rows of a sample with such
-    continuations are equal, and only the first of them runs.
+    A row is a prompt with one continuation, and the model reads all tokens of a row but the last.
+    If the continuation is a single token, the model reads the prompt alone. So all rows of a
+    sample with such continuations are equal, and only the first of them runs.
 
     Args:
         is_single: whether the continuation of a row is a single token, (batch, rows).
 
     Returns:
-        A mask of the rows that run, and the index of a run (among the rows that run) for each row.
+        A mask of the rows that run, (batch * rows,). And for each row the index, among the rows
+        that run, of the row with the same result.
     """
     rows = torch.arange(is_single.shape[1], device=is_single.device)
     first_single = is_single.int().argmax(1)[:, None]
@@ -384,16 +385,16 @@ def _merge_equal_rows(is_single: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _require_causal(net: Net, entry: nn.Module) -> None:
-    """Check that a token's logits depend on the embeddings up to that token, and on no others.
+    """Check that the logits of a token depend only on the embeddings up to this token.
 
-    Also that embeddings give the same logits as their token ids.
+    The check also compares logits from embeddings with logits from the same token ids.
     """
     size = min(TRIED, *net.input_shape)
     ids = torch.arange(1, size + 1, device=net.device)[None] % (net.vocabulary or size)
 
     next_logits = net.next_logits
     assert next_logits is not None
-    # `lift_parameters`: weights that stay as stored are read as converted copies.
+    # `lift_parameters`: the model sees converted copies of weights that stay as stored.
     score = lift_parameters(lambda embeddings: next_logits(embeddings, 0))
     with exact_arithmetic(net.device), torch.no_grad():
         z = lift_parameters(entry)(ids)

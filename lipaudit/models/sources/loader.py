@@ -155,7 +155,7 @@ def _load_file(path: Path, options: LoadOptions) -> ModelSpec:
 def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
     """Load a directory in the format of timm, transformers or peft; return its source, too.
 
-    The keys of config.json tell timm from transformers; an adapter of peft has its own file.
+    The keys of config.json distinguish timm and transformers; peft has another file.
     """
     for entry in path.iterdir():
         if entry.is_file():
@@ -209,7 +209,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     read_result = spec.read or find_main_output
 
     def read_output(result: Any) -> Tensor:
-        """Return the output tensor from a model's result; one number per sample as (batch, 1)."""
+        """Return the output tensor of a result; a single number per sample becomes (batch, 1)."""
         output = read_result(result)
         if output.ndim == 1:
             return output[:, None]
@@ -244,7 +244,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         next_token=scorer,
         vocabulary=spec.vocabulary or getattr(probe.entry, "num_embeddings", None),
     )
-    # Field by field: a factory may return a subclass of ModelSpec with fields of its own.
+    # Copy field by field: a factory may return a subclass of ModelSpec with further fields.
     description = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
     return Net(
         **description,
@@ -263,13 +263,13 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
 def _settle_weights(
     module: nn.Module, quantised: str, options: LoadOptions, name: str
 ) -> tuple[str, str]:
-    """Dequantise or round weights, in place; return how they are quantised, and their hash.
+    """Dequantise quantised weights, or round weights for --quantize, in place.
 
-    Weights are rounded for --quantize. Both descriptions are for the report.
+    Returns a description of the quantisation for the report (empty without one), and the hash.
 
     Args:
         module: the model.
-        quantised: how its source has already dequantised the weights; empty if it has not.
+        quantised: a description if loading has dequantised the weights already; else empty.
         options: the user's options.
         name: the model's name in errors.
 
@@ -280,7 +280,8 @@ def _settle_weights(
     # Whether quantised weights are dequantised each time a layer reads them, to save memory.
     later = options.weights == "stored" and options.device_map is None
     quantised = quantised or dequantise(module, later=later)
-    # Before conversion to the dtype of the run: the hash identifies the checkpoint.
+    # Hash the weights before they are converted to the dtype of the run: the hash identifies the
+    # checkpoint.
     digest = hash_weights(module, name)
     if not options.quantize:
         return quantised, digest
@@ -296,7 +297,7 @@ def _settle_weights(
             "Leave --quantize out.",
         )
     quantised = round_weights(module, options.quantize)
-    return quantised, hash_weights(module, name)  # rounded weights have a hash of their own
+    return quantised, hash_weights(module, name)  # the hash of the rounded weights
 
 
 def _require_labels_fit(spec: ModelSpec, options: LoadOptions, classes: int | None) -> None:
@@ -314,10 +315,10 @@ def _require_labels_fit(spec: ModelSpec, options: LoadOptions, classes: int | No
 
 
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec, Call]:
-    """Return a description without gaps, and a function that runs a model on raw samples.
+    """Return the completed description, and a function that runs a model on raw samples.
 
-    The function normalises images, (samples, mask) -> result. The description gets the range of
-    pixels, the resizing and the facts for the report.
+    The function normalises images first: (samples, mask) -> result. The description gets the range
+    of pixels, the resizing and facts for the report.
     """
     _require_images(spec, options)
     complete = spec
@@ -334,7 +335,7 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
             spec, box=spec.box or (0.0, 1.0), preprocess={**spec.preprocess, **facts}
         )
 
-    @cache  # else each call would copy the values to the GPU, and wait for it
+    @cache  # without a cache, each call would copy the values to the GPU, and wait for the copy
     def make_constant(
         values: tuple[float, ...], device: torch.device, dtype: torch.dtype
     ) -> Tensor:
@@ -446,7 +447,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
         architecture, arguments = AS_TIMM
     elif trained is not None:
         architecture = str(trained.get("architecture"))
-        # The arguments the model was built with: of its directory, and of the options.
+        # The arguments with which the model was built, from its directory and the options.
         config_file = Path(net.name) / "config.json"
         given = {}
         if config_file.is_file():
@@ -493,9 +494,9 @@ def borrow(
 ) -> Iterator[Net]:
     """Make a module ready to be measured inside the block, and restore it afterwards.
 
-    Restores flags (training, requires_grad), dtype, device, and every tensor with its own storage.
-    A copy would not do: functions of a `ModelSpec` may refer to the module itself, and tensors
-    that a forward pass left on the module cannot be copied.
+    Restored are flags (training, requires_grad), dtype, device, and every tensor with its own
+    storage. A copy of the module would fail: functions of a `ModelSpec` may refer to the module
+    itself, and tensors that a forward pass left on the module cannot be copied.
 
     Args:
         model: a module, or a `ModelSpec`, which also describes the input.
@@ -560,11 +561,11 @@ def freeze_net(net: Net) -> Iterator[Net]:
 def restore(module: nn.Module) -> Iterator[None]:
     """Undo, when the block ends, all changes that `assemble` made to a module."""
     modes = {part: part.training for part in module.modules()}
-    # The dictionaries of each module, which `convert_on_read` and `dequantise` replace, and their
-    # entries. Scripted modules have no such variables.
+    # `convert_on_read` and `dequantise` replace dictionaries of a module or their entries: keep
+    # both. Scripted modules have no such variables.
     variables: dict[nn.Module, dict[str, Any]] = {}
     entries: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    tensors: dict[int, Tensor] = {}  # by id: a tied parameter counts once
+    tensors: dict[int, Tensor] = {}  # by id, so that a tied parameter counts once
     for part in modes:
         names = {"_parameters", "_buffers", "_modules"} & vars(part).keys()
         variables[part] = {name: vars(part)[name] for name in names}
@@ -588,7 +589,7 @@ def restore(module: nn.Module) -> Iterator[None]:
                 table[name] = t
         for t, value, requires_grad in values:
             t.data = value
-            if t.requires_grad != requires_grad:  # lazy parameters refuse to be set
+            if t.requires_grad != requires_grad:  # setting a lazy parameter raises an error
                 t.requires_grad_(requires_grad)
         for p, gradient, value in gradients:
             gradient.data = value

@@ -47,7 +47,7 @@ def place_weights(
 
     Raises:
         InputError: Accelerate is not installed, or the map does not fit the model.
-        UsageError: this machine has no such device, or two options choose it.
+        UsageError: this machine has no such device, or two options choose a device.
         EvaluationError: the disk is full.
     """
     run_dtype = {"float32": torch.float32, "float64": torch.float64}[options.dtype]
@@ -88,7 +88,7 @@ def _note_stored(narrow: set[torch.dtype], dtype: str) -> Note:
     """Return the note on weights that stay as stored.
 
     Args:
-        narrow: their dtypes that are narrower than that of the run.
+        narrow: the stored dtypes that are narrower than the dtype of the run.
         dtype: dtype of the run.
     """
     if not narrow:
@@ -126,8 +126,8 @@ class Placement:
     def computes_at(self, path: str) -> torch.device:
         """Return the device on which a module computes.
 
-        Where its weights are; but modules with weights on the CPU or the disk compute on `main`,
-        an accelerator if there is one.
+        A module computes on the device of its weights. If the weights are on the CPU or the disk,
+        the module computes on `main`: an accelerator if there is one.
         """
         place = self.devices.get(self.place(path), self.main)
         if place.type == CPU:
@@ -150,7 +150,7 @@ class Placement:
             names_by_id.setdefault(id(p), []).append(name)
         with TemporaryDirectory(prefix="lipaudit-", ignore_cleanup_errors=True) as folder:
             for number, names in enumerate(names_by_id.values()):
-                # No other variable keeps the old values: the next weights need their memory.
+                # No other variable may keep the old values: the next weights need this memory.
                 values = module.get_parameter(names[0]).data
                 place = self.place(names[0])
                 if place != DISK:
@@ -161,8 +161,8 @@ class Placement:
                     if dtype is not None and values.is_floating_point() and not is_read_elsewhere:
                         new_dtype = dtype
                     values = values.to(device, new_dtype)
-                # For the disk. Weights that safetensors has mapped are in a file already: torch
-                # does not own their memory, so their storage is not resizable.
+                # Write the weight to the disk, unless safetensors has mapped it from a file. torch
+                # does not own the memory of such a weight, so its storage is not resizable.
                 elif values.device.type != CPU or values.untyped_storage().resizable():
                     values = _map_weight(values, Path(folder, str(number)))
                 parameter = nn.Parameter(values, requires_grad=False)
@@ -173,10 +173,10 @@ class Placement:
     def connect(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the call of a model whose modules compute on different devices.
 
-        Weights stay where `move` put them, and tensors travel. A hook before each module sends its
-        inputs to its device. A hook after it sends the output back to the device of the enclosing
-        module, whose forward pass uses it there, for example in a residual sum. The output of an
-        element of a list is not sent back: the next element fetches it by the hook before it.
+        Weights stay where `move` put them, and tensors travel. A hook before each module sends the
+        inputs to the device of the module. A hook after the module sends the output to the device
+        of the enclosing module, for example for a residual sum. The output of an element of a list
+        is not sent back: the hook before the next element fetches it.
 
         Args:
             module: the model, whose modules get the hooks.
@@ -185,8 +185,8 @@ class Placement:
         Returns:
             The call, with its result on the device of the samples.
         """
-        # Weights on the CPU or the disk are copied to `main` when they are read. So with no other
-        # device than these, every module computes on `main`, and nothing has to travel.
+        # Weights on the CPU or the disk are copied to `main` when they are read. If there is no
+        # further device, every module computes on `main`, and no tensor has to travel.
         if {self.main, torch.device(CPU)}.issuperset(self.devices.values()):
             return call
         # Moves all tensors in nested tuples, lists and dictionaries.
@@ -225,7 +225,7 @@ def find_device(name: str, advice: str = "Use --device auto or cpu.") -> torch.d
         advice: the hint if it cannot be used.
 
     Raises:
-        UsageError: this machine has no such device, or it has no float64.
+        UsageError: this machine has no such device, or the device has no float64.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else CPU
@@ -265,7 +265,7 @@ def plan_placement(module: nn.Module, device_map: str, dtype: torch.dtype | None
         planned = _read_device_map(module, device_map)
     # Accelerate names an accelerator by its number, and a file may do so, too: 0 is cuda:0.
     kind = "cuda"
-    # Counted first: a build for CUDA names CUDA as its accelerator also on machines without one.
+    # Count accelerators first: a torch built for CUDA names CUDA also on machines without a GPU.
     if torch.accelerator.device_count():
         accelerator = torch.accelerator.current_accelerator()
         if accelerator:
@@ -280,10 +280,11 @@ def plan_placement(module: nn.Module, device_map: str, dtype: torch.dtype | None
         places[name] = device_name
         if device_name != DISK and device_name not in devices:
             device = find_device(device_name, advice)
-            # "cuda" means the current one of several; a tensor there tells which one: cuda:0.
+            # "cuda" means the current one of several devices. The device of a tensor has its
+            # number, such as cuda:0.
             devices[device_name] = torch.empty(0, device=device).device
-    # Samples start on the device of the first parameter, the embedding. If that is on the CPU or
-    # the disk, they start on the first accelerator; without accelerators, on the CPU.
+    # Samples start on the device of the first parameter, the embedding. If this parameter is on
+    # the CPU or the disk, samples start on the first accelerator; without one, on the CPU.
     first_parameter, _ = next(module.named_parameters())
     embedding = first_parameter.rpartition(".")[0]
     main = torch.device(CPU)
@@ -299,7 +300,7 @@ def _plan_by_accelerate(module: nn.Module, dtype: torch.dtype | None) -> dict[st
 
     Args:
         module: the model.
-        dtype: dtype that its weights will be converted to; None: as stored. Sizes depend on it.
+        dtype: dtype to which the weights will be converted, and so their size; None: as stored.
     """
     from accelerate.utils import get_balanced_memory, infer_auto_device_map
 
@@ -371,8 +372,8 @@ def _read_device_map(module: nn.Module, file: str) -> dict[str, Any]:
 def _map_weight(values: Tensor, path: Path) -> Tensor:
     """Write a weight to a file, and return a tensor that maps the file.
 
-    The system can drop mapped memory and read it from the disk again. The caller deletes the
-    file's folder; the content stays on the disk as long as the tensor maps it.
+    The system can drop mapped memory and read the file again. The caller deletes the folder of the
+    file; the content stays on the disk as long as the tensor maps the file.
     """
     try:
         flat = values.cpu().contiguous().view(-1)

@@ -26,7 +26,7 @@ AXES = {"image": 3, "text": 1}
 
 
 def unwrap(module: Any) -> Any:
-    """Return the module that `torch.compile` wraps: same function, same weights."""
+    """Return the original module if `torch.compile` wraps it, else the module as it is."""
     return getattr(module, "_orig_mod", module)
 
 
@@ -35,7 +35,7 @@ def call_factory(reference: str, options: LoadOptions) -> Any:
 
     Args:
         reference: `FILE.py:FACTORY` or `PACKAGE.MODULE:FACTORY`.
-        options: its `model_kwargs` are the arguments.
+        options: the user's options, whose `model_kwargs` are the arguments.
 
     Raises:
         UsageError: the reference is malformed.
@@ -44,8 +44,9 @@ def call_factory(reference: str, options: LoadOptions) -> Any:
     source, _, name = reference.rpartition(":")
     if not source or not name:
         raise UsageError(f"py:{reference} has no factory name", f"Write {EXAMPLE}.")
-    # The user's module may import its neighbours and parse its arguments, like `python FILE` and
-    # `python -m`: Python puts the folder of a script first, and there are no arguments.
+    # The user's module may import neighbouring files and parse command-line arguments. As for
+    # `python FILE` and `python -m`, the folder of the file comes first in `sys.path`, and there
+    # are no arguments.
     root = Path.cwd()
     if source.endswith(".py"):
         root = Path(source).resolve().parent
@@ -122,7 +123,7 @@ def _import_module(source: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look up their module
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look modules up here
     spec.loader.exec_module(module)
     return module
 
@@ -130,13 +131,13 @@ def _import_module(source: str) -> ModuleType:
 def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "") -> ModelSpec:
     """Return the input description of a user's model.
 
-    A `ModelSpec` describes itself. Modules of timm and transformers are recognised. Any other
-    module takes images of --input-size, or else samples of the shape of the data. `name` is the
-    model's name in errors.
+    A `ModelSpec` has its own description. Modules of timm and transformers are recognised. Any
+    other module takes images of --input-size, or else samples of the shape of the data. `name` is
+    the model's name in errors.
 
     Raises:
-        UsageError: the input is unknown, or the shape of the data has several readings, and the
-            values fit each.
+        UsageError: the input is unknown, or the shape of the data has several readings that all
+            fit the values.
     """
     module: Any = model
     if isinstance(model, ModelSpec):
@@ -168,7 +169,7 @@ def _require_consistent(spec: ModelSpec) -> None:
     """Check a user's description of a model.
 
     Raises:
-        InputError: it has no module, or an unknown kind, or samples of another kind's shape.
+        InputError: the description has no module, an unknown kind, or a shape of another kind.
     """
     kinds = get_args(Kind)
     if not isinstance(spec.module, nn.Module) or spec.kind not in kinds:
@@ -188,8 +189,9 @@ def _require_consistent(spec: ModelSpec) -> None:
 def _choose_image(options: LoadOptions) -> tuple[int, int, int]:
     """Return the (channels, height, width) of a user's model for which --input-size is given.
 
-    A shape of the data that agrees with --input-size is taken. Otherwise --input-size gives height
-    and width, and if it does not give the channels, they are those of the data, or 3.
+    If the data can be read as images of --input-size, their shape is returned. Otherwise
+    --input-size gives height and width. If --input-size does not give the channels, the data does,
+    and without images in the data there are 3 channels.
     """
     # The data may have several shapes: channels may come first or last.
     shapes: list[tuple[int, int, int]] = []
@@ -209,9 +211,9 @@ def _describe_by_data(module: nn.Module, options: LoadOptions, name: str) -> Mod
     """Return the description of a module that takes samples of the shape of the data.
 
     Raises:
-        UsageError: the data has no shape, or one that has several readings.
+        UsageError: the data has no shape, or a shape with several readings.
     """
-    # The possible readings of the shape of a sample; `fits` says whether its values agree.
+    # The possible readings of a sample's shape; `fits` says whether the values agree with one.
     forms = options.forms()
     possible = [form for form in forms if form.fits]
     if all(form.kind == "image" for form in possible):

@@ -47,7 +47,7 @@ DEFAULT_NORMALISATION = Note.warn(
 
 
 def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
-    """Load a registry model with timm's weights, or with random ones on request.
+    """Load a model of timm's registry with timm's weights, or with random weights on request.
 
     Raises:
         InputError: the name is unknown, or the weights cannot be downloaded.
@@ -100,7 +100,7 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     """Load a directory whose config.json has timm's keys (as timm's repositories on the Hub).
 
     Raises:
-        InputError: it has no file of weights, or several without the usual name.
+        InputError: the directory has no file of weights, or several without a usual name.
     """
     module = _create(f"local-dir:{path}", options.building)
     if not options.pretrained:
@@ -129,21 +129,22 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     arch = arch.removeprefix("timm:")
     _require_known(arch)
     state, notes = read_weights(path)
-    # Such as `module.`. No model of timm has a single part, whose name would look like a prefix.
+    # Remove a prefix such as `module.` from all names. No model of timm has a single submodule,
+    # whose name would look like such a prefix.
     state = strip_prefix(state)
     config = timm.models.get_pretrained_cfg(arch)
     classifier = getattr(config, "classifier", None)
-    if isinstance(classifier, tuple):  # of a model with a second one, for distillation
+    if isinstance(classifier, tuple):  # the model has a second classifier, for distillation
         classifier = classifier[0]
     classes = None
     for key, weight in state.items():
-        # In a checkpoint of training, names may begin with that of the model: model.head.weight.
+        # In a training checkpoint, names may have a prefix, as in `model.head.weight`.
         if f".{key}".endswith(f".{classifier}.weight"):
             classes = weight.shape[0]
             break
     module = _create(arch, {"num_classes": classes} | options.building)
     matched, left_out = match_names(state, module)
-    # Other weights, such as those of a loss, are left out only if the remaining ones fit.
+    # Weights beside the model, such as weights of a loss, are left out only if all others fit.
     if left_out and not find_misfit(module.state_dict(keep_vars=True), matched):
         state = matched
         notes += left_out
@@ -164,8 +165,8 @@ def describe_timm(
         module: the model.
         options: the user's options.
         notes: remarks on loading.
-        knows_weights: whether its configuration belongs to its weights; else labels and resizing
-            are those of other weights.
+        knows_weights: whether the configuration of the model belongs to its weights. Otherwise
+            labels are left out, and a note says where the resizing comes from.
     """
     import timm.data
 
@@ -186,7 +187,8 @@ def describe_timm(
     steps = {type(step).__name__: step for step in transform.transforms}
     steps.pop("Normalize", None)  # normalisation is a part of the call of the model
     architecture = str(module.pretrained_cfg.get("architecture", type(module).__name__))
-    # If other weights were trained without this crop, a note says which architecture it is from.
+    # The crop belongs to other weights of this architecture, and may be wrong here: a note names
+    # the architecture.
     guess = ""
     if not knows_weights and config["crop_pct"] != 1:
         guess = architecture
@@ -213,10 +215,10 @@ def _find_shape(
     Args:
         module: the model.
         arguments: --model-kwargs, which may have changed the shape.
-        default: the shape in the configuration of its weights.
+        default: the shape in the configuration of the model's weights.
     """
-    # Only a patch embedding is trusted. The first convolution of other models may take pixels that
-    # were rearranged, so its input channels would be wrong.
+    # Read the channels from a convolution only in a patch embedding. In other models, the first
+    # convolution may take rearranged pixels, with another number of channels.
     patches = getattr(module, "patch_embed", None)
     size = getattr(patches, "img_size", None) or arguments.get("img_size") or default[1:]
     if not isinstance(size, (tuple, list)):
@@ -225,7 +227,7 @@ def _find_shape(
     channels = arguments.get("in_chans") or default[0]
     if isinstance(patches, nn.Module):
         for part in patches.modules():
-            if isinstance(part, nn.Conv2d):  # the first one; later ones take features
+            if isinstance(part, nn.Conv2d):  # the first convolution; later ones take features
                 channels = part.in_channels
                 break
     return channels, height, width
@@ -246,12 +248,13 @@ def _require_known(name: str) -> None:
 
 
 def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
-    """Build a model; its attention is `scaled_dot_product_attention` where timm can choose.
+    """Build a model of timm, with `scaled_dot_product_attention` if timm offers a choice.
 
     Args:
         name: a name of timm's registry, or `local-dir:PATH`.
         kwargs: the user's arguments.
-        weights: whether and where timm loads weights; by default they are random.
+        weights: arguments that say whether and where timm loads weights; by default, weights are
+            random.
     """
     import timm
     from timm.layers import set_fused_attn, use_fused_attn
@@ -273,10 +276,10 @@ def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
 
 
 def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
-    """Load weights, all of which must fit; return a note if timm converted them first.
+    """Load weights into a model; return a note if timm had to convert the weights first.
 
-    The file of a model's class in timm has a function that converts weights of other layouts and
-    sizes, such as those of the authors' code.
+    Every weight must fit. If some do not, timm's own function for the model's class converts
+    weights of other layouts and sizes, such as weights of the authors' code.
     """
     convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
     if convert is None or not find_misfit(module.state_dict(keep_vars=True), state):
@@ -308,7 +311,10 @@ def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
 
 
 def list_synsets(subset: str = "imagenet-1k") -> dict[str, int]:
-    """Return the WordNet names of ImageNet's classes, which its folders use."""
+    """Return the WordNet names of ImageNet's classes with the class indices.
+
+    The folders of the data set have these names.
+    """
     import timm.data
 
     return {name: i for i, name in enumerate(timm.data.ImageNetInfo(subset).label_names())}

@@ -483,7 +483,7 @@ class _Graph:
                 whole = of_tokens[0]
             else:  # heads that the model computes one after another
                 whole = site.loop.cat(of_tokens)
-            # If heads lie along the axis of queries, they share one V: it has no sum per head.
+            # If heads lie along the axis of queries, they share one V: there is no sum per head.
             if name == "value" and site.layout.queries != TOKENS:
                 self.missing[site.index] = "its heads share their values"
                 break

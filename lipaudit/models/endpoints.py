@@ -340,8 +340,8 @@ def _read_output(
         part: the samples, with their labels.
         forward: runs the model on the samples and returns the raw result.
         scorer: the head of a language model, if the output is read at the head; else None.
-        place: the column of the token of each text whose output is returned; None: the output
-            is that of the whole sample.
+        place: for each text, the column of the token whose output is returned; None: the output of
+            the whole sample.
     """
     if what in ("logits", "probabilities"):
         if scorer is None or place is None:  # of the classes

@@ -223,7 +223,7 @@ class LoadOptions:
 
     @property
     def building(self) -> dict[str, Any]:
-        """The arguments of the architecture itself: `pretrained` is not one of them."""
+        """The arguments of the architecture itself: `model_kwargs` without `pretrained`."""
         return {key: v for key, v in self.model_kwargs.items() if key != "pretrained"}
 
     def image_shape(self, known: tuple[int, int, int]) -> tuple[int, int, int]:

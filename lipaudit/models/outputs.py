@@ -43,7 +43,7 @@ def _return_scores(scores: Any, *_args: Any, **_options: Any) -> Any:
     return scores
 
 
-# Functions that turn scores into probabilities, and those that turn the same scores into logits.
+# For each function that turns scores into probabilities: the one that turns them into logits.
 SOFTMAXES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.softmax: F.log_softmax,
     torch.softmax: torch.log_softmax,
@@ -251,8 +251,8 @@ class EntrySearch:
     def __init__(self, spec: ModelSpec, x: Tensor) -> None:
         self.spec = spec
         self.x = x
-        # Names of modules that take the sample itself, and of those that take its shape only:
-        # tables of positions and types.
+        # Names of modules that get the sample's ids, and of modules that get other ids of the same
+        # shape: tables of positions and types.
         self.readers: list[str] = []
         self.similar_readers: list[str] = []
         # Names of modules whose output is (tokens, batch, width).

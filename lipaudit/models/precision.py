@@ -273,7 +273,7 @@ def defer(compute: Callable[[], Tensor], shape: torch.Size) -> nn.Parameter:
 
 
 def compute_values(stored: Tensor) -> Tensor:
-    """Return the values of a stored weight; those of a deferred weight are computed (`defer`)."""
+    """Return the values of a stored weight; compute them if the weight is deferred (`defer`)."""
     compute = _deferred.get(stored)
     if compute is None:
         return stored
@@ -372,7 +372,7 @@ def convert_on_read(
 def precision(module: nn.Module) -> torch.dtype:
     """Return the floating-point dtype in which a module reads its parameters."""
     for part in module.modules():
-        # After `convert_on_read`, that of the converted copies.
+        # After `convert_on_read`, the table of parameters has the dtype of the converted copies.
         if isinstance(part._parameters, _Parameters):
             return part._parameters.dtype
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
@@ -399,7 +399,7 @@ def lift_parameters(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a model's call, changed so that the model sees converted copies in `parameters()`.
 
     The model is one that `convert_on_read` has prepared. Its own code may read the dtype or device
-    of its parameters, and must then find those of the run, not those of the stored weights.
+    of its parameters, and must then find the dtype and device of the run, not of stored weights.
     """
 
     def run(*args: Any) -> Any:

@@ -34,7 +34,7 @@ def analyse(call: AttentionCall, batch: Batch) -> Analysis:
     """Find the closed form of an attention call, or why there is none.
 
     The model may keep samples, windows, heads and tokens in any order of axes. The usual layouts
-    of these axes are tried first, then those that the linear maps behind q, k and v show.
+    of these axes are tried first, then the layouts that the linear maps behind q, k and v show.
 
     Args:
         call: the call, with the axes of the model and its graph.

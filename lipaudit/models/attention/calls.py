@@ -202,7 +202,7 @@ class Explicit:
         weights: what multiplies v: p itself, or a function of p such as dropout.
         has_other_inputs: whether the logits depend on more than q k^T and constants.
         axis: axis along which the calls of a loop are joined.
-        arrange_product: converts the model's axes of q k^T to those of `logits`.
+        arrange_product: converts a tensor with the model's axes of q k^T to the axes of `logits`.
         is_transposed: whether the model computes k q^T.
     """
 
@@ -230,7 +230,7 @@ class Explicit:
         for part in pulled:
             if part is None:  # the graph is cut between q k^T and the logits of this call
                 return None
-            # If the model computes k q^T, transpose its gradient to that of q k^T.
+            # If the model computes k q^T, transpose its gradient to get the gradient of q k^T.
             parts.append(part.mT if self.is_transposed else part)
         if len(parts) == 1:
             whole = parts[0]
@@ -437,7 +437,7 @@ class AttentionCall:
                 mask = hide_later_keys(self.q.shape[-2], keys, mask, self.q)
                 form = replace(form, causal=False)
             if mask is not None and layout.is_plain:
-                # No axis moves: the mask need not be expanded to all heads, which takes memory.
+                # No axis moves, so the mask need not be expanded to all heads: that takes memory.
                 mask = mask[(None,) * (4 - mask.ndim)]
             elif mask is not None:
                 mask = arrange_pairs(mask.expand(*rows, keys))

@@ -70,7 +70,7 @@ def add_inputs(
             part = projections.project(form, t, call.origins.leaves(t), len(batch))
             parts[name] = part
             tokens[name] = part.x
-            # Set padded tokens to 0: bounds contain norms of X, which would count them.
+            # Set padded tokens to 0: bounds contain norms of X, and must not count padding.
             if batch.mask is not None and batch.mask.shape[1] == part.index.length:
                 is_real = part.index.pick(batch.mask)
                 tokens[name] = part.x * is_real[..., None]

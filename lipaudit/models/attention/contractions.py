@@ -150,8 +150,8 @@ def _read_conv(
 ) -> Contraction | None:
     """Read the arguments of a 1x1 convolution, a linear map of the channels of each pixel.
 
-    As an einsum it is "xyab..,zy->xzab..", with x samples, y channels in, z channels out and a, b
-    the pixels. None for any other convolution, which mixes pixels.
+    The same einsum is "xyab..,zy->xzab..", with samples x, channels in y, channels out z, and a, b
+    for the pixels. None for any other convolution, because it mixes pixels.
     """
     is_pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
     steps = {stride} if isinstance(stride, int) else set(stride)

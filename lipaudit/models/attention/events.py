@@ -36,8 +36,8 @@ from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fu
 from lipaudit.models.attention.contractions import maps_logits, read_einsum
 from lipaudit.models.graph import Past, leaves, nodes, op, vjp
 
-_PRODUCTS = 8  # largest number noted at a time: those of one layer, and some that were no logits
-_AWAITED = 4  # largest number of softmaxes at a time without values
+_PRODUCTS = 8  # most products noted at a time: one layer has fewer, but some are no logits
+_AWAITED = 4  # most softmaxes noted at a time, before their product with values
 
 _MOVES = {"Permute", "Transpose"}
 """Ops that change the order of axes."""
@@ -108,7 +108,7 @@ class _Softmax:
         leading = v.shape[:-2]
         leading_of_a = a.shape[:-2]
         is_folded = leading_of_a == b.shape[:-2] and math.prod(leading) == math.prod(leading_of_a)
-        # Samples and heads may be one axis in q and k, but two axes in v, or the other way.
+        # Samples and heads may be one axis in q and k, and two axes in v; or the reverse.
         if parts is None and is_folded:
             a = a.reshape(*leading, *a.shape[-2:])
             b = b.reshape(*leading, *b.shape[-2:])
@@ -133,12 +133,11 @@ class _Softmax:
 class AttentionMode(TorchFunctionMode):
     """While active, pass every attention call of the running model to a function.
 
-    The tensors need an autograd graph from q or k to the logits; otherwise a written-out softmax
-    cannot be distinguished from others.
-
+    The tensors need an autograd graph from q or k to the logits. Without a graph, the softmax of a
+    written-out attention cannot be distinguished from any other softmax.
 
     Args:
-        on_attention: takes each call and its address; None: the method of a subclass does.
+        on_attention: takes each call and its address; None: a subclass has a method of this name.
     """
 
     on_attention: Callable[[AttentionCall, Address], object]
@@ -151,7 +150,7 @@ class AttentionMode(TorchFunctionMode):
             self.on_attention = on_attention
         self._products: list[_Product] = []  # the latest products that may be q k^T
         self._awaited: list[_Softmax] = []  # softmaxes of such products, before their values
-        # The node and the argument of each exponential: a part of a softmax, maybe.
+        # The node and the argument of each exponential, which may be a part of a softmax.
         self._exponentials: MutableMapping[Tensor, tuple[Node | None, Any]] = (
             WeakTensorKeyDictionary()
         )
@@ -224,15 +223,16 @@ class AttentionMode(TorchFunctionMode):
     def _handle_matmul(
         self, func: Callable[..., Tensor], *operands: Any, **kwargs: Any
     ) -> AttentionCall | Tensor:
-        """Run a matrix product: of P and values, which completes a call, or maybe q k^T.
+        """Run a matrix product, and find out whether it belongs to attention.
 
-        A product that may be q k^T is noted until a softmax of it follows.
+        A product of P and values completes a call. A product that may be q k^T is noted until a
+        softmax of this product follows.
         """
         out = func(*operands, **kwargs)
         if kwargs or not _are_two_tensors(operands):
             return out
         a, b = operands
-        # The softmax behind one of the factors, and whether that is the right one: v^T P^T.
+        # The softmax behind one of the factors, and whether this is the right factor (v^T P^T).
         softmax, is_right = self._find_weights(a, b)
         if softmax is not None:
             self._awaited.remove(softmax)
@@ -248,12 +248,12 @@ class AttentionMode(TorchFunctionMode):
         """Say whether a product may be q k^T, judged by the axes of its factors."""
         if min(a.ndim, b.ndim) > 2:
             return True
-        # A factor with two axes may be learned queries, the same for all samples. It is not if it
-        # depends on the input, as the state of a recurrent layer does.
+        # A factor with two axes may be learned queries, the same for all samples. A factor that
+        # depends on the input is none (such as the state of a recurrent layer).
         flat, other = (a, b) if a.ndim < b.ndim else (b, a)
         if flat.ndim < 2 or flat.requires_grad:
             return False
-        # It is not if the other factor is made from logits: it is then a weight that mixes heads.
+        # If the other factor is made from logits, this factor is a weight that mixes heads.
         products = [product.edge.node for product in self._products]
         _, hits = leaves(other, products, self._past)
         return not hits
@@ -261,7 +261,7 @@ class AttentionMode(TorchFunctionMode):
     def _find_weights(self, left: Tensor, right: Tensor) -> tuple[_Softmax | None, bool]:
         """Return the noted softmax P that one of two factors is made from, if any.
 
-        The second item says whether it is the right factor.
+        The second item says whether P is behind the right factor.
         """
         for softmax in self._awaited:
             node = softmax.p.grad_fn
@@ -271,7 +271,7 @@ class AttentionMode(TorchFunctionMode):
             _, left_hits = leaves(left, (node,), self._past)
             _, right_hits = leaves(right, (node,), self._past)
             if left_hits and right_hits:
-                break  # P P has no values yet: (P P) v, which follows, is one attention
+                break  # P P is no product with values: wait for (P P) v, which is one attention
             if left_hits or right_hits:
                 return softmax, bool(right_hits)
         return None, False
@@ -286,14 +286,14 @@ class AttentionMode(TorchFunctionMode):
     ) -> AttentionCall | Tensor:
         """Run beta bias + alpha batch1 batch2 as a matrix product, then the scale and the sum.
 
-        The product may be q k^T, or that of P and values.
+        The product may be q k^T, or a product of P and values.
         """
         if scale.keys() - {"alpha", "beta"}:  # `out=`: torch writes into another tensor
             return func(bias, batch1, batch2, **scale)
         product = self._handle_matmul(torch.bmm, batch1, batch2)
         alpha = scale.get("alpha", 1)
         beta = scale.get("beta", 1)
-        # With beta = 0, torch reads nothing of the bias, which may be uninitialised memory.
+        # With beta = 0, torch ignores the bias, which may be uninitialised memory.
         added = beta * bias if beta else 0.0
         return _finish(product, lambda product: added + alpha * product)
 
@@ -322,8 +322,8 @@ class AttentionMode(TorchFunctionMode):
         single = [c for c in out if (c in first) != (c in second)]
         if single and single[-1] in first:
             a, first, b, second = b, second, a, first
-        # The rows, which are queries: the last one of these letters of a. Their order is that of
-        # the logits or of P: of the result for q k^T, of the factor a for P v.
+        # The axis of rows (queries): the last of these letters that factor a has. For q k^T, take
+        # the order of letters in the result (the logits). For P v, take the order in a (P).
         letters = single if softmax is None else first
         rows = [c for c in letters if c in first and c in single]
         columns = [c for c in single if c in second]
@@ -365,11 +365,11 @@ class AttentionMode(TorchFunctionMode):
         The product of its result P with values completes the attention call.
         """
         p = func(input, dim, *args, **kwargs)
-        if dim is None:  # torch then chooses an axis, and for logits not that of the keys
+        if dim is None:  # torch then chooses an axis, and for logits not the axis of the keys
             return p
         if self._products and input.requires_grad and p.isnan().any():
-            # A row with all keys masked is NaN, and so is its gradient in torch. Keep the NaN,
-            # with a gradient of 0, because the row is constant.
+            # If all keys of a row are masked, torch gives NaN for the row and for its gradient.
+            # Keep the NaN, but with a gradient of 0, because such a row is constant.
             is_empty = input.isneginf().all(dim, keepdim=True)
             other_rows = torch.softmax(input.where(~is_empty, 0.0), dim)
             p = torch.where(is_empty, p.detach(), other_rows.to(p))
@@ -392,9 +392,9 @@ class AttentionMode(TorchFunctionMode):
         if not kwargs and _are_two_tensors(args):
             e, divisor = args
             node, logits = self._exponentials.get(e, (None, None))
-            # Another node means that the model has written into e, so it is no exponential now.
+            # If e has another node now, the model has written into e: no exponential any more.
             is_exponential = logits is not None and node is e.grad_fn
-            # Exactly equal: with anything added to the sum, this is no softmax.
+            # The divisor must equal the sum exactly: with anything added, this is no softmax.
             if is_exponential and torch.equal(divisor, e.sum(-1, keepdim=True)):
                 self._await_values(logits, quotient, -1)
         return quotient
@@ -453,9 +453,10 @@ def _align(t: Tensor, letters: str, wanted: Sequence[str]) -> Tensor:
 def _finish(
     product: AttentionCall | Tensor, finish: Callable[[Tensor], Tensor]
 ) -> AttentionCall | Tensor:
-    """Return finish(product), also if the product is one of P and values: an attention call.
+    """Return finish(product).
 
-    Then the call applies `finish` to its output, after its own `finish`.
+    If the product completes an attention call, return the call instead: it applies `finish` to its
+    output later, after its own `finish`.
     """
     if isinstance(product, AttentionCall):
         return replace(product, finish=lambda output: finish(product.finish(output)))
@@ -463,12 +464,12 @@ def _finish(
 
 
 def _is_transposed(logits: Tensor, product: GradientEdge) -> bool:
-    """Say whether the model computes k q^T: a row of the logits is a column of the product."""
+    """Say whether the model computes k q^T, so that a row of the logits is a column of it."""
     path = nodes(logits, [product.node])
     if _MOVES.isdisjoint(op(node) for node in path):  # no op on the way changes the order of axes
         return False
-    # J^T u of the logits by the product, with u = 1 in one row of the logits: it is not 0 where
-    # that row depends on the product.
+    # J^T u of the logits by the product, with u = 1 in one row of the logits: nonzero at the
+    # entries of the product that this row depends on.
     row = torch.zeros_like(logits)
     row[..., logits.shape[-2] // 2, :] = 1.0
     pulled = vjp(logits, product, row)
@@ -494,7 +495,8 @@ def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Ten
         weights: what multiplies the values: P permuted, maybe after dropout or the like.
 
     Returns:
-        Both in the shape of `weights`; with their own axes if no permutation relates the two.
+        Logits and P in the shape of `weights`. If P is no permutation of the weights, both keep
+        their own axes.
     """
     path = nodes(weights, [] if p.grad_fn is None else [p.grad_fn])
     # No op on the way changes the order of axes.
@@ -536,8 +538,8 @@ def _make_fused_call(
     enable_gqa: bool = False,
 ) -> AttentionCall:
     """Return the call of F.scaled_dot_product_attention, from its output and its arguments."""
-    # Grouped-query attention: several heads share their keys and values. Repeat these, so that
-    # there is one of each for every head, as in a model that repeats them itself.
+    # Grouped-query attention: several heads share keys and values. Repeat keys and values, so that
+    # every head has its own, as in a model that repeats them itself.
     if enable_gqa:
         heads = query.shape[-3]
         key = key.repeat_interleave(heads // key.shape[-3], -3)
@@ -565,9 +567,9 @@ def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...] | None:
     return tuple(t.expand(*batch, *t.shape[-2:]) for t in tensors)
 
 
-# nn.MultiheadAttention calls this function, and its body chooses between the fused op and a
-# written-out softmax; the mode is called for the whole function, and would not see its body. This
-# copy runs the body without asking the mode again.
+# nn.MultiheadAttention calls this function, which runs fused attention or a written-out softmax.
+# torch gives the mode the whole function, so that the mode would not see the ops in the body. This
+# copy of the function runs the body at once, and the mode sees each op.
 _composite: Any = F.multi_head_attention_forward
 _multi_head_attention = FunctionType(
     _composite.__code__,

@@ -137,8 +137,8 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
             moved.maps.append(whole)
             moved.columns.append(_find_moved(source, column=column))
         else:
-            # The same weight again, for other tokens: the model projects windows one by one. The
-            # patterns of all its calls together are those of one map.
+            # The same weight again, for other tokens: the model projects windows one by one. Join
+            # the patterns of all calls to the patterns of a single map.
             column = moved_columns[index]
             moved.maps[index] = moved.maps[index] | whole
             moved.columns[index] = moved.columns[index] | _find_moved(source, column=column)
@@ -233,7 +233,7 @@ def _find_query_factors(moved: Mapping[str, _Moved], size: int) -> tuple[Factor,
         for one, whole in zip(moved[name].columns, moved[name].maps, strict=True):
             if not torch.equal(one, whole):
                 return TOKENS
-    # Patterns of one channel that changes only some of the queries: those of one head.
+    # Patterns of single channels that change only some of the queries: the queries of one head.
     heads = []
     for one, whole in zip(moved["q"].columns, moved["q"].maps, strict=True):
         if not torch.equal(_project_to_axis(one, -1), _project_to_axis(whole, -1)):
@@ -362,7 +362,7 @@ def _choose_samples(
             if factor.role != "window" or factor.size % samples:
                 continue
             windows = Factor("window", factor.size // samples)
-            # A factor of samples needs no size: that of the batch at hand counts.
+            # A factor of samples needs no size: on each batch, the number of samples is known.
             orders = [[Factor("sample"), windows], [windows, Factor("sample")]]
             if windows.size == 1:
                 orders = [[Factor("sample")]]

@@ -5,18 +5,18 @@ an attention call, (windows, heads, tokens, width), lies t = phi(y), made of che
 permutations, a repetition of heads, rotary positions, a norm per head. What phi is, is asked of
 J^T u, its vector-Jacobian product, with u of our choice:
 
-1. Which token of y does a token of t read? Of a random u no entry vanishes, so that an exact zero
-   of J^T u says that nothing leads there. Each token of t is given a set of probes of its own,
-   half of them all, and u is restricted to the tokens of one probe after the other: the rows of y
-   that are touched spell the sets. A row that more than half of the probes touch feeds two tokens:
-   t mixes tokens.
+1. Which token of y does a token of t read? A random u has no zero entries. So J^T u is exactly
+   zero at the entries of y on which t does not depend. Each token of t gets its own set of probes,
+   half of all probes. For each probe, u is nonzero only at the tokens with this probe. The probes
+   that reach a row of y identify the token that reads the row. If more than half of the probes
+   reach a row, two tokens read it: t mixes tokens.
 2. Which channels of y feed a head? The same, with the heads numbered and columns for rows. Where
    heads share channels, either whole heads are repeated (grouped keys), or a norm runs over all
    heads before they are split (cross-head).
-3. What is phi, then, on the channels of one token, y_i -> t_i? By the ops in the graph it is
-   affine or it is not; by the values it is the same map M everywhere (affine), a map G_i of the
-   position alone (rotation where it is orthogonal, else linear-pos), or a function with a
-   Jacobian G_i at X (local: a norm of queries).
+3. What is phi on the channels of one token, y_i -> t_i? The ops in the graph show whether phi is
+   affine. If so, the values show whether phi is the same map M at all tokens (affine), or a map
+   G_i of the position alone (rotation if G_i is orthogonal, else linear-pos). Any other function
+   has a Jacobian G_i at X (local, such as a normalisation of queries).
 
 The rows of M and G_i are products J^T e_c, one channel c at a time for all tokens and heads: no
 two of them share an entry of y. See `graph` for the products; what is recovered is kept as a
@@ -424,7 +424,7 @@ def _require_same_maps(
         leaves: the outputs of linear maps that q, k or v depends on in this pass.
 
     Raises:
-        NotClosedForm: the maps are not those of the first pass, or they read several inputs.
+        NotClosedForm: the maps differ from the maps of the first pass, or read several inputs.
     """
     by_address = {leaf.origin.address: leaf for leaf in leaves}
     decoded = tuple(by_address[address] for address in form.source if address in by_address)

@@ -179,7 +179,7 @@ def _run_unobserved(net: Net, pair: Batch, uses: Uses, call_stack: trace.CallSta
 
     Raises:
         InputError: the output does not have a row per sample.
-        EvaluationError: it is not finite.
+        EvaluationError: the output is not finite.
     """
     if net.kind != "text":
         uses.mark(pair.x)
@@ -220,7 +220,7 @@ def _observe_passes(
     """
 
     def observe(loops: Sequence[calls.Loop], uncut_maps: frozenset[calls.Address]) -> Surveyor:
-        """Run the model once, and check that its output is that of the unobserved pass."""
+        """Run the model once, and check that the output equals that of the unobserved pass."""
         surveyor = Surveyor(pair, uncut_maps, loops)
         result = trace.run(net, pair, surveyor)
         if not agree(output, result, each=0):  # a strict tolerance: the model may be random

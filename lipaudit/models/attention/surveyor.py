@@ -71,8 +71,8 @@ class Surveyed:
         site: its site.
         parts: q, k and v of both samples, (windows, heads, tokens, width).
         first: q, k and v of the first sample; empty tensors if a window holds both samples.
-        origins: the linear maps behind q, k and v; without their tensors, which take memory,
-            unless the call has one head and may be a part of a loop.
+        origins: the linear maps behind q, k and v. Their tensors take memory, and are stored only
+            if the call has one head and may be a part of a loop.
         reads: for q, k and v, the rows and columns of each linear map that they read.
         form: properties of the logits that all calls of a loop share.
         has_projection: whether a linear map of its output was seen.
@@ -315,7 +315,7 @@ class Surveyor(Tracer):
             structure = replace(site.structure, out=find_output_map(linear, source))
             layer.site = replace(site, structure=structure)
         # The axis of queries was divided into heads and tokens. Refuse the layer if W_O treats
-        # these heads as tokens. It does if it reads the same channel of several heads.
+        # these heads as tokens, by reading the same channel of several heads.
         if site.layout.queries != TOKENS:
             source = graph.Probed(linear.inputs, parts, as_rows)
             if _reads_as_tokens(source, site.heads):

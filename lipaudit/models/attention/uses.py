@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 _SAMPLE = 1
 _OUTER = 2
 _PAIR = 4
-# Of a product of two tensors: the place of the first of them among the arguments of the op.
+# Ops that multiply two tensors: the position of the first tensor among the arguments of the op.
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "convolution": 0, "_cdist_forward": 0}
 _PRODUCTS |= {"addmm": 1, "baddbmm": 1, "addmv": 1}
 _ENTRYWISE = {"mul", "add", "sub", "div"}
@@ -61,7 +61,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from wrapping this mode for compilers, which imports one: 2 s of CPU time."""
+        """Keep torch from wrapping this mode for compilers: the import takes 2 s of CPU time."""
         return False
 
     def __init__(self, where: Callable[[], str]) -> None:

@@ -66,7 +66,7 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
     if options.pretrained:
         weights = list_weight_files(top)
     if not weights and "adapter_config.json" in top:
-        # Sorted by name, .safetensors comes after .bin: it is preferred if both are there.
+        # Of two files, take the last by name: .safetensors comes after .bin.
         weights = sorted(file for file in top if file.startswith("adapter_model."))[-1:]
     if options.pretrained and not weights:
         text = f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
@@ -347,7 +347,7 @@ def _load_weights(
 
 
 def _compute_constants(module: nn.Module, loader: Any, config: Any) -> None:
-    """Replace the constants of a model in half precision by those of a float32 model.
+    """Replace the constants of a model in half precision by the constants of a float32 model.
 
     A model computes constants that it does not store, such as rotary frequencies, in the dtype of
     its construction. The float32 model is built without values of parameters: a second copy of

@@ -49,7 +49,7 @@ class LinearWeight(NamedTuple):
     Attributes:
         name: its name in the model.
         parameter: the weight.
-        is_transposed: whether it is (inputs, outputs), not (outputs, inputs).
+        is_transposed: whether the weight is (inputs, outputs), not (outputs, inputs).
     """
 
     name: str
@@ -69,7 +69,7 @@ def round_weights(module: nn.Module, how: str) -> str:
     all weights tied to these. A model that names no output layer has every linear layer rounded.
 
     Args:
-        module: the model, with finite weights; those in half precision become float32.
+        module: the model, with finite weights; weights in half precision become float32.
         how: number format and group, as `--quantize` takes them.
 
     Returns:
@@ -407,8 +407,8 @@ def dequantise_codes(
 
     Both formats store a weight as an unsigned integer, its code, and pack several codes into one
     int32 word. The inputs of the layer form groups. Each pair of a group and an output has a scale
-    and a zero point, which is an integer, too: weight = (code - zero) * scale. The weight has the
-    dtype of the scales, and equals that of gptqmodel and autoawq bit for bit.
+    and a zero point, also an integer: weight = (code - zero) * scale. The weight has the dtype of
+    the scales, and equals the weight in gptqmodel and autoawq bit for bit.
 
     Args:
         layout: gptq (zero points are stored as zero - 1), gptq_v2 (stored as they are) or awq.

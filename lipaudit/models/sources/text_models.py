@@ -241,7 +241,7 @@ class Feed:
         """Return the encoding of a text, or of a pair, cut to a number of tokens.
 
         Raises:
-            InputError: the tokenizer's token types are not those that `types` derives from ids.
+            InputError: the tokenizer's token types differ from the types that `types` derives.
         """
         encoded = self.tokenizer(*texts, truncation=True, max_length=most, **more)
         ids = list(encoded["input_ids"])

@@ -417,7 +417,7 @@ def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...
         module: the model.
 
     Returns:
-        The weights by their names in the module, and a note on those that were left out.
+        The weights by their names in the module, and a note on weights that were left out.
     """
     expected = module.state_dict()
     prefixes = Counter[str]()  # by the number of names that fit without this prefix

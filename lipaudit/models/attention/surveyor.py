@@ -124,8 +124,8 @@ class Surveyor(Tracer):
 
         A pass cuts the autograd graph at linear maps, so that q, k and v are functions of the
         outputs of the last maps. The closed form of a layer requires that these maps read one
-        tensor. The second pass leaves some maps uncut, and so q, k and v of further layers are
-        functions of maps of one earlier tensor (such as before the latent of a compressed key).
+        tensor. The second pass leaves further maps uncut, such as the map behind the latent of a
+        compressed key. In more layers, the last maps at which it cuts then read one tensor.
 
         Args:
             deeper: the surveyor of the second pass, after this pass.
@@ -352,8 +352,8 @@ class Surveyor(Tracer):
         """Remove the layers of modules that attend to one sample after the other, in a loop.
 
         The number of their attention calls depends on the batch, so the calls are no layers. The
-        method `compare` saw a pass with another second sample. In such a module, the calls of the
-        first sample had the same q, k and v as before, and the calls of the second sample had not.
+        method `compare` saw a pass with another second sample. In such a module, q, k and v stayed
+        equal in the calls of the first sample, and changed in the calls of the second sample.
         """
         # `_changes` holds True for a changed call, and False for a call that stayed equal. A
         # module with both has separate calls for the two samples.

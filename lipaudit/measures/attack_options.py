@@ -177,7 +177,10 @@ class AttackOptions(MeasureOptions):
     @field_validator("attack")
     @classmethod
     def _refuse_repeats(cls, attack: str | None) -> str | None:
-        """Refuse a name given twice, in the list or in the ensemble behind `custom:`."""
+        """Refuse an attack that is named twice, in a list or in an ensemble `custom:fgsm,pgd`.
+
+        The text is checked with and without the prefix `custom:`.
+        """
         text = attack or ""
         for listed in (text, text.removeprefix("custom:")):
             names = [name.strip() for name in listed.split(",")]

@@ -73,6 +73,7 @@ def count_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Re
     values = {"top_two": by_row["top1"] + by_row["top2"], "tightness": by_row["g1_ratio"]}
     counts = {}
     for name, lower in CLASSES.items():
+        # `lower` has the lower end of each class. All values below lower[1] are in class 0.
         ends = torch.tensor(lower[1:], dtype=torch.float64, device=sample.device)
         class_of_row = torch.bucketize(values[name], ends, right=True)
         known = ~values[name].isnan()  # a row without a value is in no class

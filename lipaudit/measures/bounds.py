@@ -108,6 +108,7 @@ def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Itera
     from lipaudit.measures.layer_bounds import describe_layers, measure_layer
     from lipaudit.measures.layers import by_layer
 
+    # `out_norms`: a cache of ||W_O|| of each layer, which is the same for all batches.
     reduce = partial(measure_layer, options=options, out_norms={})
     describe = partial(describe_layers, options=options)
     return by_layer(net, batches, reduce, layers=options.layers, describe=describe)

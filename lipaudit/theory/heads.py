@@ -329,7 +329,9 @@ class Heads:
         return replace(self, **changes)._share_maps(maps)
 
     def with_same_map(self, **changes: Any) -> Heads:
-        """Return the heads with other values or projections, on which P does not depend.
+        """Return the heads with other values or projections, and with the stored maps P.
+
+        P does not depend on values and projections, so P is not computed again.
 
         Raises:
             ValueError: a change could affect P.

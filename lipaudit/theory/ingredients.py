@@ -399,7 +399,8 @@ def _largest_gradient(
     if name == "k":
         p = p.mT
     norms = torch.zeros_like(p[..., 0])
-    local = local_map(projection)  # Phi_i = local_i W^T
+    # Phi_i = local_i W^T. `factor` is a smaller R with R^T R = W^T W, and gives the same norms.
+    local = local_map(projection)
     weight = factor(projection).mT
     partners = p[:, :, 0].numel()
     per_token = 2 * partners * heads.q.shape[-1]
@@ -499,7 +500,8 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: P
     # ||triangle Phi|| = ||rows Phi||, and the triangle has no more rows than channels.
     triangle = torch.linalg.qr(rows, mode="r").R
     triangle = triangle[:, :, None]
-    local = local_map(projection)  # Phi_i = local_i W^T
+    # Phi_i = local_i W^T. `factor` is a smaller R with R^T R = W^T W, and gives the same norms.
+    local = local_map(projection)
     weight = factor(projection).mT
     batch, heads, _, d = rows.shape
     entries = batch * heads * d * weight.shape[-1]

@@ -278,7 +278,8 @@ def layer_products(
     Args:
         heads: the heads.
         out: W_O of each head, for the Jacobian of sum_h O_h W_O,h; None for heads side by side.
-        gains: factor of each head's output, for heads side by side.
+        gains: factor of each head's output, for heads side by side; with `out`, W_O has these
+            factors already, and only their number is used.
     """
     attend = linearize_attention(heads)
     # W = [W_Q W_K W_V] of each input, the heads side by side.

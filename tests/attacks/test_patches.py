@@ -60,6 +60,7 @@ def test_a_linear_classifier_falls_exactly_where_the_k_best_patches_turn_it(k):
     assert 0 < sum(broken) < len(broken)
 
 
+@pytest.mark.ci
 def test_one_pixel_of_a_digit_is_attacked_as_well_as_exhaustive_search_does():
     """Of 8x8 pixels, each may take any of the 17 grey levels of digits: every image is tried."""
     report = measure("demo", "attack", eps="1patch", patch_size=1, samples=8, steps=10)

@@ -11,6 +11,15 @@ from lipaudit.errors import UsageError
 from tests.attacks.text_folders import FOLDERS, MOST, distance, list_typing_errors, save
 
 SCORED = [folder for folder in FOLDERS if folder.scored]
+EACH = [
+    pytest.param(
+        folder,
+        marks=[] if folder.name.startswith("gpt-neox") else [pytest.mark.ci],
+        id=folder.name,
+    )
+    for folder in SCORED
+]
+"""Outside of .ci/run, the fastest of the four."""
 PROMPTS = [
     "A Good film",
     "The bad film (and a very poor",
@@ -82,7 +91,7 @@ class Reference:
                     break
 
 
-@pytest.fixture(params=SCORED, ids=[folder.name for folder in SCORED])
+@pytest.fixture(params=EACH)
 def reference(request, tmp_path):
     """A language model with random weights and its tokenizer."""
     return Reference(request.param, tmp_path)

@@ -14,8 +14,7 @@ for any y** (weak duality). y is then moved up that bound, which is concave in y
 | 1, z >= 0 | -z, y1 >= 0 | z - h = 0 | -y1 + (1 - a) y2 | -y2 |
 | -1, z <= 0 | -h = 0 | z, y2 >= 0 | -a y1 + y2 | -y1 |
 
-One bound is a product of the multipliers with the stack of rows, in place of a pass through the
-network.
+A bound is a product of multipliers with the stack of rows: no pass through the network.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from lipaudit.wings.certificates.rounding import DOUBLE, gamma, round_up, tiny
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
 
 _DECAY = (0.8, 0.99)
 """Decay rates of Adam's running means of gradients and squared gradients."""
@@ -64,11 +62,8 @@ class Nodes:
     def prove(self, problem: Problem, margins: Tensor) -> bool:
         """Return whether the parts, at their multipliers, prove that margins are positive.
 
-        They do if, for each margin, the parts with a positive lower bound cover the ball.
-
-        Args:
-            problem: the problem in float64.
-            margins: indices of the margins to prove.
+        For each margin, the parts of the ball with a positive lower bound must cover the ball.
+        `problem` is in float64, and `margins` has the indices of the margins to prove.
         """
         nodes = self[torch.isin(self.which, margins)]
         proven = [nodes[:0]]
@@ -81,23 +76,25 @@ class Nodes:
     def find_smallest(self) -> Tensor:
         """Return the smallest allowed multipliers: 0 for inequalities, -inf for equations.
 
-        Each ReLU h = relu(z) has two constraints. If z <= 0 is known, the first is the equation
-        h = 0. If z >= 0 is known, the second is z - h = 0. All others are inequalities <= 0.
+        Each ReLU h = relu(z) has two constraints. In a part with z <= 0 the first constraint is
+        the equation h = 0. In a part with z >= 0 the second one is z - h = 0. All other
+        constraints are inequalities <= 0, whose multipliers must not be negative.
         """
         is_equation = torch.stack([self.state == -1, self.state == 1])
         return torch.zeros_like(self.y).masked_fill_(is_equation, -torch.inf)
 
     def clip_multipliers(self) -> Tensor:
-        """Return the multipliers with those of inequalities raised to >= 0, as proofs need."""
+        """Return the multipliers, with negative multipliers of inequalities replaced by 0."""
         return torch.maximum(self.y, self.find_smallest())
 
 
 def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
-    """Return whether parts with these signs of ReLUs cover the ball: every input is in a part.
+    """Return whether parts of a ball cover the whole ball: every input is in a part.
 
-    A sign is 1 or -1 where the part is limited to it, and 0 where both signs are in the part. The
-    parts cover the ball if one has only zeros, or if all split the same ReLU and the parts on
-    each of its sides cover that side.
+    Row i of `state` describes part i by the signs of the inputs of k ReLUs: 1 or -1 if the part
+    has only inputs with this sign, 0 if it has both signs. A part of zeros alone is the whole
+    ball. Otherwise all parts must split a common ReLU, and the parts with each sign of this ReLU
+    must cover the inputs with this sign.
     """
     if (state == 0).all(1).any():
         return True
@@ -124,8 +121,11 @@ def join_nodes(groups: list[Nodes]) -> Nodes:
 def bound_nodes(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
     """Return a lower bound of the margin on every part, and the coefficients of the symbols.
 
-    The bounds (b,) hold up to rounding. The coefficients (b, columns) are those of the affine
-    function whose minimum is the bound.
+    A part of the ball is given by signs of ReLUs, with a multiplier for each constraint (weak
+    duality). Margin + multipliers . constraints is affine in the symbols, and its minimum is the
+    bound.
+    The bounds (b,) do not include the rounding errors of this computation. The coefficients are
+    (b, columns).
     """
     evaluation = _evaluate(
         problem, nodes.which, nodes.clip_multipliers(), _find_effects(problem, nodes.state)
@@ -136,8 +136,9 @@ def bound_nodes(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
 def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     """Return lower bounds of the margins on parts of the ball that hold despite rounding.
 
-    The problem is in float64. A sum of n terms is off by at most gamma_n = n u / (1 - n u) times
-    the sum of their absolute values: that is subtracted.
+    The problem is in float64. The error of a sum of n terms is at most gamma_n = n u / (1 - n u)
+    times the sum of their absolute values, with the unit roundoff u = 2^-53. This error is
+    subtracted from the bounds.
     """
     nodes = Nodes(nodes.which, nodes.state, nodes.y.to(DOUBLE))
     bounds, _ = bound_nodes(problem, nodes)
@@ -149,16 +150,13 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
 
 
 def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
-    """Return the whole ball as a part for each margin, with multipliers from a pass backwards.
+    """Return the whole ball as one part for each margin, with good multipliers for the search.
 
-    The output of ReLU k is h = a z + m (1 + eps_k). If eps_k has a positive coefficient, the
-    margin is smallest at eps_k = -1, the lower side of the ReLU. A multiplier of h >= 0 (if
-    a < 1/2) or of h >= z makes the coefficient 0. The last layer comes first, as a multiplier
-    changes the coefficients of earlier ReLUs.
-
-    Args:
-        problem: the problem.
-        which: indices of the margins.
+    The output of ReLU k with input z is h = a z + m (1 + eps_k), with a symbol eps_k in [-1, 1].
+    If eps_k has a positive coefficient, the bound of the margin is attained at eps_k = -1, the
+    lower side of the ReLU. A multiplier of the constraint h >= 0 (if a < 1/2) or h >= z makes the
+    coefficient 0. The last layer is treated first, because its multipliers change the
+    coefficients of earlier ReLUs. `which` has the indices of the margins.
     """
     k = len(problem.slope)
     y = problem.slope.new_zeros(2, len(which), k)
@@ -181,12 +179,13 @@ def ascend(
 ) -> tuple[Float[Tensor, " b"], Nodes]:
     """Raise the lower bounds of parts by moving their multipliers.
 
-    A bound is a concave function of the multipliers. Adam follows its supergradient, clips the
-    multipliers to allowed values after every step, and lets its rate fall to a tenth.
+    A bound is a concave function of the multipliers of the constraints on ReLUs. Adam follows the
+    supergradient of the bound. After every step the multipliers are clipped to allowed values. The
+    learning rate falls linearly to a tenth.
 
     Args:
-        problem: the problem.
-        nodes: the parts, with the multipliers to start from.
+        problem: margins and ReLUs as affine functions of the symbols.
+        nodes: the parts of the ball, with the multipliers to start from.
         steps: number of steps; fewer if all bounds are positive.
         rate: learning rate of the first step.
         until: time (of `time.monotonic`) at which the search ends.
@@ -209,8 +208,9 @@ def ascend(
         best_y = torch.where(is_better[:, None], y, best_y)
         if step == steps or bool((best > 0).all()) or time.monotonic() > until:
             break
-        # A supergradient: the values of the constraints at the symbols -e where the bound, which
-        # is a minimum, is attained. There 1 + eps is 1 - e, and z is at its end of +-spread.
+        # A supergradient: the values of the constraints at the symbols -e, where the affine
+        # function is smallest. There 1 + eps is 1 - e, and the input z of a ReLU is at the end of
+        # +-spread that makes the function smallest.
         e = _find_minimum(problem, coefficients)
         z = relus.centre - on_z.sign() * relus.spread - e @ relus.slopes.mT
         error = 1 - e[:, problem.columns]
@@ -230,8 +230,9 @@ def ascend(
 def _find_minimum(problem: Problem, coefficients: Tensor) -> Tensor:
     """Return e (b, columns) such that coefficients . symbols is smallest at the symbols -e.
 
-    For symbols in [-1, 1], such as errors, e is the sign of the coefficient. For the input of an
-    L2 ball, e is the unit vector along the coefficients; words have another minimum.
+    For symbols in [-1, 1], such as errors, e is the sign of the coefficient. For the input symbols
+    of an L2 ball, e is the unit vector along the coefficients. For a ball of replaced words,
+    `find_best_words` finds the minimum.
     """
     symbols = problem.symbols
     e = coefficients.sign()
@@ -261,9 +262,9 @@ class Effects(NamedTuple):
 def _find_effects(problem: Problem, state: Tensor) -> Effects:
     """Return what a unit of each multiplier adds to the coefficients of z and of 1 + eps.
 
-    The output of a ReLU is h = a z + m (1 + eps). Each ReLU has two constraints, expressions that
-    are <= 0 (or = 0), and a multiplier for each: -h and z - h if the sign of z is unknown, -z and
-    z - h for z >= 0, -h and z for z <= 0.
+    The output of a ReLU with input z is h = a z + m (1 + eps), with a symbol eps in [-1, 1]. Each
+    ReLU has two constraints, each an expression that is <= 0 (or = 0): -h and z - h if the sign of
+    z is unknown, -z and z - h for z >= 0, -h and z for z <= 0. Each constraint has a multiplier.
 
     Args:
         problem: has a and m of every ReLU.
@@ -315,7 +316,8 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
     constant = margins.centre[which] + on_z @ relus.centre + on_error.sum(1)
     spread = margins.spread[which] + on_z.abs() @ relus.spread
     bounds = constant - spread
-    # The dual norm: the 1-norm for symbols in [-1, 1], another one for the input of other balls.
+    # The dual norm: the 1-norm for symbols in [-1, 1]. The input symbols of another ball (L2 or
+    # words) have another dual norm.
     if problem.symbols.norm == "linf":
         bounds = bounds - torch.linalg.vector_norm(coefficients, 1, dim=1)
         return Evaluation(bounds, coefficients, on_z)
@@ -380,16 +382,17 @@ def decide(
 ) -> Decision:
     """Try to prove that all margins are positive on the ball, by branch and bound over ReLUs.
 
-    If the ranges of the margins do not prove it, the ball is split by the signs of ReLUs. The
-    search for multipliers, which bound the margins on each part, runs in single precision. The
-    claimed bound is evaluated in double precision, minus its rounding error (`prove_bounds`).
+    The ranges of the margins may already prove it. Otherwise the ball is split by the signs of
+    ReLUs. On each part, multipliers of the constraints on ReLUs give lower bounds of the margins.
+    The multipliers are searched in single precision. The claimed bound is evaluated in double
+    precision, minus its rounding error (`prove_bounds`).
 
     Args:
         margins: a form of one axis, logit of the label minus every other logit.
-        nodes: largest number of parts of the ball; this limit gives equal verdicts on all
-            machines.
-        seconds: time limit, which depends on the machine and its load.
-        leaves: parts of an earlier proof: they are evaluated, and nothing is searched.
+        nodes: largest number of parts of the ball. With this limit alone, verdicts do not depend
+            on the speed of the machine.
+        seconds: time limit, which does depend on the speed of the machine.
+        leaves: the parts and multipliers of an earlier proof, to check without a search.
     """
     deadline = time.monotonic() + seconds
     low, _ = margins.range()
@@ -404,50 +407,63 @@ def decide(
     relus = len(problem.slope)
     if leaves is not None:
         open_margins = (low <= 0).nonzero()[:, 0]
-        # Parts with another number of ReLUs are of another model or ball.
+        # Parts with another number of ReLUs belong to another model or ball.
         proven = leaves.state.shape[1] == relus and leaves.prove(problem, open_margins)
         limit = "" if proven else "nodes"
-        return Decision(proven, smallest, len(leaves), relus, limit)
+        return Decision(
+            certified=proven, bound=smallest, nodes=len(leaves), relus=relus, limit=limit
+        )
     return _branch(problem, low, nodes, deadline)
 
 
 def _branch(problem: Problem, low: Tensor, nodes: int, deadline: float) -> Decision:
-    """Search multipliers on the whole ball, then split it, until all is proven or a limit ends it.
+    """Try to prove that all margins are positive: on the whole ball first, then on parts of it.
 
-    Multipliers of constraints on the ReLUs give a lower bound of a margin on each part.
+    Each ReLU gives constraints (-h <= 0 and z - h <= 0 for input z and output h). For multipliers
+    y >= 0, the minimum of margin + y . constraints over a part of the ball is a lower bound of the
+    margin there (duality). Gradient ascent looks for multipliers with a high bound. A part that
+    stays unproven is split by the sign of z of one ReLU.
 
     Args:
-        problem: the problem in float64.
-        low: lower ends of the ranges of the margins; those above 0 need no search.
+        problem: margins and ReLUs as affine functions of the symbols, in float64.
+        low: (margins,), a lower bound of each margin; margins with a bound above 0 are proven.
         nodes: largest number of parts of the ball.
         deadline: time (of `time.monotonic`) at which the search ends.
     """
     open_margins = (low <= 0).nonzero()[:, 0]
     rough = problem.to(torch.float32)
     roots = start_nodes(rough, open_margins)
-    # Multipliers differ in size between models: the rate is relative to those of the start.
+    # The size of multipliers differs between models. So the learning rate of the ascent is a share
+    # (RATE) of the mean of the positive multipliers in roots.y.
     used = (roots.y > 0).sum().clamp_min(1)
     rate = RATE * float(roots.y.sum() / used)
+    # The ascent first fixes most symbols (a face of the box of symbols), so that a step is cheap.
     roots = _ascend_on_faces(rough, roots, rate, deadline)
     bounds = torch.maximum(prove_bounds(problem, roots), low[open_margins])
     search = BranchAndBound(problem, rough, rate, nodes, deadline)
     limit, smallest = search.run(roots, bounds)
     smallest = min([smallest, *low[low > 0].tolist()])
     relus = len(problem.slope)
+    decision = Decision(
+        certified=not limit, bound=smallest, nodes=search.nodes, relus=relus, limit=limit
+    )
     if limit:
-        return Decision(False, smallest, search.nodes, relus, limit)
-    return Decision(True, smallest, search.nodes, relus, leaves=join_nodes(search.proven))
+        return decision
+    return replace(decision, leaves=join_nodes(search.proven))
 
 
 def _ascend_on_faces(problem: Problem, roots: Nodes, rate: float, deadline: float) -> Nodes:
-    """Return whole balls with better multipliers, searched on faces of the box of symbols.
+    """Return the parts `roots`, each a whole ball for one margin, with better multipliers.
 
-    On a face most symbols are fixed at an end of [-1, 1] (`restrict_to_face`), so a step is cheap.
-    After some steps other symbols matter, and a new face is chosen.
+    The multipliers of the constraints on ReLUs bound a margin from below, and gradient ascent
+    raises the bound. The ascent runs on a face of the box of symbols: most symbols are fixed at an
+    end of [-1, 1] (`restrict_to_face`), so a step is cheap. After ROOT_STEPS steps other symbols
+    matter, and a new face is chosen. `rate` is the learning rate of the ascent, and `deadline` is
+    the time (of `time.monotonic`) at which it ends.
     """
     improved = []
-    # A face fixes symbols whose coefficients have one sign for all margins of the group. For many
-    # margins these are few, so groups are small.
+    # A face can fix a symbol only if its coefficient has the same sign for all margins of a group.
+    # In a large group such symbols are few, so groups are small.
     size = math.ceil(len(roots) / MARGIN_GROUPS)
     for i in range(0, len(roots), size):
         group = roots[i : i + size]
@@ -484,15 +500,15 @@ class BranchAndBound:
     proven: list[Nodes] = field(default_factory=list)
 
     def run(self, roots: Nodes, bounds: Tensor) -> tuple[str, float]:
-        """Split unproven parts until none is left or a limit ends the search.
+        """Split unproven parts of the ball until all are proven or a limit ends the search.
 
         Args:
-            roots: whole balls, one for each margin, with their multipliers.
-            bounds: lower bounds of the margins on them.
+            roots: the whole ball once for each margin, with multipliers.
+            bounds: (b,), a lower bound of the margin on each root.
 
         Returns:
-            Why the search ended: "" if all is proven, else "nodes", "seconds" or "signs"; and the
-            smallest bound of a part.
+            Why the search ended ("" if all is proven, else "nodes", "seconds", or "signs" if a
+            part without a ReLU to split stays open), and the smallest bound of a part.
         """
         self.nodes = len(roots)
         queue, queue_bounds = self._remove_proven(roots, bounds)
@@ -501,15 +517,16 @@ class BranchAndBound:
                 return "nodes", float(queue_bounds.min())
             if time.monotonic() > self.deadline:
                 return "seconds", float(queue_bounds.min())
-            # The parts with the smallest bounds first: so the smallest bound, which is reported,
-            # rises fastest. All of a batch are of one margin, so that they share a face.
+            # The smallest bounds come first, as the smallest of all is reported. The parts of a
+            # batch bound one margin: so their coefficients have more signs in common, and the
+            # search can fix more symbols.
             order = queue_bounds.argsort()
             margins = queue.which[order]
             is_first_margin = margins == margins[0]
             of_margin = order[is_first_margin]
             batch = queue[of_margin[:BATCH]]
             later = torch.cat([of_margin[BATCH:], order[~is_first_margin]])
-            # A part in which all signs are known cannot be split: it gets more steps.
+            # A part with known signs of all ReLUs cannot be split: its multipliers get more steps.
             has_all_signs = (batch.state != 0).all(1)
             if self._stays_open(batch[has_all_signs]):
                 return "signs", float(queue_bounds.min())
@@ -523,9 +540,10 @@ class BranchAndBound:
         return "", self.smallest
 
     def _stays_open(self, parts: Nodes) -> bool:
-        """Return whether one of the parts, in which all signs are known, cannot be proven.
+        """Return whether a part stays unproven after many more steps of its multipliers.
 
-        They cannot be split further. Their multipliers get many steps, at several learning rates.
+        In these parts the signs of all ReLUs are known, so they cannot be split. Several learning
+        rates are tried in turn on the parts that are not proven yet.
         """
         for factor in _LAST_RATE_FACTORS:
             if not len(parts):
@@ -535,11 +553,11 @@ class BranchAndBound:
         return len(parts) > 0
 
     def _split(self, batch: Nodes) -> tuple[Nodes, Tensor]:
-        """Split every part at the most promising ReLU; return the unproven halves with bounds.
+        """Split every part at its most promising ReLU; return the unproven halves with bounds.
 
-        The score of a ReLU h = a z + m (1 + eps) is the loss that the coefficient of eps causes in
-        the bound, plus m times its multipliers. The ReLU with the highest score is split: z >= 0
-        in one half, z <= 0 in the other. To try the best few ReLUs costs more than it saves.
+        The bound of a ReLU with input z is h = a z + m (1 + eps). Its score is the loss of the
+        bound by the coefficient of eps, plus m times the multipliers of the ReLU. The ReLU with
+        the highest score is split: z >= 0 in the first half, z <= 0 in the second.
         """
         _, coefficients = bound_nodes(self.rough, batch)
         used = batch.y.clamp_min(0).sum(0) * self.rough.offset
@@ -554,10 +572,11 @@ class BranchAndBound:
     def _bound_parts(
         self, coefficients: Tensor, parts: Nodes, steps: int, rate: float
     ) -> tuple[Nodes, Tensor]:
-        """Raise the bounds of parts by some steps; return the unproven parts, with bounds.
+        """Raise the bounds of parts by some steps; return the unproven parts with their bounds.
 
         Args:
-            coefficients: those of the symbols, which choose the face of the box to search on.
+            coefficients: (b, columns), coefficients of the symbols. In the search, symbols whose
+                coefficients have a clear sign are fixed (`restrict_to_face`).
             parts: the parts, with the multipliers to start from.
             steps: number of steps.
             rate: learning rate.
@@ -566,14 +585,14 @@ class BranchAndBound:
         face = restrict_to_face(self.rough, coefficients, COLUMN_SHARE)
         bounds, parts = ascend(face, parts, steps=steps, rate=rate, until=self.deadline)
         bounds = bounds.to(self.exact.slope)
-        # The search is in single precision on a face. Only parts that look proven are evaluated in
-        # float64 on the whole box, which is the proof.
+        # The search runs in single precision with fixed symbols, which proves nothing. Parts that
+        # look proven are evaluated again in float64 with all symbols: this is the proof.
         hopeful = (bounds > 0).nonzero()[:, 0]
         bounds[hopeful] = prove_bounds(self.exact, parts[hopeful])
         return self._remove_proven(parts, bounds)
 
     def _remove_proven(self, parts: Nodes, bounds: Tensor) -> tuple[Nodes, Tensor]:
-        """Record the parts whose bound is positive, and return the others with their bounds."""
+        """Record the parts with a positive bound; return the other parts with their bounds."""
         is_proven = bounds > 0
         self.smallest = min([self.smallest, *bounds[is_proven].tolist()])
         self.proven.append(parts[is_proven])

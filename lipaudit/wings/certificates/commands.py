@@ -18,7 +18,10 @@ from lipaudit.wings.certificates.exchange import decide_instances, verify_proofs
 
 
 def print_results(options: Any, run: RunOptions, output: Output) -> None:
-    """Print a line for every instance; FILE.csv gets the same, with counterexamples beside it.
+    """Print a line of results for every instance of --instances.
+
+    With -o FILE.csv the lines are also written to the file. Counterexamples become files in the
+    same folder.
 
     Raises:
         UsageError: an option without an effect, or a file that cannot be written.
@@ -44,7 +47,8 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
         _, model, name, *_ = row
         example_name = f"{Path(model).stem}_{Path(name).stem}.counterexample.gz"
         for path in output.output:
-            # Written after every line, so that nothing is lost if a later instance cannot be read.
+            # The file is written again after every line: if a later instance fails, the earlier
+            # results are not lost.
             files.write(path, text.encode())
             if example:
                 files.write(path.parent / example_name, gzip.compress(example.encode()))

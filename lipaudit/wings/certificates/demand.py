@@ -75,24 +75,28 @@ Cut = tuple[int, int]
 
 
 class TrialRun:
-    """Runs every call of a model on numbers, and records it."""
+    """Runs a model on plain numbers once, and records each call of a torch function."""
 
     def __init__(self, like: Symbols) -> None:
-        """Make symbols, with the rules and dtype of `like`, whose forms record calls."""
-        # No input symbols: the trial runs on one input, and only the calls matter.
+        """Make the symbols of the trial, with the rules and dtype of `like`.
+
+        Forms of these symbols pass every call of a torch function to `self.call`, so that the
+        trial records the calls.
+        """
+        # No input symbols: the trial runs on one input, and only the recorded calls matter.
         dtype = like.model_dtype
         self.symbols = Symbols(
             0, "linf", order=1, dtype=dtype, rules=like.rules, model_dtype=dtype
         )
-        # Every call on a form of these symbols comes here in place of its rule.
+        # torch functions on forms of these symbols call this method in place of their rule.
         self.symbols.intercept = self.call
         self.calls: list[Call] = []
 
     def start(self, centre: Tensor) -> Form:
-        """Return a form for the trial run: its centre holds plain numbers, its node marks reads.
+        """Return a form for the trial run: plain numbers as its centre, and a node.
 
-        The node is a mask of the entries that later calls read; at first none. Coefficients and
-        slack are never used in a trial.
+        The node is a mask of the entries that later calls read, at first no entry. A trial never
+        uses the coefficients and the slack of a form, so they hold placeholders.
         """
         centre = centre.to(self.symbols.model_dtype)
         no_rows = centre.new_empty(0, *centre.shape)
@@ -104,8 +108,10 @@ class TrialRun:
     def call(self, func: Any, name: str, _rule: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of torch on numbers, and record the call.
 
-        `Symbols.intercept` is set to this method, so it is called in place of each rule. Forms
-        among the arguments hold numbers as centres; the record has their nodes instead.
+        `Symbols.intercept` is set to this method, so torch functions on forms call it in place of
+        their rule for bounds. The function runs on the centres of the forms, which are plain
+        numbers. The record has the nodes of the forms, which are masks of the entries that later
+        calls read.
         """
         numbers, options = tree_map_only(Form, lambda form: form.centre, (args, kwargs))
         result = func(*numbers, **options)
@@ -126,7 +132,7 @@ class TrialRun:
 
 
 class Plan:
-    """The calls of a model in order: each one's name, and the one index of an axis to compute."""
+    """The calls of a model in order: the name of each, and the index of an axis to compute."""
 
     def __init__(self, cuts: Iterable[tuple[str, Cut | None]]) -> None:
         self.cuts = iter(cuts)
@@ -134,14 +140,15 @@ class Plan:
     def __call__(self, _func: Any, name: str, rule: Any, args: Any, kwargs: Any) -> Any:
         """Compute the next call of the model by its rule, but only the entries that are read.
 
-        Set as `Symbols.intercept`, so it is called in place of every rule. A trial run found out
-        whether later calls read only one index of an axis, such as the class token: `cut` is that
-        axis and index, or None. Then the arguments are narrowed to that index, and the result is
-        repeated along the axis, without memory.
+        `Symbols.intercept` is set to this object, so torch functions on forms call it in place of
+        their rule. A trial run found out for each call whether later calls read only one index of
+        an axis of the result, such as the class token. `cut` is this axis and index, or None. With
+        a cut, the arguments are narrowed to the index, and the result is expanded along the axis,
+        which takes no memory.
 
         Args:
             name: name of the torch function.
-            rule: what the function does to forms.
+            rule: the function of forms that computes bounds of the result.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
 
@@ -154,25 +161,25 @@ class Plan:
         if cut is None:
             return rule(*args, **kwargs)
         axis, _ = cut
-        # Number of leading arguments that have the axis: the first, as in a linear layer or a
-        # softmax, whose weights stay whole; all of them in elementwise calls.
+        # Number of leading arguments to narrow: all in elementwise calls, else the first alone.
+        # The weights of a linear layer, for example, are not narrowed.
         along_axis = 1
         if name in ELEMENTWISE:
             along_axis = len(args)
         size = max(_get_size(value, axis) for value in args[:along_axis])
         parts = list(args)
         for i, value in enumerate(args[:along_axis]):
-            # Arguments of size 1 are broadcast along the axis: they stay.
+            # Arguments of size 1 are broadcast along the axis: they are not narrowed.
             if _get_size(value, axis) == size:
                 parts[i] = _narrow(value, cut)
         return _repeat_form(rule(*parts, **kwargs), cut, size)
 
 
 def _narrow(value: Tensor, cut: Cut) -> Tensor:
-    """Return the one index of an axis (`cut`) of a tensor or form, as a slice of size 1.
+    """Return a tensor or form at one index of an axis (`cut`), as a slice of size 1.
 
-    All calls that read the same slice of a form get the same object. So an error symbol that one
-    call adds to it is the same for all of them.
+    All calls that read the same slice of a form get the same object. If a call turns slack of the
+    slice into an error symbol, the other calls share this symbol, and so it can cancel.
     """
     axis, index = cut
     if not isinstance(value, Form):
@@ -189,9 +196,10 @@ def _narrow(value: Tensor, cut: Cut) -> Tensor:
 
 
 def plan_cuts(model: Callable[[Any], Any], x: Form) -> Plan | None:
-    """Run the model on numbers, and return which entries of every call its results need.
+    """Run the model on plain numbers, and return which entries of each call its results need.
 
-    Return None if the run fails, or if its result does not depend on the input: all is computed.
+    Return None if the run fails, or if the result does not depend on the input. Then the pass on
+    forms computes all entries.
     """
     trial = TrialRun(x.symbols)
     try:
@@ -199,12 +207,12 @@ def plan_cuts(model: Callable[[Any], Any], x: Form) -> Plan | None:
         results = list_forms(model(start))
         for form in results:
             form.node.read[...] = True
-        # From the results backwards: the entries that later calls read of a result are known when
-        # the call is reached.
+        # From the last call to the first: at each call, the masks of its results already contain
+        # what all later calls read.
         cuts = [(call.name, _mark_read(call)) for call in reversed(trial.calls)]
     except (RuntimeError, TypeError, ValueError) as error:
-        # A failure, such as mismatched dtypes, only means that nothing is left out. Failures of
-        # the machine, such as no memory, are raised.
+        # Another failure, such as mismatched dtypes, only means that no entry can be left out.
+        # Failures of the machine, such as no memory, are raised.
         if of_machine(error):
             raise
         return None
@@ -214,9 +222,14 @@ def plan_cuts(model: Callable[[Any], Any], x: Form) -> Plan | None:
 
 
 def _mark_read(call: Call) -> Cut | None:
-    """Mark the entries of a recorded call's arguments that are needed for the read results.
+    """Mark which entries of its arguments a recorded call reads.
 
-    Return the axis and the index if only one index along an axis needs to be computed, else None.
+    The results of the call already have masks of the entries that later calls read. Three cases: a
+    rearrangement reads the entries that were moved to read ones; a call whose result is read at
+    one index of an axis reads this index of its arguments; any other call reads everything.
+
+    Returns:
+        The axis and the index in the second case, else None.
     """
     if call.name in REARRANGING and isinstance(call.args[0], Node):
         _mark_rearranged(call, call.args[0])
@@ -225,7 +238,7 @@ def _mark_read(call: Call) -> Cut | None:
     if cut is None:
         _mark_all((call.args, call.kwargs))
         return None
-    # Number of leading arguments that have the axis: in elementwise calls all, else the first.
+    # Number of leading arguments with this axis: all in elementwise calls, else only the first.
     along_axis = 1
     if call.name in ELEMENTWISE:
         along_axis = len(call.args)
@@ -244,9 +257,14 @@ def _mark_read(call: Call) -> Cut | None:
 
 
 def _mark_rearranged(call: Call, node: Node) -> None:
-    """Mark the entries of a rearranging call's first argument that its read results consist of.
+    """Mark the entries of the first argument of a rearranging call that later calls read.
 
-    The call runs on the indices 0, 1, ... of the entries: the result says where each one went.
+    The results of the call have masks of the entries that later calls read. To find where these
+    entries come from, the call runs on the indices 0, 1, ... of the entries of the argument.
+
+    Args:
+        call: a recorded call that only moves entries, such as a transpose.
+        node: the mask of its first argument.
     """
     indices = torch.arange(node.read.numel(), device=node.read.device)
     indices = indices.view(node.read.shape)
@@ -266,10 +284,10 @@ def _mark_all(values: Any) -> None:
 
 
 def _find_cut(call: Call) -> Cut | None:
-    """Return the axis along which only one index of a call's result is read, and that index.
+    """Return an axis of a call's result along which later calls read one index, and the index.
 
-    None if there is none, or if the call cannot be computed at one index alone: it must be
-    elementwise or row-wise, with one result.
+    Return None if there is no such axis, or if the call cannot be computed at one index alone. It
+    can if it is elementwise or row-wise and has one result.
     """
     # Keyword arguments are not narrowed, so none of them may depend on the input or on the axis.
     if (
@@ -295,10 +313,10 @@ def _find_cut(call: Call) -> Cut | None:
 
 
 def _list_axes(call: Call, read: Tensor) -> list[int]:
-    """Return the axes along which each index of the result can be computed alone, as -1, -2, ...
+    """Return the axes along which each index of a call's result can be computed alone.
 
-    That depends on the function: a softmax, for example, mixes its own axis. `read` has the shape
-    of the result.
+    Axes count from the last, as -1, -2, ... They depend on the function: a softmax, for example,
+    mixes the entries along its axis. `read` has the shape of the result.
     """
     axes = list(range(-1, -read.ndim - 1, -1))
     if call.name in ELEMENTWISE:
@@ -314,7 +332,7 @@ def _list_axes(call: Call, read: Tensor) -> list[int]:
     if call.name == "batch_norm":
         return [axis for axis in axes if axis % read.ndim != 1]
     if call.name == "scaled_dot_product_attention":
-        # A mask has rows of its own, which would have to be narrowed, too.
+        # An attention mask would have to be narrowed, too, and that is not implemented.
         has_mask = len(call.args) > 3 or call.kwargs.get("attn_mask") is not None
         if has_mask or call.kwargs.get("is_causal"):
             return []
@@ -324,7 +342,7 @@ def _list_axes(call: Call, read: Tensor) -> list[int]:
 
 
 def _read_argument(call: Call, name: str) -> Any:
-    """Return an argument by its keyword, else the second positional argument."""
+    """Return the keyword argument `name` of a call, else its second positional argument."""
     if name in call.kwargs:
         return call.kwargs[name]
     return call.args[1]
@@ -338,7 +356,9 @@ def _get_size(value: Any, axis: int) -> int:
 
 
 def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
-    """Repeat a form of one index of an axis to `size`, and mark the other indices as not computed.
+    """Expand a form computed at one index of an axis to the size that the model expects.
+
+    The slack at all other indices is NaN, so that a bound that reads them is not finite.
 
     Args:
         form: the form, of size 1 along the axis.
@@ -355,10 +375,10 @@ def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
     shape = list(form.shape)
     shape[axis] = size
     wide: Form = rearrange(form, lambda t: t.expand(shape))
-    # NaN where nothing was computed: a range that reads it is not finite, and proves nothing.
+    # NaN at the indices that were not computed: a bound that reads them is not finite.
     wide.slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
     wide.slack.narrow(axis, index, 1).copy_(form.slack)
-    # Later calls that read only this index take the form itself (`_narrow`).
+    # `_narrow` returns the form itself to later calls that read only this index.
     wide.__dict__["parts"] = {cut: form}
     if form.weights:
         low, high = form.weights

@@ -38,8 +38,10 @@ def load_denoiser(reference: str) -> nn.Module:
 
 
 def hash_denoiser(reference: str) -> str:
-    """Return the hash of a denoiser: of its weights and buffers, and of its factory's file."""
-    # A denoiser may have no parameters (bare): its source is hashed, too.
+    """Return the SHA-256 of a denoiser: of its weights, its buffers and the file of its factory.
+
+    A denoiser may have no parameters (`bare`), so the weights alone would not tell two apart.
+    """
     weights = hash_weights(load_denoiser(reference), reference, bare=True)
     source = reference.removeprefix("py:").rpartition(":")[0]  # a file, or a module by name
     if source.endswith(".py"):
@@ -61,7 +63,7 @@ def add_denoiser(net: Net, reference: str) -> Net:
     advice = "A denoiser takes noisy samples and returns samples of their shape and type."
 
     def call_behind_denoiser(x: Tensor, mask: Tensor | None) -> Any:
-        """Run the model on denoised samples, in place of `Net.call`; require their shape."""
+        """Denoise samples, require an unchanged shape and dtype, and run the model on them."""
         with explain_failure(f"the denoiser {reference} failed", advice):
             z = denoiser(x)
         returned = _describe(z)

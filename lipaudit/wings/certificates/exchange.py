@@ -52,7 +52,8 @@ def decide_instances(
     Raises:
         InputError: a file is missing, or has something that is not read.
     """
-    # `Query` makes a classifier of each property: it is to be proven on the ball of radius 1.
+    # `Query` makes a classifier of each property. The property holds if the classifier keeps its
+    # class on the ball of radius 1 around 0.
     options = options.model_copy(update={"eps": (parse_radius("1"),)}).adapt("tokens")
     advice = "Give lines MODEL.onnx,PROPERTY.vnnlib,SECONDS in a .csv file."
     with explain_failure(f"{path} is no list of instances", advice, OSError, ValueError):
@@ -82,9 +83,10 @@ def decide_instances(
 
 
 def _make_net(query: Query, model: str, name: str) -> Net:
-    """Return the classifier of an instance as a `Net`: certified where the property holds.
+    """Return the classifier of a verification instance as a `Net`, which can be certified.
 
-    Its input is in the ball of radius 1 around 0, which `query` maps to the box of the property.
+    `query` maps the ball of radius 1 around 0 to the box of inputs of the property. The property
+    holds if the classifier keeps its class on this ball.
     """
     spec = ModelSpec(query, tuple(query.centre.shape), kind="tokens", architecture=model)
     how = LoadOptions(device="cpu", dtype=query.dtype)
@@ -94,12 +96,13 @@ def _make_net(query: Query, model: str, name: str) -> Net:
 def _decide(
     bracket: Bracket, query: Query, options: CertifyOptions
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """Attack and prove the ball of an instance.
+    """Attack the ball of a verification instance, and try to prove it.
 
-    Returns the competition's word for the outcome (sat: broken, unsat: proven, timeout or
-    unknown), and the inputs and outputs of a counterexample.
+    Returns:
+        The competition's word for the outcome (sat: broken, unsat: proven, timeout or unknown);
+        the inputs and outputs of a counterexample, empty without one.
     """
-    for _ in bracket.decide_balls(options.eps):  # works between its yields
+    for _ in bracket.decide_balls(options.eps):  # a generator: the loop runs it to its end
         pass
     # The example must break the property after rounding, too: otherwise the outcome is unknown.
     if bracket.adversarial_radius <= 1 or not bracket.correct:
@@ -133,11 +136,12 @@ def _write_example(example: Sequence[Tensor]) -> str:
 def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, str, bool]]:
     """Repeat the proofs of the certified balls of a report.
 
-    A ball is proven by the pass alone, or at the stored multipliers of its parts.
+    A ball is proven by one pass through the model, or by branch and bound. For the latter the file
+    of proofs has the parts of the ball and their multipliers, so nothing is searched again.
 
     Args:
         report: the report.
-        proofs: the file of `--proofs`; without one, only passes prove.
+        proofs: the file of `--proofs`; without the file, only balls proven by one pass are proven.
 
     Yields:
         The id of a sample, its largest certified radius, and whether its ball is proven again.
@@ -181,7 +185,7 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
             label = columns["predicted"][i]
             if sample.y is not None and int(sample.y) >= 0:
                 label = int(sample.y)
-            # With stored parts of the ball the proof is evaluated, and nothing is searched.
+            # With the stored parts of the ball (leaves) the proof is evaluated without a search.
             leaves = _read_leaves(proofs, name_proof(name, float(radius)), net.device)
             with exact_arithmetic(net.device):
                 proof = replace(make_proof(net, sample, options, math.inf), leaves=leaves)
@@ -203,10 +207,10 @@ def _list_certified(section: Section, options: CertifyOptions) -> list[Radius | 
 
 
 def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: Run) -> bool:
-    """Return whether a report is of the weights, samples and labels of a job, and is consistent.
+    """Return whether a report has the weights, samples and labels of a job, and is consistent.
 
-    Consistent means: its rows are the balls of its options, and their certified shares are those
-    of the samples that are flagged as certified.
+    A report is consistent if its rows are the balls in its options, and if the certified share of
+    each row is the share of the samples that are flagged as certified.
     """
     if job.net.weights_sha256 != before.model.weights_sha256:
         return False
@@ -233,10 +237,10 @@ def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: R
 
 
 def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
-    """Return the parts of a ball, with multipliers, from the file of `--proofs`.
+    """Return the proof of a ball, its parts with their multipliers, from the file of `--proofs`.
 
-    Without a file, or if the file has no such ball, the result has no parts: then only the pass
-    through the model can prove the ball.
+    Without a file, or if the file does not have the ball, the result has no parts. Then only a
+    single pass through the model can prove the ball.
 
     Args:
         proofs: the file, a zip archive with a .npz file for each ball.

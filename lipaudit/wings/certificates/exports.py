@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def encode_text(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return files by name as text (base64), as a part of a result can hold them."""
+    """Return files by name as base64 text, because the facts of a `Part` cannot hold bytes."""
     return {name: base64.b64encode(content).decode() for name, content in files.items()}
 
 
 def export_balls(
     net: Net, brackets: Sequence[Bracket], options: CertifyOptions
 ) -> dict[str, bytes]:
-    """Return the model and the balls around correct samples as files by name."""
+    """Return the model (ONNX) and the balls around correct samples (VNN-LIB) as files by name."""
     from lipaudit.wings.certificates.onnx_graph import export_onnx
     from lipaudit.wings.certificates.vnnlib import write_property
 
@@ -36,16 +36,17 @@ def export_balls(
     for bracket in brackets:
         sample = bracket.sample
         name = sample.ids[0]
-        # The function of token embeddings depends on the text around them.
+        # A network of token embeddings has the ids, positions and mask of its text as constants:
+        # so each text needs a model file.
         if net.kind == "text":
             files[f"{name}.onnx"] = export_onnx(net, sample)
-        elif sample.start == 0:  # the first sample of the run: one model serves all
+        elif sample.start == 0:  # the first sample of the run: all samples share one model file
             files["model.onnx"] = export_onnx(net, sample)
         if not bracket.correct:  # there is no property to prove
             continue
         x = net.point(sample).double()
         free = net.free(sample)
-        # 1 for entries that may change: all of an image, or those of the free tokens.
+        # 1 for entries that may change: all entries of an image, or of the free tokens of a text.
         moving = x.new_ones(x.shape) if free is None else free[..., None]
         label = bracket.label_to_prove
         for eps in options.eps:
@@ -65,8 +66,8 @@ def name_proof(sample: str, radius: float) -> str:
 def encode_proofs(brackets: Sequence[Bracket]) -> dict[str, bytes]:
     """Return the proofs of certified balls that were split, as .npz files by name.
 
-    A proof is the parts of the ball with their multipliers (`Nodes`). Balls that were not split
-    need none: a pass through the model proves them again.
+    A proof is the list of the parts of the ball with their multipliers (`Nodes`). A ball that was
+    not split needs no proof file: a pass through the model proves the ball again.
     """
     import numpy as np
 
@@ -101,7 +102,7 @@ def encode_files(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, b
         for name in exported:
             if not name.endswith(".vnnlib"):
                 continue
-            # Texts have a model file per sample, other samples one for all.
+            # Each text has a model file; all other samples share one.
             model = f"{name.partition('_')[0]}.onnx"
             if model not in exported:
                 model = "model.onnx"

@@ -72,7 +72,7 @@ class NoRuleError(InputError):
     """
 
     def __init__(self, operation: str, module: str = "") -> None:
-        """Write the message; `module` is empty as long as the path is unknown."""
+        """Write the message; an empty `module` means that the path of the module is unknown."""
         where = ""
         if module:
             where = f" (in {module})"
@@ -111,7 +111,7 @@ class Quotient:
     constant: Form
 
     def move(self, move: Callable[[Form], Form]) -> Quotient:
-        """Return the quotient with `move`, a rearrangement of entries, applied to its forms."""
+        """Return the quotient with `move`, a rearrangement of entries, applied to each form."""
         return Quotient(*(move(each) for each in vars(self).values()))
 
 
@@ -139,9 +139,9 @@ class Form(Tensor):
     def __new__(
         cls: type[Form], centre: Tensor, dense: Tensor, slack: Tensor, symbols: Symbols, **_: Any
     ) -> Form:
-        """Return a tensor without numbers, which has the shape and device of `centre`.
+        """Return a tensor without numbers, with the shape and device of `centre`.
 
-        `__init__` then stores the other arguments.
+        torch sees this tensor in place of the form. `__init__` then stores the other arguments.
         """
         shell: Form = Tensor._make_wrapper_subclass(
             cls, centre.shape, dtype=symbols.model_dtype, device=centre.device
@@ -166,10 +166,11 @@ class Form(Tensor):
             centre: (*shape), float64.
             dense: (symbols, *shape), the coefficients, in the dtype of the symbols.
             slack: (*shape), float64, >= 0: the radius of all errors that have no symbol.
-            symbols: the symbols of the pass, by their numbers: row i belongs to symbol i.
-            blocks: coefficients beside the dense ones, of errors that act in one row each.
-            weights: for attention weights only, which are >= 0 and sum to one along the last axis
-                for every input: the ends of a range of each entry, often tighter than `range`.
+            symbols: the symbols of the pass; row i of `dense` has the coefficients of symbol i.
+            blocks: further coefficients, stored sparsely, of error symbols that act on one group
+                of entries each.
+            weights: only for attention weights, entries >= 0 that sum to one along the last axis:
+                a lower and an upper bound of each entry, often tighter than `range`.
         """
         self.centre = centre
         self.dense = dense
@@ -181,9 +182,10 @@ class Form(Tensor):
 
     @classmethod
     def from_quotient(cls, quotient: Quotient) -> Form:
-        """Return a form for a quotient, which is multiplied out on first use of its numbers.
+        """Return a form for a quotient: numerator x inverse + constant, computed on first use.
 
-        Until then centre, dense, blocks and slack are not set: `__getattr__` computes them.
+        At first centre, dense, blocks and slack are not set. `__getattr__` computes them when one
+        of them is first read.
         """
         like = quotient.numerator
         form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
@@ -194,17 +196,17 @@ class Form(Tensor):
 
     @property
     def pending_quotient(self) -> Quotient | None:
-        """Return the quotient of this form if it is not multiplied out yet, else None."""
-        if "dense" in self.__dict__:  # coefficients exist: it is multiplied out
+        """Return the quotient of this form if its product is not computed yet, else None."""
+        if "dense" in self.__dict__:  # the product was computed: coefficients exist
             return None
         return self.quotient
 
     def __getattr__(self, name: str) -> Any:
-        """Multiply out the pending quotient when its centre or coefficients are first read.
+        """Compute a pending quotient when the centre or the coefficients are first read.
 
-        A normalisation stays numerator x inverse + constant until its numbers are needed, because
-        weights that follow make tighter bounds on the quotient. Python calls this method for
-        attributes that do not exist yet.
+        Python calls this method for attributes that do not exist yet. A normalisation is kept as
+        numerator x inverse + constant until its numbers are needed: a linear layer that follows
+        gets tighter bounds from the quotient than from the product.
         """
         quotient: Quotient | None = self.__dict__.get("quotient")
         if name not in PARTS or quotient is None:
@@ -220,19 +222,20 @@ class Form(Tensor):
 
     @property
     def symbol_count(self) -> int:
-        """Return n if the form depends on the symbols 0 .. n - 1 at most, in order of creation."""
+        """Return n such that the form has coefficients only of symbols 0 to n - 1."""
         return max(len(self.dense), *(block.end for block in self.blocks), 0)
 
     @property
     def generators(self) -> Tensor:
         """Return all coefficients as a dense stack (symbols, *shape).
 
-        Blocks, which store error coefficients sparsely, become rows of the stack and are dropped.
+        Blocks store coefficients of error symbols sparsely. They are written into the stack, in
+        place, and the form has no blocks afterwards.
         """
         if self.blocks:
             stack = self.dense.new_empty(self.symbol_count, *self.shape)
             stack[: len(self.dense)] = self.dense
-            # new_empty and two writes: zeroing all rows first would touch memory twice.
+            # Only rows that are not copied are set to zero: memory is written once.
             stack[len(self.dense) :] = 0
             for block in self.blocks:
                 block.add_to(stack)
@@ -250,8 +253,9 @@ class Form(Tensor):
     def split_by_row(self) -> Form:
         """Rewrite the blocks so that each symbol acts in one row of the last axis, in place.
 
-        Blocks are sparse error coefficients. An operation within rows can then be applied to them
-        as to dense ones. If a block cannot be rewritten, all coefficients become dense.
+        Blocks store coefficients of error symbols sparsely. After the rewrite, an operation that
+        mixes entries of a row only can be applied to blocks and to dense coefficients alike. If a
+        block cannot be rewritten, all coefficients become dense.
         """
         blocks = []
         for block in self.blocks:
@@ -263,10 +267,10 @@ class Form(Tensor):
         return self
 
     def map_coefficients(self, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[ErrorBlock]]:
-        """Return the coefficients after a linear operation on each entry: dense ones and blocks.
+        """Return dense coefficients and blocks after a linear operation on each entry.
 
-        Blocks store coefficients of errors sparsely. After `split_by_row` the operation may also
-        mix the entries of a row of the last axis.
+        Blocks store coefficients of error symbols sparsely. After `split_by_row` the operation may
+        also mix entries of the same row of the last axis.
         """
         return op(self.dense), [block.map_coefficients(op) for block in self.blocks]
 
@@ -274,19 +278,19 @@ class Form(Tensor):
         """Return the coefficients (symbols, entries) of entries where a mask (*shape) is True."""
         stack = self.dense.new_zeros(self.symbol_count, int(mask.sum()))
         stack[: len(self.dense)] = self.dense[:, mask]
-        # Blocks store coefficients of errors sparsely: add them to the rows of their symbols.
+        # Blocks store coefficients of errors sparsely: add them to the rows of these symbols.
         for block in self.blocks:
             block.select_entries(mask).add_to(stack)
         return stack
 
     @cached_property
     def radii(self) -> PartRadii:
-        """Return how far each part (linear, quadratic, errors) moves the entries at most."""
+        """Return bounds of the parts (linear, quadratic, errors) of each entry, (*shape) each."""
         return self.symbols.bound_parts(self.dense, self.blocks)
 
     @property
     def symbol_radius(self) -> Tensor:
-        """Return how far all symbols together can move the entries, without slack; float64."""
+        """Return a bound of the change of each entry by all symbols, without slack; float64."""
         return self.radii.total
 
     @cached_property
@@ -296,10 +300,10 @@ class Form(Tensor):
 
     @property
     def nonlinear_radius(self) -> Tensor:
-        """Return how far the entries move at most without their linear part, (*shape); float64.
+        """Return a bound of quadratic part + errors +- slack of each entry, (*shape); float64.
 
-        A form is centre + linear part + quadratic part + errors +- slack. The first two parts are
-        in the coordinates of the input; this is a bound of the sum of the last three.
+        A form is centre + linear part + quadratic part + errors +- slack. The linear and the
+        quadratic part depend on the coordinates of the input.
         """
         low, high = self.quadratic_range
         quadratic = torch.maximum(-low, high)
@@ -307,9 +311,10 @@ class Form(Tensor):
 
     @property
     def shifted_centre(self) -> Tensor:
-        """Return the centre plus the middle of the quadratic part's range, which is 0 at order 1.
+        """Return the centre plus the middle of the range of the quadratic part.
 
-        Around this point the quadratic part reaches equally far both ways, so bounds are tighter.
+        The quadratic part is in [low, high], which is not symmetric. Relative to this middle the
+        part is within +-(high - low) / 2, a smaller radius. At order 1 the middle is 0.
         """
         low, high = self.quadratic_range
         return self.centre + (low + high) / 2
@@ -321,10 +326,10 @@ class Form(Tensor):
 
     @property
     def rest_radius(self) -> Tensor:
-        """Return how far the entries move from the shifted centre without their linear part.
+        """Return a bound of the nonlinear part of each entry around the shifted centre, (*shape).
 
-        A bound of quadratic part + errors +- slack, (*shape). The shifted centre is the centre
-        plus the middle of the quadratic part's range.
+        The nonlinear part is quadratic part + errors +- slack. The shifted centre is the centre
+        plus the middle of the range of the quadratic part.
         """
         low, high = self.quadratic_range
         shift = self.centre_shift
@@ -333,7 +338,7 @@ class Form(Tensor):
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the ends of a range of every entry on the ball, (*shape) each, float64."""
-        # The linear and the quadratic part share symbols, but their ranges add up to a valid one.
+        # The sum of the ranges of the linear and the quadratic part contains the sum of the parts.
         symbols = self.symbols
         radii = self.radii
         if symbols.norm == "words":  # symbols are in [0, 1], so the two ends differ
@@ -351,15 +356,16 @@ class Form(Tensor):
         high = self.centre + radius + high + rounding
         if self.weights is None:
             return low, high
-        # Attention weights have a second range, which is often tighter: both hold.
+        # Attention weights have a second valid range, often tighter. The intersection holds.
         low_weight, high_weight = self.weights
         return torch.maximum(low, low_weight), torch.minimum(high, high_weight)
 
     @property
     def is_stale(self) -> bool:
-        """Return whether the memory was written to through another view since this one was made.
+        """Return whether another view of the same memory was written to after this view was made.
 
-        In torch the write would have changed this view, too; here it did not, so it is refused.
+        In torch such a write also changes this view. A form does not follow the write, so its
+        content is old, and the use of a stale form is refused.
         """
         return self.seen_writes != self.memory.writes
 
@@ -371,10 +377,10 @@ class Form(Tensor):
         return form
 
     def take_content_of(self, result: Form) -> None:
-        """Replace the content of this form by that of a result, for a write in place.
+        """Replace the content of this form by the content of a result, for a write in place.
 
-        Its memory object stays: it counts the writes, by which other views know that they are
-        stale.
+        The memory object of this form stays. It counts the writes to the memory, so that other
+        views of the memory can tell that they have old content.
         """
         memory = self.memory
         # Cached radii and ranges belong to the old content: they are removed, too.
@@ -386,26 +392,27 @@ class Form(Tensor):
     def bound_input_error(self, roundings: int) -> Tensor:
         """Return s >= 0 such that |W| s bounds the error of the computed form W x.
 
-        W is any linear map. s is the slack of x plus the rounding errors of W times its
-        coefficients and its centre, as if they were errors of the entries of x.
+        W is any linear map, and x is this form. s is the slack of x, plus a bound of the rounding
+        errors of the products of W with the coefficients and with the centre of x.
 
         Args:
             roundings: number of roundings of an entry of W x, such as the terms of its sum.
         """
         dtype = self.symbols.dtype
         of_symbols = gamma(roundings + 1, dtype) * self.symbol_radius
-        # An infinite centre is that of a masked score: it has no rounding error.
+        # Only the score of a masked key has an infinite centre, and it has no rounding error.
         of_centre = (gamma(roundings + 2, DOUBLE) * self.centre.abs()).nan_to_num(posinf=0.0)
         # A device may take tiny coefficients for zero.
         underflow = self.symbol_count * tiny(dtype)
         return round_up(self.slack + of_symbols + of_centre + underflow)
 
     def symbolize_slack(self) -> Form:
-        """Turn slack into error symbols, in place, where it is a large share of the radius.
+        """Turn slack into error symbols, in place, at entries with a large slack.
 
-        Both are an unknown error of one entry. Where weights mix entries, slack adds up in
-        absolute value, but a symbol keeps its sign, so it can cancel later. Where slack is small
-        against the largest radius of its row, it stays slack: symbols cost time.
+        Slack and an error symbol both bound an unknown error of one entry. If weights mix entries,
+        slack adds up in absolute value. A symbol keeps its sign, so its coefficients can cancel
+        later. But symbols cost time: small slack, relative to the largest radius in its row, stays
+        slack.
         """
         largest = self.symbol_radius + self.slack
         if self.ndim:
@@ -432,14 +439,15 @@ class Form(Tensor):
         """Apply the rule of a torch function; torch calls this in place of the function."""
         name = find_name(func)
         kwargs = dict(kwargs or {})
-        if name in METADATA:  # such as the shape: torch can answer that itself
+        if name in METADATA:  # such as the shape: torch reads it from the tensor without numbers
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         forms = list_forms((args, kwargs))
-        # Numbers of symbols mean something else in another pass; a stale view has old content.
+        # Symbol i of one pass has nothing to do with symbol i of another pass. A stale view has
+        # old content. Both are refused.
         first = forms[0]
         if any(form.is_stale or form.symbols is not first.symbols for form in forms):
             raise NoRuleError(f"{name} of a tensor that was changed in place elsewhere")
-        # add_ is add, whose result is written into the first argument.
+        # add_ uses the rule of add, and the result is written into the first argument.
         is_in_place = name.endswith("_") or kwargs.get("inplace")
         name = name.removesuffix("_")
         result = _apply_rule(first.symbols, func, name, args, kwargs)
@@ -468,8 +476,8 @@ def list_forms(values: Any) -> list[Form]:
 def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Return the result of an operation on forms, by its rule.
 
-    If `symbols.intercept` is set, it is called in place of the rule: a trial run records every
-    call that way, and a later pass leaves out what no result reads (`demand`).
+    If `symbols.intercept` is set, this function is called in place of the rule. A trial run uses
+    it to record every call, and a later pass to leave out entries that no result reads (`demand`).
     """
     rule = symbols.rules.get(name)
     if rule is None:
@@ -481,7 +489,7 @@ def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) 
     if symbols.intercept is None:
         return rule(*args, **kwargs)
     intercept = symbols.intercept
-    symbols.intercept = None  # rules call operations themselves: those are not intercepted
+    symbols.intercept = None  # operations inside a rule must not be intercepted, too
     try:
         return intercept(func, name, rule, args, kwargs)
     finally:
@@ -489,16 +497,16 @@ def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) 
 
 
 def _write_back(name: str, target: Any, result: Form) -> Form:
-    """Write the result of an operation in place, such as add_, into its first argument.
+    """Write the result of an operation in place, such as add_, into `target`.
 
-    Other views of the same memory become stale: their use is refused, because they still have
-    the old content.
+    `target` is the first argument of the operation. Other views of the same memory still have the
+    old content: they become stale, and their use is refused.
     """
     if not isinstance(target, Form) or result.shape != target.shape:
         raise NoRuleError(f"{name} into a constant or another shape")
     if result is target:
         return target
-    if name in VIEWS:  # a view of another shape would need the memory to change its shape
+    if name in VIEWS:  # transpose_ and others would change how the same memory is viewed
         raise NoRuleError(f"{name} in place")
     target.memory.writes += 1
     target.take_content_of(result)

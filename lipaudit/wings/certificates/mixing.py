@@ -55,19 +55,28 @@ _MOST_KEYS = 32
 def softmax(
     input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
 ) -> Form:
-    """Return the form of the softmax over an axis.
+    """Bound the softmax over an axis, in place of torch.nn.functional.softmax.
 
-    Over the last axis, it has ranges of its weights (`Form.weights`): they tell later products
-    that the rows sum to one. `_stacklevel` is an argument of torch without an effect.
+    A form bounds every entry of a tensor over all inputs of the ball:
+    centre + coefficients . symbols +- slack. The form that is returned also stores the lowest and
+    the highest value of each softmax weight (`Form.weights`, for an axis that is the last one). A
+    later product with values uses these ranges to apply that the weights of a row sum to one.
+
+    Args:
+        input: the form of the scores.
+        dim: the axis; None has no rule.
+        _stacklevel: an argument of torch's softmax; it is ignored.
+        dtype: an argument of torch's softmax; it is ignored.
     """
     return _apply_along(input, dim, _softmax_rows)
 
 
 def _softmax_rows(rows: Form) -> Form:
-    """Return exp(log softmax) over the last axis, with the range of each weight.
+    """Return the form of exp(log softmax(rows)) over the last axis, with the range of each weight.
 
-    A form is centre + coefficients . symbols +- slack. A later product with values uses the
-    ranges: weights of a row sum to one.
+    A form is centre + coefficients . symbols +- slack. `p.weights` stores the lowest and the
+    highest value of each softmax weight. A later product with values uses these ranges, because
+    the weights of a row sum to one.
     """
     log_p, is_masked = _log_softmax(rows)
     low, high = _bound_logarithms(log_p, is_masked)
@@ -75,7 +84,7 @@ def _softmax_rows(rows: Form) -> Form:
     if is_masked.any():  # keys with a weight below e^-1000: the constant 0 and some slack
         p = rearrangements.masked_fill(p, is_masked, 0.0)
         p.slack = p.slack + _MASKED_WEIGHT * is_masked
-    # exp is within LIBRARY_ULPS units in the last place, which is twice as many roundings; the
+    # exp is within LIBRARY_ULPS units in the last place, and a unit counts as two roundings. The
     # product and the sum below are rounded once each.
     error = gamma(2 * LIBRARY_ULPS + 2, DOUBLE)
     low_weight = low.exp() * (1 - error) - _MASKED_WEIGHT
@@ -96,8 +105,8 @@ def log_softmax(
         log_p, is_masked = _log_softmax(rows)
         if not is_masked.any():
             return log_p
-        # `_log_softmax` returns no logarithm of keys with a weight below e^-1000. It is their
-        # score minus LSE, which is finite unless the score is -inf.
+        # For keys with a weight below e^-1000, `_log_softmax` returns the constant 0. The true
+        # logarithm is the score minus log-sum-exp: finite unless the score is -inf.
         log_of_masked = affine.sub(rows, _log_sum(rows, log_p))
         return affine.where(is_masked, log_of_masked, log_p)
 
@@ -117,14 +126,14 @@ def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) ->
 def _bound_logarithms(log_p: Form, is_masked: Tensor) -> tuple[Tensor, Tensor]:
     """Return lower and upper bounds of the logarithm of each attention weight, (*shape) each.
 
-    Two bounds are computed, and the tighter is returned for each entry: the range of the form
-    log_p, and the range of -log sum_k e^(s_k - s_j), which equals log p_j. In a difference of
-    scores s_k - s_j, symbols that both scores have cancel, so it may be tighter.
+    Two bounds are computed, and the tighter is returned for each entry. The first is the range of
+    the form log_p. The second is the range of -log sum_k e^(s_k - s_j), another formula for
+    log p_j. The second may be tighter: symbols of both scores cancel in the difference s_k - s_j.
 
     Args:
-        log_p: form of log softmax(s) over the last axis, the keys; differences of its entries are
-            those of the scores s.
-        is_masked: (*shape), keys whose weight is negligible: they count as 0 in the sum.
+        log_p: form of log softmax(s) over the last axis, the keys. The difference of two entries
+            equals the difference of the two scores.
+        is_masked: (*shape), True for keys with a negligible weight: they add 0 to the sum.
     """
     low, high = log_p.range()
     high = high.clamp_max(0.0)  # a weight is at most 1
@@ -140,8 +149,8 @@ def _bound_logarithms(log_p: Form, is_masked: Tensor) -> tuple[Tensor, Tensor]:
         key_is_masked = is_masked[..., k : k + 1]
         low_sum = low_sum + below.exp().masked_fill(key_is_masked, 0.0)
         high_sum = high_sum + above.exp().masked_fill(key_is_masked, 0.0)
-    # The lower bound of a sum may overflow, for a key far below the others. The largest number is
-    # then a valid lower bound, too.
+    # The lower bound of the sum may overflow, for a key whose score is far below the scores of
+    # the other keys. The largest float64 is then a valid lower bound, too.
     low_sum = low_sum.clamp_max(torch.finfo(DOUBLE).max)
     # The roundings of exp, of the sum, and of the logarithm.
     error = gamma(2 * LIBRARY_ULPS + log_p.shape[-1] + 2, DOUBLE)
@@ -149,14 +158,15 @@ def _bound_logarithms(log_p: Form, is_masked: Tensor) -> tuple[Tensor, Tensor]:
     high_sum = (high_sum * (1 + error)).log()
     low_sum = low_sum - error * low_sum.abs()
     high_sum = high_sum + error * high_sum.abs()
-    # log p_j = -log(1 / p_j), so the ends change places.
+    # log p_j = -log(1 / p_j): the minus makes the upper bound of the sum a lower bound of log p_j.
     return torch.maximum(low, -high_sum), torch.minimum(high, -low_sum)
 
 
 def _log_sum(rows: Form, log_p: Form) -> Form:
-    """Return log sum_j e^(s_j) over the last axis, which stays with size 1.
+    """Return log sum_j e^(s_j) over the last axis, as an axis of size 1.
 
-    It is s_j - log softmax(s)_j for any j: here the j whose score is largest at the centre.
+    log sum_k e^(s_k) = s_j - log softmax(s)_j for any index j. Here j is the index of the largest
+    score at the centre.
 
     Args:
         rows: the form of the scores s.
@@ -200,10 +210,10 @@ class Deviation(NamedTuple):
 def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     """Return the form of log softmax(s) over the last axis, and a mask of negligible keys.
 
-    The scores are s = c + ds, with a centre c. With p = softmax(c), the deviation
-    d_j = ds_j - sum_k p_k ds_k and rho = log sum_j p_j e^(d_j), one number per row:
-    log softmax(s) = log softmax(c) + d - rho. Keys with a weight below e^-1000 get the constant 0
-    and are marked in the mask.
+    The scores are s = c + ds, with a centre c. Let p = softmax(c), d_j = ds_j - sum_k p_k ds_k
+    (the deviation from the weighted mean), and rho = log sum_j p_j e^(d_j), one number per row.
+    Then log softmax(s) = log softmax(c) + d - rho. Keys with a weight below e^-1000 get the
+    constant 0 and are True in the mask.
     """
     s, is_masked = _mask_negligible_keys(input.symbolize_slack())
     p = s.centre.softmax(-1)
@@ -212,7 +222,7 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     error = gamma(4 * LIBRARY_ULPS + 2 * s.shape[-1], DOUBLE)
     d = _subtract_mean(s, p)
     r = round_up(d.radii.linear + d.nonlinear_radius)  # |d_j| <= r_j on the ball
-    # In exact arithmetic sum_j p_j d_j = 0. This bounds what rounding makes of it.
+    # In exact arithmetic sum_j p_j d_j = 0. `mean_error` bounds the sum after rounding.
     mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), s.shape[-1])
     mean_error = round_up(error * (_sum_row(p * r) + mean_radius), s.shape[-1])
     deviation = Deviation(d, p, r, bound_lengths(d, -1, p.sqrt()), mean_error)
@@ -228,12 +238,12 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
 
 
 def _bound_log_mean(deviation: Deviation) -> Form:
-    """Return the form of rho = log sum_j p_j e^(d_j), one per row, which is near 0.
+    """Return the form of rho = log sum_j p_j e^(d_j), one number near 0 per row.
 
-    d_j are the deviations of a row of scores from their mean, weighted by p. By Taylor,
-    sum p e^d = 1 + y with y = sum p d + q / 2 + C: sum p d is only rounding, q = sum p d^2, and C
-    holds the terms from the third order on. Below, `second` bounds q, `third` bounds |C|, and
-    `top` bounds y.
+    p are softmax weights, and d_j is the deviation of score j from the weighted mean of its row.
+    By Taylor, sum p e^d = 1 + y with y = sum p d + q / 2 + C and q = sum p d^2. The first term is
+    only rounding, and C is the sum of all terms from the third order on. Below, `second` bounds q,
+    `third` bounds |C|, and `top` bounds y.
     """
     d, p, r, lengths, mean_error = deviation
     keys = p.shape[-1]
@@ -241,8 +251,8 @@ def _bound_log_mean(deviation: Deviation) -> Form:
     squares = p * r.square()
     second = torch.minimum(_sum_row(squares), squared_length)
     second = round_up(second, 4 * LIBRARY_ULPS + keys)
-    # Two bounds of C: by each key's largest deviation r_j, or by the largest of all of them and
-    # the length of the vector sqrt(p) d. The smaller one is taken.
+    # Two bounds of C: by the largest deviation r_j of each key, or by the largest deviation of all
+    # keys and the length of the vector sqrt(p) d. The smaller bound is taken.
     third_by_key = _sum_row(_bound_excess(r) * squares)
     third_by_length = _bound_excess(r.amax(-1, keepdim=True)) * squared_length
     third = torch.minimum(third_by_key, third_by_length)
@@ -251,7 +261,8 @@ def _bound_log_mean(deviation: Deviation) -> Form:
     rho = _bound_log_mean_order1(deviation, top)
     if d.symbols.order == 1:
         return rho
-    # At order 2 rho = q / 2 +- error may be closer: in each row the smaller slack is taken.
+    # At order 2 (forms with products of symbols) rho = q / 2 +- error may be tighter. Each row
+    # takes the form with the smaller slack.
     error = third + 2 * mean_error + top.square() / 2
     quadratic = _bound_log_mean_order2(deviation, error)
     is_better = rho.slack < quadratic.slack
@@ -263,13 +274,13 @@ def _bound_log_mean(deviation: Deviation) -> Form:
 def _mask_negligible_keys(s: Form) -> tuple[Form, Tensor]:
     """Return scores in which keys with a weight below e^-1000 are -inf, and a mask of these keys.
 
-    Such a weight is 0 in float64. As a constant -inf the key has no coefficients and no slack, so
-    the errors of its score do not matter.
+    Such a weight is 0 in float64. A key with the constant score -inf has no coefficients and no
+    slack, so errors of its score do not widen the other bounds.
     """
-    # The radius of a score of -inf, from a mask of the model, may be NaN or inf: it counts as 0.
+    # A mask of the model makes scores of -inf. Their radius may be NaN or inf and is set to 0.
     radius = (s.symbol_radius + s.slack).nan_to_num(nan=0.0, posinf=torch.inf)
     radius = radius.masked_fill(s.centre == -torch.inf, 0.0)
-    # The largest score of a row is at least this.
+    # A lower bound of the largest score of each row.
     largest = (s.centre - radius).amax(-1, keepdim=True)
     is_masked = s.centre + radius < largest - _MASKED_GAP
     if is_masked.any():
@@ -278,10 +289,10 @@ def _mask_negligible_keys(s: Form) -> tuple[Form, Tensor]:
 
 
 def _subtract_mean(s: Form, p: Tensor) -> Form:
-    """Return the deviations d = ds - sum_k w_k ds_k over the last axis, a form of centre zero.
+    """Return the form of the deviations d = ds - sum_k w_k ds_k over the last axis.
 
-    The scores are s = c + ds with centre c; w are the weights p, rounded to the coefficients'
-    dtype.
+    The scores are s = c + ds with centre c, so the form of d has centre zero. w are the softmax
+    weights p, rounded to the dtype of the coefficients.
     """
     centred = Form(torch.zeros_like(p), s.dense, s.slack, s.symbols, blocks=s.blocks)
     centred.radii = s.radii
@@ -299,8 +310,9 @@ def _subtract_mean(s: Form, p: Tensor) -> Form:
 def _bound_excess(r: Tensor) -> Tensor:
     """Return an upper bound of g(r) - 1 for r >= 0, where g(r) = 2 (e^r - 1 - r) / r^2.
 
-    It bounds how far e^d is from 1 + d + d^2 / 2 on [-r, r], as a share of d^2 / 2. g(r) is
-    1 + r / 3 + r^2 / 12 ...: below 0.01, where the formula cancels, r / 3 (1 + r) bounds g(r) - 1.
+    g(r) - 1 bounds the distance of e^d from 1 + d + d^2 / 2 on [-r, r], as a share of d^2 / 2.
+    Its series is r / 3 + r^2 / 12 + ... Below r = 0.01 the formula cancels digits, so the larger
+    r / 3 (1 + r) is returned.
     """
     wide = r.clamp_min(0.01)
     g = 2 * (torch.expm1(wide) - wide) / wide.square()
@@ -310,11 +322,17 @@ def _bound_excess(r: Tensor) -> Tensor:
 
 
 def _bound_log_mean_order1(deviation: Deviation, top: Tensor) -> Form:
-    """Return rho = log sum_j p_j e^(d_j) as a constant +- slack, one per row.
+    """Bound rho = log sum_j p_j e^(d_j) by a constant +- slack, one per row.
 
-    |d_j| <= r_j and |sum p d| <= t, `mean_error`. Then rho >= -t (Jensen). The upper end is the
-    least of three bounds: `top`; Hoeffding's, t + max(r)^2 / 2; and the one by chords of exp,
+    p are softmax weights, and d_j is the deviation of score j from the weighted mean of its row.
+    |d_j| <= r_j (the radius), and |sum p d| <= t (`mean_error`, rounding only). By Jensen's
+    inequality rho >= -t. The upper end is the least of three bounds of rho: `top`, a bound by
+    Taylor's formula; Hoeffding's, t + max(r)^2 / 2; and the bound by chords of exp,
     t + log A + sum |M_j / A - p_j| r_j with A = sum p cosh r and M_j = p_j sinh(r_j) / r_j.
+
+    Args:
+        deviation: d, p, r and t of the rows.
+        top: (*rows, 1), an upper bound of sum p e^d - 1, and so of rho.
     """
     d, p, r, _, mean_error = deviation
     keys = p.shape[-1]
@@ -334,17 +352,26 @@ def _bound_log_mean_order1(deviation: Deviation, top: Tensor) -> Form:
 
 
 def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
-    """Return the form of rho = q / 2 +- error with q = sum p d^2, one per row; for order 2.
+    """Return the form of rho = log sum_j p_j e^(d_j) per row, as q / 2 +- error; for order 2.
 
-    With d = L + R, L linear in the input, q = sum p L^2 + sum p (2 L R + R^2). The first sum
-    becomes coefficients of products of symbols; the second is in [-first, first + second].
+    q = sum p d^2: p are softmax weights, and d_j is the deviation of score j from the weighted
+    mean of its row. At order 2 a form also has coefficients of products of two input symbols.
+    With d = L + R, where L is linear in the input symbols and R is the rest,
+    q = sum p L^2 + sum p (2 L R + R^2). The first sum becomes coefficients of products. The second
+    sum is in [-first, first + second], where `first` bounds |sum p 2 L R| and `second` bounds
+    sum p R^2. Both become slack.
+
+    Args:
+        deviation: d, p and the lengths of sqrt(p) L and sqrt(p) R.
+        error: (*rows, 1), a bound of |rho - q / 2|.
     """
     d, p, _, lengths, _ = deviation
     symbols = d.symbols
     n = symbols.inputs
     dtype = symbols.dtype
     keys = p.shape[-1]
-    # Bounds by the radius of each entry, or by the lengths of sqrt(p) L and sqrt(p) R.
+    # Two pairs of bounds: by the radii of L and R at each key, or (Cauchy-Schwarz:
+    # |sum p L R| <= ||sqrt(p) L|| ||sqrt(p) R||) by the lengths of these vectors.
     first, second = curves.bound_square_rest(d.radii.linear, d.nonlinear_radius)
     first = _sum_row(p * first)
     second = _sum_row(p * second)
@@ -367,7 +394,7 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
 
 
 def _sum_row(t: Tensor) -> Tensor:
-    """Return the sum over the last axis, which stays with size 1."""
+    """Return the sum over the last axis, as an axis of size 1."""
     return t.sum(-1, keepdim=True)
 
 
@@ -381,9 +408,10 @@ def scaled_dot_product_attention(
     scale: float | int | None = None,
     enable_gqa: bool = False,
 ) -> Form:
-    """Return softmax(scale q k^T + mask) v, where at least one of q, k and v is a form.
+    """Bound softmax(scale q k^T + mask) v, in place of torch's function of this name.
 
-    With `enable_gqa` each head of k and v serves several heads of q: it is repeated.
+    At least one of q, k and v is a form: bounds of a tensor over all inputs of a ball. With
+    `enable_gqa` several heads of q share a head of k and v, so k and v are repeated.
     """
     if dropout_p > 0:
         raise NoRuleError("scaled_dot_product_attention with dropout")
@@ -396,11 +424,11 @@ def scaled_dot_product_attention(
     if is_causal:
         size = (query.shape[-2], key.shape[-2])
         attn_mask = torch.ones(size, dtype=torch.bool, device=value.device).tril()
-    # If only v depends on the input, the product of the constants q and k is rounded: as a form,
-    # q has slack for that.
+    # If only v depends on the input, q and k are constants, and their product is rounded. q is
+    # then made a form, whose slack can hold the rounding error.
     query, key = rearrangements.lift_first_constant(value, query, key)
-    # The scale is multiplied with a form, q or the scores: times a constant q it would be rounded
-    # without slack for it.
+    # The scale is multiplied with a form, either q or the scores. The product with a constant q
+    # would be rounded, and a constant has no slack for the rounding error.
     is_query_form = isinstance(query, Form)
     if is_query_form:
         query = query * scale

@@ -30,7 +30,8 @@ def layer_norm(
 ) -> Form:
     """Return LayerNorm of a form: (x - mean) / sqrt(var + eps) weight + bias.
 
-    A form is centre + coefficients . symbols +- slack, a tensor for all inputs of a ball.
+    A form is centre + coefficients . symbols +- slack. It bounds every entry of a tensor over all
+    inputs of a ball.
     """
     shape = _read_shape(input, normalized_shape)
     if len(shape) > 1:  # several last axes: flatten them to one, and back
@@ -41,7 +42,8 @@ def layer_norm(
         flat = cast("Form", input.flatten(-len(shape)))
         result: Any = layer_norm(flat, math.prod(shape), weight, bias, eps)
         return cast("Form", result.unflatten(-1, shape))
-    # x - mean(x) is linear. As errors of a row are mixed, slack becomes symbols, which can cancel.
+    # x - mean(x) is a linear map that mixes the entries of a row. Slack would add up in absolute
+    # value: so it is turned into error symbols first, whose coefficients can cancel.
     centred = affine.linear_map(
         input.symbolize_slack(),
         lambda t: t - _average_row(t),
@@ -80,8 +82,9 @@ def _read_shape(x: Form, normalized_shape: Any) -> list[int]:
 def _divide_by_root(y: Form, eps: float) -> Form:
     """Return y / sqrt(mean y^2 + eps) over the last axis, as a pending quotient.
 
-    It is stored as numerator y, inverse root, square and constant 0, and multiplied out when its
-    numbers are needed. Weights that follow act on the numerator: that gives tighter bounds.
+    The result stores the numerator y, 1 / root, root^2 and the constant 0. The product is computed
+    when its numbers are needed. Until then, weights that follow act on the numerator alone, and
+    the bounds are tighter.
     """
     square = affine.add(_mean_square(y), eps)
     inverse = curves.relax(square, curves.RSQRT, known_range=(eps, math.inf))
@@ -92,10 +95,11 @@ def _divide_by_root(y: Form, eps: float) -> Form:
 
 
 def _mean_square(y: Form) -> Form:
-    """Return the form of mean(y^2) over the last axis, which stays with size 1.
+    """Return the form of mean(y^2) over the last axis, as an axis of size 1.
 
-    With y = c + dy, it is mean(c^2) + 2 mean(c dy) + mean(dy^2): a constant, a part linear in the
-    symbols, and a part that is bounded (at order 2 partly kept as coefficients).
+    With y = c + dy and centre c, the mean is mean(c^2) + 2 mean(c dy) + mean(dy^2). The first term
+    is a constant, and the second is linear in the symbols. The third is bounded by slack; at
+    order 2 squares of the linear part may be kept as coefficients.
     """
     symbols = y.symbols
     n = y.shape[-1]
@@ -129,7 +133,7 @@ class SquareBound(NamedTuple):
 
     Attributes:
         shift, radius: (*rows, 1).
-        keeps_squares: (*shape), mask of the entries whose linear part's square is kept.
+        keeps_squares: (*shape), True for entries whose squared linear part has coefficients.
     """
 
     shift: Tensor
@@ -140,17 +144,18 @@ class SquareBound(NamedTuple):
 def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
     """Bound mean(dy^2) over the last axis, in each row by the tightest of two or four bounds.
 
-    A row of y is c + dy, dy = L + R with L linear in the input, |dy| <= reach entry by entry, and
-    2-norms ||L|| <= l and ||R|| <= m. The sum of dy^2 is in [0, sum reach^2] and in
-    [0, (l + m)^2]. At order 2 L^2 may be kept as coefficients: then 2 L R + R^2 is bounded, entry
-    by entry, or for the row by [-2 l m, 2 l m + m^2].
+    A row of y is c + dy with dy = L + R, where L is linear in the input symbols and R is the rest.
+    The bounds are |dy| <= reach in each entry, and ||L|| <= l and ||R|| <= m for the row. So the
+    sum of dy^2 is in [0, sum reach^2] and in [0, (l + m)^2]. At order 2 there are two more bounds:
+    L^2 is kept as coefficients, and 2 L R + R^2 is bounded in each entry, or for the row by
+    [-2 l m, 2 l m + m^2].
     """
     n = y.shape[-1]
     linear, rest = bound_lengths(y, -1)
     none = torch.zeros_like(reach, dtype=torch.bool)
     by_entries = _average_row(reach.square()) / 2
     by_lengths = round_up((linear + rest).square() / n) / 2
-    # Half of an upper end is both shift and radius: [0, 2 h] is h +- h.
+    # [0, 2 h] is h +- h: half of the upper end is both shift and radius.
     choices = [
         SquareBound(by_entries, by_entries, none),
         SquareBound(by_lengths, by_lengths, none),
@@ -174,12 +179,12 @@ def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
 
 
 def _average_row(t: Tensor) -> Tensor:
-    """Return the mean over the last axis, which stays with size 1."""
+    """Return the mean over the last axis, as an axis of size 1."""
     return t.mean(-1, keepdim=True)
 
 
 def _apply_affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
-    """Return x weight + bias, the end of a normalisation; either may be None."""
+    """Return x weight + bias, the last step of a normalisation; both are optional."""
     if weight is not None:
         x = affine.scale(x, weight)
     if bias is not None:
@@ -199,14 +204,14 @@ def batch_norm(
 ) -> Form:
     """Return BatchNorm of a form in eval mode, with running statistics per channel (axis 1).
 
-    It is (x - mean) / sqrt(var + eps) weight + bias, an affine map.
+    The result (x - mean) / sqrt(var + eps) weight + bias is an affine map of x.
     """
     if training or running_mean is None or running_var is None:
         raise NoRuleError("batch_norm with statistics of the batch (call eval() first)")
     gain = (running_var.to(DOUBLE) + eps).rsqrt()
     if weight is not None:
         gain = gain * weight.detach().to(DOUBLE)
-    shape = (-1, *[1] * (input.ndim - 2))  # of the channels, broadcast over the axes behind
+    shape = (-1, *[1] * (input.ndim - 2))  # (channels, 1, 1, ...), to broadcast against the input
     centred = affine.sub(input, running_mean.view(shape))
     # Roundings of the gain, all in float64: a sum, the library's root and a product.
     scaled = affine.scale(centred, gain.view(shape), roundings=2 * LIBRARY_ULPS + 2)
@@ -239,7 +244,7 @@ def group_norm(
 def vector_norm(
     input: Form, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Form:
-    """Return the 2-norm of a form over axes: the root of the sum of squares, which must be > 0."""
+    """Return the 2-norm of a form over axes; the sum of squares must be > 0 on the ball."""
     if ord not in (2, "fro", None):
         raise NoRuleError(f"a norm of order {ord}")
     total = affine.reduce_axes(curves.square(input), dim, keepdim)
@@ -249,9 +254,9 @@ def vector_norm(
 def normalize(
     input: Form, p: float | int = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
 ) -> Form:
-    """Return F.normalize of a form: x / ||x|| along an axis, which is RMSNorm(x) / sqrt(n).
+    """Return F.normalize of a form: x / ||x|| along an axis, computed as RMSNorm(x) / sqrt(n).
 
-    Refused if ||x|| may be eps or less: there torch divides by eps.
+    Where ||x|| < eps, torch divides by eps. So the form is refused if ||x|| may be eps or less.
     """
     if p != 2 or out is not None:
         raise NoRuleError(f"normalize by a norm of order {p}")

@@ -174,9 +174,9 @@ class CertifyOptions(MeasureOptions):
 
     @property
     def counted(self) -> Norm | None:
-        """Return what the radii count: "patch" or "words"; None if they are radii of balls.
+        """Return "patch" or "words" if the radii count changes; None if they are radii of balls.
 
-        The unit is in --eps (1patch) or in --norm.
+        The unit is in --eps (1patch), or in --norm if --eps has none.
 
         Raises:
             UsageError: radii have different units.
@@ -191,13 +191,14 @@ class CertifyOptions(MeasureOptions):
         return unit or None
 
     def redirect(self, name: str) -> tuple[str, MeasureOptions]:
-        """Return the name and options of the measure to run: with --smooth that is `smoothing`.
+        """Return the name and options of the measure to run: `smoothing` with --smooth, else this.
 
         Args:
-            name: the name of this measure.
+            name: the name of this measure, `certify`.
 
         Raises:
-            UsageError: an option of proofs, a norm other than L2, or an invalid value.
+            UsageError: --smooth is combined with an option of proofs or a norm other than L2, or
+                an option of smoothing is invalid.
         """
         if self.smooth is None:
             return name, self
@@ -220,15 +221,15 @@ class CertifyOptions(MeasureOptions):
         Args:
             kind: "image", "text" or "tokens".
             changes: the units of its texts that can be changed: words, characters.
-            why: why other units cannot be changed.
+            why: why other units cannot be changed, for messages.
 
         Raises:
-            UsageError: an attack or a norm means nothing for it, or there is no radius.
+            UsageError: an attack or a norm does not suit the kind of model, or there is no radius.
         """
         norm = self.counted or self.norm or ("l2" if kind == "text" else "linf")
         eps = self.eps if self.eps or kind == "text" else self.usual_eps
         if self.counted:
-            # Numbers without their unit, as the norm has it from here on.
+            # From here on `norm` holds the unit: 1patch becomes 1.
             eps = tuple(replace(r, text=str(r.value), unit="") for r in self.eps) or (ONE_CHANGE,)
         if not eps and not self.radius:
             raise UsageError(
@@ -263,9 +264,9 @@ class CertifyOptions(MeasureOptions):
         return PATCH_NODES if self.counted == "patch" else NODES
 
     def choose_patch(self, net: Net) -> tuple[int, int] | None:
-        """Return height and width of a patch: --patch-size, or those of the model.
+        """Return height and width of a patch: --patch-size, or the patch size of the model.
 
-        None for balls, or if the model has no known patch size.
+        Return None for balls, or if the patch size of the model is unknown.
         """
         if self.counted != "patch":
             return None
@@ -274,9 +275,10 @@ class CertifyOptions(MeasureOptions):
         return (self.patch_size, self.patch_size)
 
     def count_inputs(self, net: Net, sample: Batch) -> int:
-        """Return how many inputs of a proof vary: pixels of patches, or near words; 0 for balls.
+        """Return how many inputs a proof varies: pixels of patches, or near words.
 
-        0 means that the caller counts the entries of the sample.
+        0 for balls, or if the patch size is unknown: then the caller counts the entries of the
+        sample.
         """
         from lipaudit.attacks.rewriting import NEIGHBOURS
 
@@ -310,7 +312,7 @@ class CertifyOptions(MeasureOptions):
 def plan_certificates(request: AuditRequest) -> CertifyOptions:
     """Return the options of the certificates in an audit: on the balls that the audit attacks.
 
-    Radius 0 and numbers of patches or words are left out, and norms without certificates.
+    Left out are radius 0, numbers of patches or words, and norms that have no certificates.
 
     Raises:
         UsageError: for a bad radius, attack or norm.

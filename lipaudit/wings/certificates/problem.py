@@ -106,10 +106,11 @@ class Problem:
 def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
     """Return the problem of branch and bound over the signs of ReLUs, in float64.
 
-    A row is an affine function of the symbols: one per margin, and one per ReLU of unknown sign
-    for its input. Input symbols and those of ReLUs get a column, other symbols as long as there
-    is room. The rest becomes a radius per row. ReLUs that no margin depends on, even through other
-    ReLUs, are left out, such as those of tokens that the last attention does not read.
+    A row is an affine function of the symbols: a margin, or the input of a ReLU whose sign is
+    unknown on the ball. The symbols of the input and of these ReLUs get a column of coefficients.
+    Other symbols get a column as long as there is room. The remaining symbols become a radius per
+    row. A ReLU is left out if no margin depends on it, even through other ReLUs: for example a
+    ReLU of a token that the last attention does not read.
 
     Args:
         margins: a form of one axis, logit of the label minus every other logit.
@@ -170,8 +171,8 @@ class ReluReading(NamedTuple):
 def _read_relus(margins: Form) -> ReluReading:
     """Return the ReLUs of unknown sign that margins depend on, directly or through other ReLUs.
 
-    The output of such a ReLU has an error symbol. What depends on the output has a coefficient of
-    that symbol which is not 0.
+    The output of such a ReLU has an error symbol of its own. A margin or ReLU that depends on this
+    output has a nonzero coefficient of the symbol.
     """
     symbols = margins.symbols
     is_read = torch.zeros(symbols.count, dtype=torch.bool, device=margins.device)
@@ -204,13 +205,14 @@ def _choose_columns(
 ) -> Tensor:
     """Return a mask of the symbols that get a column of coefficients in a `Problem`.
 
-    Those of `always` get one, and the error symbols with the largest coefficients in all rows.
-    Products of input symbols (order 2) get none: the quadratic part is bounded as a whole.
+    The symbols in `always` get a column, and so do the `room` error symbols with the largest
+    coefficients over all rows. Products of two input symbols (order 2) get none: the quadratic
+    part of a row is bounded as a whole.
 
     Args:
         symbols: the symbols of the pass.
         stacks: coefficients (symbols, rows) of all rows.
-        always: numbers of symbols that get a column in any case: of the input and of ReLUs.
+        always: indices of the symbols that always get a column: of the input and of ReLUs.
         room: largest number of other columns.
     """
     sizes = torch.zeros(symbols.count, dtype=DOUBLE, device=always.device)
@@ -228,24 +230,27 @@ def _choose_columns(
 def restrict_to_face(
     problem: Problem, coefficients: Float[Tensor, "b columns"], share: float, few: int = FEW
 ) -> Problem:
-    """Return the problem on a face of the box of symbols, where the search has fewer columns.
+    """Return a problem with fewer columns, in which most symbols are fixed at -1 or 1 (a face).
 
-    A bound is the minimum over the symbols. A symbol whose coefficient keeps its sign is always at
-    the same end of [-1, 1] there: it is fixed, and its column becomes part of the constants. The
-    minimum on a face may be larger than on the box, so proofs are evaluated on the box.
+    A bound is the minimum of an affine function over symbols in [-1, 1], the box. While a
+    coefficient keeps its sign, the minimum is at the same end of [-1, 1]: the symbol is fixed
+    there, and its column is added to the constants. The minimum on a face may be larger than on
+    the box. So only the search uses a face, and proofs are evaluated on the box.
 
     Args:
         problem: the problem on the box.
-        coefficients: of the symbols, at the multipliers of each part from which the search starts.
-        share: share of the columns that stay beside those whose sign differs between parts.
-        few: smallest number of columns that stay beside those of ReLUs.
+        coefficients: of the symbols, one row for each part of the ball, at the multipliers from
+            which the search starts.
+        share: share of all columns that stay in addition to columns whose coefficient has
+            different signs in different parts.
+        few: smallest number of columns that stay in addition to the columns of ReLUs.
     """
     low = coefficients.amin(0)
     high = coefficients.amax(0)
     # Distance of a coefficient from a change of sign, relative to how much multipliers change it;
     # <= 0 if its sign differs between parts.
     distance = torch.maximum(low, -high) / problem.column_norms
-    # Symbols of ReLUs always stay, and those of the input unless the ball is a box.
+    # Symbols of ReLUs always stay. Symbols of the input stay unless each is in [-1, 1] (linf).
     inputs = 0 if problem.symbols.norm == "linf" else problem.inputs
     distance[:inputs] = -torch.inf
     distance[problem.columns] = -torch.inf
@@ -268,5 +273,5 @@ def restrict_to_face(
 
 
 def _fix_columns(rows: SymbolRows, end: Tensor, stays: Tensor) -> SymbolRows:
-    """Return rows over the columns that stay; the symbols of the others are fixed at -end."""
+    """Return rows of coefficients with the columns in `stays`; other symbols are fixed at -end."""
     return SymbolRows(rows.centre - rows.slopes @ end, rows.slopes[:, stays], rows.spread)

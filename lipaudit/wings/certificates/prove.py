@@ -151,12 +151,12 @@ def ball(
 
     Args:
         x: one input, or its token embeddings.
-        eps: radius, of an L-inf ball perhaps of each entry.
+        eps: radius of the ball. A tensor gives each entry a radius, for an L-inf ball only.
         norm: norm of the ball.
         order: 1 for affine forms, 2 for quadratic ones.
         box: range of valid inputs; the L-inf ball is intersected with it.
         moving: (*shape), mask of the entries that may change, by default all.
-        dtype: dtype of the coefficients; every dtype gives proven bounds.
+        dtype: dtype of the coefficients; bounds are proven with every dtype.
         slack_share: see `symbols.SLACK_SHARE`.
 
     Raises:
@@ -171,18 +171,19 @@ def ball(
     high = x + round_up(reach)
     centre = x
     if norm == "linf":
-        # The box cuts the ball to a smaller box: its own centre needs the smaller radius.
+        # The range of valid inputs cuts the ball to a smaller box. Around the centre of this box
+        # the radius is smaller than around x.
         if box is not None:
             low = low.clamp(*box)
             high = high.clamp(*box)
         centre = (low + high) / 2
     radius = torch.maximum(high - centre, centre - low)
-    # The centre is rounded: the radius covers what that moved.
+    # The centre is rounded: the radius is enlarged by the rounding error.
     radius = radius + gamma(4, DOUBLE) * (x.abs() + radius)
     if moving is None:
         moving = torch.ones_like(x, dtype=torch.bool)
     moving = moving.expand_as(x)
-    # The number of each entry that may change; each gets one symbol.
+    # Flat index of each entry that may change. Each such entry gets one symbol.
     positions = moving.flatten().nonzero()[:, 0]
     n = len(positions)
     symbols = Symbols(
@@ -208,17 +209,17 @@ def hull(
     *,
     dtype: torch.dtype = DOUBLE,
 ) -> Form:
-    """Return a form of the inputs in which at most `max_words` words are replaced by near ones.
+    """Return a form of all texts in which at most `max_words` words are replaced by near words.
 
-    A group is a word, and its moves are the changes of x by its replacements. The form also
-    covers convex combinations of the replacements of each word.
+    A move is the change of the embeddings x by one replacement of one word. The moves of the same
+    word are a group. The form also covers convex combinations of the replacements of each word.
 
     Args:
         x: one input, the embeddings of a text.
-        moves: what each replacement adds to x, float64.
+        moves: change of x by each replacement, float64.
         groups: number of moves in each group, in order; moves of two groups add up.
-        max_words: number of groups that move at once.
-        dtype: dtype of the coefficients; every dtype gives proven bounds.
+        max_words: largest number of words that are replaced at once.
+        dtype: dtype of the coefficients; bounds are proven with every dtype.
     """
     symbols = Symbols(
         len(moves),
@@ -241,20 +242,21 @@ def hull(
 def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None) -> Any:
     """Run a model on a form, that is, on all inputs of a ball at once; return its output forms.
 
-    A trial run on plain numbers finds which entries of each call the result needs, such as those
-    of the class token. The others are left out of the pass on forms.
+    A trial run on plain numbers finds which entries of each call the result needs, such as the
+    entries of the class token. The pass on forms does not compute the other entries.
 
     Args:
         model: the function to run.
         x: the form.
-        module: the module that defines the paths, if it is not the model itself.
+        module: the module whose submodule paths are named in errors; by default the model.
 
     Raises:
         NoRuleError: the model uses an operation that is not on the list.
     """
     root = model if module is None else module
     try:
-        # The plan of calls is used in place of the rules.
+        # `intercept` is called in place of the rule of each operation: it is the plan of the trial
+        # run, or None to compute all entries.
         with name_paths(root):
             x.symbols.intercept = plan_cuts(model, x)
         try:
@@ -277,10 +279,11 @@ def bound_margins(
 ) -> Form:
     """Return the form of the margins, logit of the label minus every other logit.
 
-    The first pass adds few error symbols, which is fast. If it does not prove that all margins are
-    positive, a second pass adds many; if the first left out none, it would be the same.
-    Stored proofs refer to the symbols of the last pass, so the number of passes may depend on the
-    ball alone, not on time.
+    The first pass is fast, because products leave out optional error symbols and use slack. If it
+    does not prove that all margins are positive, a second pass adds these symbols. Without any
+    left out, a second pass would give the same bounds and is not run.
+    Stored proofs refer to the symbols of the last pass. So the number of passes must depend only
+    on the model and the ball, not on a time limit.
 
     Args:
         model: a classifier.
@@ -298,9 +301,10 @@ def bound_margins(
 
 @contextmanager
 def name_paths(root: Any) -> Iterator[None]:
-    """Add the path of the innermost running module of `root` to a `NoRuleError` of the block.
+    """Name the module that was running in every `NoRuleError` that the block raises.
 
-    Hooks before and after every forward keep a stack of the running modules.
+    Hooks before and after every forward keep a stack of the paths of running modules of `root`.
+    The innermost path is added to the error.
     """
     running: list[str] = []  # paths of modules, innermost last
     hooks = []
@@ -326,11 +330,12 @@ def name_paths(root: Any) -> Iterator[None]:
 
 
 def margins(logits: Form, label: int) -> Form:
-    """Return a form with the signs of logit_label - logit_j for every other class j.
+    """Return a form with the sign of the margin logit_label - logit_j for every other class j.
 
-    Logits behind a normalisation are numerator / root + constant, root > 0. Multiplied by the
-    root, the margins are numerator + root constant, which has no quotient and so may be tighter.
-    That form is returned if it is, and if all logits have the same root; else the margins.
+    Logits after a normalisation are numerator / root + constant with root > 0. If all logits have
+    the same root, the margins times the root are differences of numerator + root constant. They
+    have the same signs without a quotient, so their bounds may be tighter. The form with the
+    tighter bounds is returned: the margins times the root, or the margins.
     """
     flat: Any = logits.reshape(-1)
     plain = _subtract_logits(flat, label)
@@ -352,7 +357,7 @@ def margins(logits: Form, label: int) -> Form:
 def _subtract_logits(logits: Form, label: int) -> Form:
     """Return the form of logit_label - logit_j for every other class j, (classes - 1,)."""
     classes = logits.shape[-1]
-    # A linear map of the logits: its rows are e_label - e_j, with unit vectors e.
+    # The matrix of this linear map has the rows e_label - e_j, with unit vectors e.
     identity = torch.eye(classes, dtype=DOUBLE, device=logits.device)
     is_other = torch.arange(classes, device=logits.device) != label
     differences = (identity[label] - identity)[is_other]
@@ -360,9 +365,9 @@ def _subtract_logits(logits: Form, label: int) -> Form:
 
 
 def _find_proven_share(margins: Form) -> float:
-    """Return the smallest ratio of a margin's proven minimum to its value at the centre.
+    """Return the smallest ratio of the proven minimum of a margin to the margin at the centre.
 
-    The nearer to 1, the tighter are the bounds of the form, whatever its scale.
+    A ratio nearer to 1 means tighter bounds. The ratio does not depend on the scale of the form.
     """
     low, _ = margins.range()
     shares = low / margins.centre.abs()

@@ -172,8 +172,8 @@ SMOOTHING_TABLE = Layout(
 def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> Iterator[Part]:
     """Yield a part with the votes of each sample: how many noisy copies get each class.
 
-    The first N0 copies choose a class, and N others estimate its probability: an estimate on the
-    copies that chose the class would be too high.
+    The first N0 noisy copies of a sample choose a class. Another N copies estimate the probability
+    of this class: an estimate on the copies that chose the class would be too high.
     """
     import numpy as np
     import torch
@@ -204,20 +204,20 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
             }
             names = base.class_names(net, arrays["label"], arrays["votes"][:, 0].argmax(1))
             yield Part((batch.ids[i],), arrays, {"classes": names})
-            # The time between this part and the request for the next one is the caller's, who
-            # writes the part to disk: it is not time of the next sample.
+            # The caller writes the part to disk before it requests the next one: this time must
+            # not count as time of the next sample.
             start = time.perf_counter()
 
 
 def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[Tensor]:
     """Yield, for each sample, how many of its noisy copies the model puts into each class.
 
-    The first N0 copies of a sample choose its class, the next N estimate the class's probability:
-    they are counted apart. All copies of all samples are numbered in a row, sample by sample, and
-    run in passes of `options.batch_size`, so a pass may hold copies of several samples.
-    Gaussian noise is added to pixels in [0, 1], not clipped afterwards, or to token embeddings.
-    Each copy is one draw from the CPU generator of its sample, so it does not depend on batches or
-    devices.
+    The first N0 copies of a sample choose its class, and the next N estimate the probability of
+    this class. So votes are counted separately for the N0 and the N copies. All copies of all
+    samples are numbered in a row, sample by sample, and run in passes of `options.batch_size`
+    copies: a pass may have copies of several samples. Gaussian noise is added to pixels in [0, 1],
+    without clipping afterwards, or to token embeddings. Each sample has its own CPU generator, so
+    the noise of a copy does not depend on batches or devices.
 
     Yields:
         Counts (2, classes), of the N0 and of the N copies, as soon as a sample is done.
@@ -253,7 +253,7 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
         if not bool(logits.isfinite().all()):
             text = f"the model's output is not finite under noise of {options.smooth}"
             raise EvaluationError(text, "Try --dtype float64, or less noise.")
-        # 0 for the N0 copies that choose the class, 1 for the N others.
+        # 0 for the N0 copies that choose the class, 1 for the N copies that estimate it.
         stage = (copies % copies_per_sample >= selecting).long()
         # counts[sample, stage, class] += 1 for every copy.
         counts.index_put_((sample, stage, logits.argmax(1)), torch.tensor(1), accumulate=True)
@@ -264,7 +264,7 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
 
 
 def _time_copy(net: Net, batch: Batch, options: SmoothingOptions) -> float:
-    """Return the seconds that a noisy copy takes, measured in a pass of eight copies."""
+    """Return the seconds per noisy copy, measured in a pass of eight copies."""
     few = options.model_copy(update={"noise_samples": "1,7"})
     for _ in range(2):  # the first pass compiles kernels and fills caches
         start = time.perf_counter()
@@ -277,8 +277,9 @@ def limit_share(
 ) -> Float[np.ndarray, " samples"]:
     """Return the lower limit of each class's probability (Clopper and Pearson, 1934).
 
-    It is the p with P(B >= votes) = alpha for B ~ Binomial(copies, p): the alpha-quantile of
-    Beta(votes, copies - votes + 1). The true probability is at least p with probability 1 - alpha.
+    The limit is the p with P(B >= votes) = alpha for B ~ Binomial(copies, p), the alpha-quantile
+    of Beta(votes, copies - votes + 1). With probability 1 - alpha the true probability of the
+    class is at least p.
 
     Args:
         votes: how many noisy copies got the class; the class was chosen without them.
@@ -292,7 +293,7 @@ def limit_share(
     import numpy as np
     from scipy.special import betaincinv
 
-    # Without votes the quantile is of no distribution, and the limit is 0.
+    # Beta(0, ...) is not a distribution: without votes the limit is 0.
     limit = betaincinv(np.maximum(votes, 1), copies - votes + 1, alpha)
     return np.where(votes > 0, limit, 0.0)
 
@@ -313,10 +314,11 @@ def certify_radius(
 
 
 def check(net: Net, batch: Batch, options: SmoothingOptions) -> None:
-    """Refuse a model without classes, samples without labels, or an unsuitable denoiser.
+    """Refuse a model or samples that randomized smoothing cannot certify.
 
     Raises:
-        InputError: one of these.
+        InputError: the model has no classes, the samples have no labels, or the denoiser fails on
+            the first sample.
     """
     base.require_decision(net, "Certify a classifier.")
     base.require_labels(batch, "certify --smooth")
@@ -372,9 +374,10 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
 
 
 def _write_notes(row: Row, options: SmoothingOptions, largest: float) -> Iterator[Note]:
-    """Yield notes: whose certificates these are, the largest possible radius, and a warning.
+    """Yield the notes of a smoothing section of a report.
 
-    The warning is for a model that is mostly wrong under noise.
+    The first note says that the certificates hold for the smoothed classifier only, the second one
+    names the largest possible radius. A model that is mostly wrong under noise gets a warning.
 
     Args:
         row: a row of the section.

@@ -53,14 +53,15 @@ def bound_lengths(
 ) -> Lengths:
     """Bound the 2-norms of the vectors of a form along an axis, over all inputs of the ball.
 
-    x = c + around + L + R with the centre c, L linear in the input, and R all other errors. The
-    bounds are of ||w L||_2 and ||w R||_2.
+    A form bounds a tensor: x = c + around + L + R with the centre c, L linear in the input
+    symbols, and R all other errors. The bounds are of ||w L||_2 and ||w R||_2.
 
     Args:
-        x: a form; its blocks become dense if their symbols do not act on whole vectors.
+        x: a form. Its coefficients may be stored in blocks, each for a group of entries. If a
+            group has only a part of a vector, the blocks become dense coefficients (in place).
         axis: axis of the vectors.
         weight: w >= 0, (*shape), by default 1.
-        around: (*shape), a shift of the centre; by default 0.
+        around: (*shape), a shift of the centre; by default 0. R is then relative to c + around.
     """
     symbols = x.symbols
     n = symbols.inputs
@@ -82,7 +83,7 @@ def bound_lengths(
         lengths_of_moves = _bound_norm(x.dense[:n].to(DOUBLE), axis + 1, weight)
         linear = torch.minimum(linear, symbols.maximise_over_words(lengths_of_moves))
 
-    # A second bound: no vector is longer than that of the radii of its entries.
+    # A second bound: no vector is longer than the vector of the radii of its entries.
     linear = torch.minimum(linear, _bound_norm(x.radii.linear, axis, weight))
     errors = torch.minimum(errors, _bound_norm(x.radii.errors, axis, weight))
     low, high = x.quadratic_range
@@ -110,9 +111,9 @@ def _bound_combination(
 ) -> Tensor:
     """Bound the 2-norm of sum_r w h_r eps_r over all symbols |eps_r| <= 1, or with norm <= 1.
 
-    h_r are vectors, the coefficients of symbol r. By Cauchy-Schwarz, for any s_r > 0,
-    ||sum h_r eps_r||^2 <= ||sum h_r h_r^T / s_r|| sum s_r. If the symbols have sum eps_r^2 <= 1
-    (`unit`), all s_r are 1, and 1 takes the place of their sum.
+    The vector h_r has the coefficients of symbol r. By Cauchy-Schwarz, for any s_r > 0,
+    ||sum h_r eps_r||^2 <= ||sum h_r h_r^T / s_r|| sum s_r eps_r^2. For |eps_r| <= 1 the last sum
+    is at most sum s_r. For symbols with sum eps_r^2 <= 1 (`unit`) and all s_r = 1 it is at most 1.
 
     Args:
         stacks: coefficients (symbols, *shape); the vectors h_r lie along `axis` of the shape.

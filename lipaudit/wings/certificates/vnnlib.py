@@ -25,15 +25,15 @@ TIMEOUT = 100.0
 def write_property(low: Tensor, high: Tensor, classes: int, label: int, title: str) -> str:
     """Return the property that a classifier keeps its class on a box, as VNN-LIB text.
 
-    VNN-LIB states what must not happen: an input in the box at which another class has a logit at
-    least as large as that of the label.
+    VNN-LIB states the forbidden outcome: for an input in the box, the logit of another class is at
+    least as large as the logit of the label.
 
     Args:
         low: smallest value of every input, in the order in which the network reads them.
         high: largest value of every input.
         classes: number of logits.
         label: the class to keep.
-        title: a line that says what it is.
+        title: the comment in the first line.
     """
     lines = [f"; {title}"]
     for i in range(low.numel()):
@@ -54,7 +54,7 @@ def write_property(low: Tensor, high: Tensor, classes: int, label: int, title: s
 
 
 def _write_decimal(value: float) -> str:
-    """Return the shortest decimal that is read as the same number, without an exponent."""
+    """Return the shortest decimal, without an exponent, that a reader parses to the same float."""
     return np.format_float_positional(value, trim="0")
 
 
@@ -75,8 +75,9 @@ class Property:
     limits: Tensor
 
     def is_broken_by(self, y: Tensor) -> bool:
-        """Return whether outputs (outputs,) fulfil all conditions of a clause, which is forbidden.
+        """Return whether outputs y, (outputs,), break the property.
 
+        A property is a list of clauses. It forbids outputs that fulfil all conditions of a clause.
         Condition c of a clause is rows[c] @ y <= limits[c].
         """
         return bool((self.rows @ y.double() <= self.limits).all(-1).any())
@@ -91,7 +92,7 @@ def read_property(path: Path) -> Property:
     """Read a property: ranges of the inputs, and clauses of conditions on the outputs.
 
     Raises:
-        InputError: the file is missing or has something else; the message has the line.
+        InputError: the file is missing or has other content; the message has the line.
     """
     with explain_failure(f"cannot read {path}", "Check the path; unzip a .gz.", OSError):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -124,8 +125,8 @@ class _PropertyReader:
     def add(self, command: list[Any]) -> None:
         """Record one command: a declared variable, or an assertion about inputs or outputs.
 
-        Assertions about inputs are ranges; those about outputs are clauses, each a list of
-        conditions that must not all hold.
+        Assertions about inputs are ranges. Assertions about outputs are alternatives (clauses),
+        each a list of conditions. Outputs that fulfil all conditions of a clause are forbidden.
 
         Raises:
             ValueError: the command cannot be read; likewise LookupError, TypeError.
@@ -135,12 +136,12 @@ class _PropertyReader:
             return
         alternatives = _list_clauses(command)
         if any(map(_has_output, alternatives)):
-            # The earlier assertions and this one must hold together: (a or b) and (c or d) has the
-            # clauses a c, a d, b c and b d.
+            # The file asserts the earlier alternatives and these: (a or b) and (c or d) has the
+            # clauses (a and c), (a and d), (b and c) and (b and d).
             pairs = product(self.clauses, alternatives)
             self.clauses = [[*earlier, *later] for earlier, later in pairs]
             return
-        (conditions,) = alternatives  # an "or" about inputs is not read
+        (conditions,) = alternatives  # raises ValueError for an "or" about inputs
         for condition in conditions:
             # A range: factor name + constant <= 0, with one input; the constant has the name "".
             (name,) = {*condition} - {""}
@@ -172,7 +173,7 @@ class _PropertyReader:
         rows = []
         limits = []
         for clause in self.clauses:
-            # All clauses get the same size, for a tensor: shorter ones repeat their conditions.
+            # A tensor needs clauses of the same size: shorter clauses repeat their conditions.
             conditions = (clause * size)[:size]
             rows_of_clause = []
             for condition in conditions:
@@ -196,7 +197,7 @@ def _make_tensor(values: list[Any]) -> Tensor:
 
 
 def _round_up(value: Fraction) -> float:
-    """Return the smallest float64 >= value; most decimal fractions are not a float64."""
+    """Return the smallest float64 >= value: a fraction such as 1/10 has no exact float64."""
     nearest = float(value)
     if nearest >= value:
         return nearest
@@ -204,14 +205,14 @@ def _round_up(value: Fraction) -> float:
 
 
 def _list_commands(text: str) -> Iterator[tuple[int, list[Any]]]:
-    """Yield the line number and the words of every command (...).
+    """Yield the line number and the words of every command (...) of a VNN-LIB file.
 
     Brackets within a command become lists: (assert (<= X_0 1)) is ["assert", ["<=", "X_0", "1"]].
     """
     words = _list_words(text)
 
     def read_list() -> list[Any]:
-        """Return the words up to the closing bracket; brackets within become lists."""
+        """Return the words up to the closing bracket; inner brackets become nested lists."""
         parts = list[Any]()
         for _, word in words:
             if word == ")":
@@ -235,10 +236,10 @@ def _list_words(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _list_clauses(expression: list[Any]) -> list[list[Condition]]:
-    """Return an expression as an "or" of clauses, each an "and" of conditions.
+    """Return a VNN-LIB expression as an "or" of clauses, each an "and" of conditions.
 
-    An inequality is one clause with one condition: a sum that is <= 0, as its coefficients by
-    variable, with the constant under the name "".
+    A condition states that a linear function is <= 0. It is a dict of the coefficient of each
+    variable, with the constant under the name "". An inequality is a clause with one condition.
     """
     name, *parts = expression
     if name == "or":

@@ -69,9 +69,9 @@ def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
 
 
 def promote(report: Report, reason: str) -> Report:
-    """Turn a report into a baseline: the figures that the gate reads, without wall times.
+    """Turn a report into a baseline: keep the figures that the gate reads.
 
-    Arrays that no rule reads (maps) are left out.
+    Wall times and arrays that no rule reads (maps) are left out.
 
     Args:
         report: a finished report.
@@ -93,7 +93,7 @@ def promote(report: Report, reason: str) -> Report:
 
 def _reduce_section(section: Section) -> Section:
     """Return a section without wall times, and without arrays that no rule reads."""
-    # The arrays from which rows were computed stay: a gate computes rows again over the samples
+    # Arrays from which rows are computed are kept: a gate computes rows again from the samples
     # that both reports have.
     kept = {SCORES, *section.columns}
     for column in section.columns.values():
@@ -136,7 +136,7 @@ def find_problems(report: Report) -> list[str]:
 
 
 def find_obstacle(current: Report, baseline: Report, measure: str, *, lenient: bool) -> str:
-    """Return why sections cannot be compared (other settings, weaker attacks), or nothing.
+    """Return why sections cannot be compared (other settings, weaker attacks), else "".
 
     Args:
         current: the report to judge.
@@ -162,7 +162,7 @@ def find_obstacle(current: Report, baseline: Report, measure: str, *, lenient: b
         return f"{measure}: the norms of {lost} are now norms of {', '.join(sorted(now))}"
     other_suite = current.run.data.suite_id != baseline.run.data.suite_id
     both = (section, before)
-    # Sections of other samples can be compared on the samples that they share, if these have ids.
+    # Sections with different samples can be compared on the shared samples, if samples have ids.
     if other_suite and any(map(_depends_on_samples, both)):
         have_ids = all(each.samples.get("ids") for each in both)
         if not have_ids:
@@ -175,10 +175,10 @@ def find_obstacle(current: Report, baseline: Report, measure: str, *, lenient: b
 
 
 def _list_lost_attacks(section: Section, before: Section) -> list[str]:
-    """Return why the attacks of a section are weaker than before; nothing if they are not.
+    """Return the reasons why the attacks of a section are weaker than before; empty if none.
 
-    Each reason is an attack that is gone, or a new note that an attack was skipped, replaced or
-    tried fewer targets.
+    A reason is an attack that is missing now, or a new note that an attack was skipped, was
+    replaced or tried fewer targets.
     """
     known = {row.key for row in section.rows if "attack" in row}
     lost = {str(row.key) for row in before.rows if "attack" in row and row.key not in known}
@@ -188,12 +188,12 @@ def _list_lost_attacks(section: Section, before: Section) -> list[str]:
 
 
 def _list_paths(section: Section) -> set[str]:
-    """Return the inputs and outputs whose norms a section has: `pixels to logits`."""
+    """Return the pairs of input and output of the norms in a section: `pixels to logits`."""
     return {f"{row.from_} to {row.to}" for row in section.rows if "from" in row}
 
 
 def _depends_on_samples(section: Section) -> bool:
-    """Say whether a section has a figure to judge that depends on samples, not weights alone."""
+    """Return whether a section has a figure to judge that depends on samples, not only weights."""
     for name, column in section.columns.items():
         of_samples = column.better and column.domain != "the weights"
         if of_samples and any(row.get(name) is not None for row in section.rows):
@@ -202,7 +202,7 @@ def _depends_on_samples(section: Section) -> bool:
 
 
 def has_same_weights(current: Report, baseline: Report) -> bool:
-    """Say whether two reports have the same weights, and predictions of the same arithmetic."""
+    """Return whether two reports have the same weights and the same setting of autocast."""
     new = current.run
     old = baseline.run
     # Autocast rounds activations, so equal weights may predict other classes.
@@ -213,10 +213,11 @@ def has_same_weights(current: Report, baseline: Report) -> bool:
 
 
 def has_other_starts(current: Section | None, baseline: Section | None) -> bool:
-    """Say whether the attacks of two sections have other random starts: by seed or by samples.
+    """Return whether the attacks of two sections began at different random starts.
 
-    The random start of a sample depends on its position. So with more, fewer or reordered samples,
-    an attack may break other samples of the same model.
+    The start depends on the seed and on the position of a sample in the data. So with another
+    seed, or with more, fewer or reordered samples, an attack may break other samples of the same
+    model.
     """
     if current is None or baseline is None or current.measure != "attack":
         return False
@@ -227,8 +228,8 @@ def has_other_starts(current: Section | None, baseline: Section | None) -> bool:
 def list_examples(report: Report) -> dict[str, str]:
     """Return the saved adversarial examples that other models can try: SHA-256 by path.
 
-    Only examples of images in a ball can: embeddings belong to one model, and examples of changed
-    words or patches (norms in WHOLE, which count changes) have no ball around the sample.
+    Only examples of images in a ball are returned. Embeddings belong to one model. Examples with
+    changed words or patches have no ball around the sample: the "norms" in WHOLE count changes.
     """
     section = report.section("attack")
     if section is None or "mean" not in report.run.preprocess:  # only images have a mean
@@ -241,9 +242,10 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
     """Return the differences between two runs: the kind of each (`dtype`, `seed`), and a text."""
     new = _read_conditions(current)
     old = _read_conditions(baseline)
-    # A condition in one report alone is a difference only if it is one of these. Others may be
-    # new: a later version of lipaudit records more packages, and how images are resized. (Another
-    # resizing shows anyway: it changes the ids of samples, which are hashes of resized pixels.)
+    # A condition that only one report has is a difference if it is in `always`. Other conditions
+    # may be missing in an older report: later versions of lipaudit record more packages, and how
+    # images are resized. (Another way to resize is found anyway: ids of samples are hashes of
+    # resized pixels, so the ids change.)
     always = {"preprocess mean", "preprocess std", *current.run.options, *baseline.run.options}
     found = list[tuple[str, str]]()
     for name in old | new:
@@ -272,12 +274,12 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
 
 
 def _compare_transfer(current: Section | None, before: Section | None, baseline: Report) -> str:
-    """Return a text if only one attack section tried examples of another model; else nothing.
+    """Return a text if only one report attacked with examples of another model, else "".
 
     Args:
         current: the attack section of the current report.
-        before: that of the baseline.
-        baseline: the baseline, which may have saved examples.
+        before: the attack section of the baseline.
+        baseline: the baseline, which may have saved adversarial examples.
     """
     if current is None:
         return ""
@@ -301,7 +303,7 @@ def _tries_transfer(section: Section) -> bool:
 
 
 def _read_conditions(report: Report) -> dict[str, object]:
-    """Return what may change the figures of a run, by name: seed, device, data, options, ..."""
+    """Return the conditions that may change the figures of a run, by name: seed, device, ..."""
     run = report.run
     found: dict[str, object] = {"seed": run.seed, "device": run.device.split(":")[0]}
     found["dtype"] = run.dtype
@@ -319,10 +321,13 @@ def _read_conditions(report: Report) -> dict[str, object]:
 
 
 def _list_changed_settings(current: Section, baseline: Section) -> str:
-    """List changed settings; a list (radii, attacks, layers) may gain entries but lose none."""
+    """Return a text of the settings that differ between two sections, "" if none does.
+
+    A list (radii, attacks, layers) may have new entries but must not lose one.
+    """
     new = schema.to_json_values(current.settings)
     old = schema.to_json_values(baseline.settings)
-    # Settings that may change: those that alter no figure, and paths of files, which may move.
+    # Settings that may differ: they change no figure (FREE), or are paths of files (`moved`).
     free = set(FREE)
     for measure in load_measures().values():
         free |= measure.moved.keys()
@@ -340,8 +345,8 @@ def _list_changed_settings(current: Section, baseline: Section) -> str:
 
 
 def _list_lost_entries(key: str, before: list[Any], after: list[Any]) -> str:
-    """Return the entries of a list that are gone; radii may be written in another way."""
-    # 1/20 and 0.05 are the same radius.
+    """Return the entries of the list `before` that the list `after` does not have, as a text."""
+    # Radii are compared as numbers: 1/20 and 0.05 are the same radius.
     parse: Callable[[object], object] = _read_radius if key == "eps" else str
     known = [parse(each) for each in after]
     return ", ".join(str(each) for each in before if parse(each) not in known)
@@ -354,7 +359,7 @@ def _write_setting(value: object) -> str:
 
 
 def _read_radius(text: object) -> object:
-    """Return a radius that is equal in any notation: 1/20 and 0.05; foreign texts as they are."""
+    """Return a radius as a number, so that 1/20 equals 0.05; other texts as they are."""
     with suppress(UsageError):
         return parse_budget(str(text))
     return str(text)

@@ -65,7 +65,7 @@ class Contrast:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return what names the contrast among those of its rule."""
+        """Return row and group, which identify the contrast among all contrasts of a rule."""
         return self.name, self.group
 
 
@@ -81,9 +81,10 @@ def examine(
         rule: the rule.
         current: the report to judge.
         baseline: the report to compare it with.
-        lenient: for a comparison: precision and preprocessing may differ, few shared samples
-            suffice, and what did not converge is left out. A gate refuses such reports.
-        typed: whether the user wrote the rule; a rule that suits no figure is then an error.
+        lenient: True for a comparison, False for a gate. A comparison accepts reports with other
+            precision or preprocessing and with few shared samples, and leaves out rows and samples
+            that did not converge. A gate refuses such reports.
+        typed: whether the user wrote the rule; then a rule that suits no figure is an error.
 
     Raises:
         UsageError: a rule of the user matches nothing, or does not suit its metric.
@@ -111,7 +112,8 @@ def _contrast_reports(
         rule: the rule.
         current: the report to judge.
         baseline: the report to compare it with.
-        lenient: for a comparison: what a gate refuses is left out instead.
+        lenient: True for a comparison, False for a gate. A comparison leaves out rows and samples
+            that did not converge; a gate refuses such reports.
 
     Raises:
         EvaluationError: the current report is not complete, finite and converged.
@@ -125,7 +127,7 @@ def _contrast_reports(
         raise UsageError(text)
     if new is None:
         raise BaselineError(f"the current report has no section {rule.measure}")
-    # The current report comes first: a run that failed is an error, whatever the baseline is.
+    # The current report is checked first: a failed run is an error, whatever the baseline is.
     points = readings.read_trusted(rule, current, new, lenient=lenient).points
     if rule.limit.kind == "absolute":  # a limit on the current figure, which needs no baseline
         if rule.group:
@@ -152,10 +154,11 @@ def _contrast_reports(
     else:
         after, before, ids = _read_shared(rule, shared)
         contrasts = _contrast_rows(rule, after, before, ids, tolerance)
-    # With equal weights nothing changed if the figures agree, too. Figures under attack need not:
-    # from other random starts, an attack breaks other samples of the same model.
+    # With equal weights, a figure is unchanged if the old and new values agree. Figures under
+    # attack with other random starts need not agree: the attack breaks other samples of the same
+    # model.
     restarted = conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct")
-    # A rule with a negative margin demands an improvement, which equal weights do not have.
+    # A rule with a negative margin demands an improvement: equal weights must not count as good.
     same = compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
     if not lenient:
         _require_test(rule, new, contrasts)
@@ -163,9 +166,9 @@ def _contrast_reports(
 
 
 def _require_test(rule: Rule, new: Section, contrasts: Sequence[Contrast]) -> None:
-    """Refuse a rule without a test: a gate would fail by chance.
+    """Refuse a rule on a change if no row has a statistical test: a gate would fail by chance.
 
-    Figures of the weights need none, as they do not vary.
+    Figures of the weights do not vary by chance, so their rules are accepted without a test.
 
     Args:
         rule: a rule on a change.
@@ -196,14 +199,14 @@ def _contrast_groups(
         rule: a rule by group.
         shared: the samples that both sections have.
         members: the ids of the samples of each group.
-        tol: relative accuracy of norms; smaller differences count as none.
+        tol: relative accuracy of norms; smaller changes count as no change.
     """
     after, before, ids = _read_shared(rule, shared)
     places = {name: i for i, name in enumerate(ids)}
     contrasts = list[Contrast]()
     for group, samples in members.items():
         index = sorted(places[name] for name in samples if name in places)
-        if not index:  # in a comparison: none of them converged
+        if not index:  # in a comparison, samples that did not converge are left out: here all
             continue
         group_ids = tuple(ids[i] for i in index)
         if rule.per_sample:
@@ -219,20 +222,20 @@ def _contrast_groups(
 def _contrast_rows(
     rule: Rule, after: RuleValues, before: RuleValues, ids: tuple[str, ...], tol: float
 ) -> list[Contrast]:
-    """Return the contrast of each row or per-sample column of a rule, over some shared samples.
+    """Return the contrast (old and new value with their test) of each row or per-sample column.
 
     Args:
         rule: the rule.
-        after: the values of the current report on these samples.
+        after: the values of the current report on some shared samples.
         before: the values of the baseline on the same samples.
-        ids: the ids of the samples; empty if the values belong to none.
-        tol: relative accuracy of norms; smaller differences count as none.
+        ids: the ids of the samples; empty if the values do not belong to samples.
+        tol: relative accuracy of norms; smaller changes count as no change.
 
     Raises:
-        BaselineError: only one of the sections has a row.
+        BaselineError: only one of the reports has a row.
     """
-    # A head that is gone may be the one that got worse. A new one has nothing to compare with, but
-    # it changes a median over all heads.
+    # Rows that are gone, such as a head, may be the rows that got worse: refuse them. New rows
+    # have no old value, and are refused only if they change a statistic over all rows.
     missing = [name for name in before.names if name not in after.names]
     if not (rule.per_sample or rule.stat == "each"):
         missing += [name for name in after.names if name not in before.names]
@@ -248,9 +251,9 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
     """Return the figure of each group of one report, for an absolute limit, the worst first.
 
     Args:
-        rule: a rule by group with an absolute limit, which needs no baseline.
+        rule: a rule by group with an absolute limit, so that no baseline is needed.
         current: the report to judge.
-        section: its section that the rule reads.
+        section: the section of the report that the rule reads.
 
     Raises:
         BaselineError: the report has no groups, or lacks the values of each sample.
@@ -258,7 +261,7 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
     contrasts = list[Contrast]()
     for group, members in groups.list_own_members(rule, current, "the current report").items():
         take = [i for i, name in enumerate(section.ids) if name in members]
-        # The stored rows are of all samples: those of a group are computed again.
+        # The stored rows are statistics of all samples: they are computed again for each group.
         reading = readings.read(rule, section, take, recompute=not rule.per_sample)
         readings.require_finite(rule, reading)
         figures = [Contrast(str(name), None, value) for name, value in reading.points.items()]
@@ -268,9 +271,10 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
 
 
 def _keep_distinct(rule: Rule, contrasts: Sequence[Contrast]) -> list[Contrast]:
-    """Return the contrasts (the rows that a rule judges) of one group, without repetitions.
+    """Return the contrasts (one for each row that a rule judges) of one group, without copies.
 
-    The accuracy without attack (RIGHT) is the same in the row of every attack: one is enough.
+    The rows of all attacks repeat the accuracy without attack (RIGHT): only one contrast is kept,
+    without the name of an attack.
     """
     if rule.group and rule.about.reduction == readings.RIGHT:
         return [replace(contrast, name="") for contrast in contrasts[:1]]
@@ -278,9 +282,10 @@ def _keep_distinct(rule: Rule, contrasts: Sequence[Contrast]) -> list[Contrast]:
 
 
 def _rank_contrast(rule: Rule, contrast: Contrast) -> float:
-    """Return the sort key of a row that a rule judges: the largest change for the worse is first.
+    """Return the sort key of a row that a rule judges, so that the worst row comes first.
 
-    Without a test it is the difference of the values; for an absolute limit, the worst value.
+    With a test the key is the estimated change for the worse. Without a test it is new - old, and
+    for an absolute limit the new value.
     """
     if contrast.evidence is not None:
         return -contrast.evidence.estimate
@@ -306,12 +311,17 @@ class Shared:
     skipped: set[Key]
 
     def select(self, index: Sequence[int]) -> Shared:
-        """Return a part of the shared samples, such as a group, by their indices among these.
+        """Return some of the shared samples, such as a group.
 
-        The rows of both sections are then computed again: the stored ones are of all samples.
+        The stored rows of the two sections are statistics of all samples, so they have to be
+        computed again.
+
+        Args:
+            index: positions in the lists of shared samples.
         """
         new, old = self.takes
-        # They are None without ids of samples, and then no sample belongs to a group.
+        # The lists are None only if samples have no ids. Then no sample belongs to a group, and
+        # nothing calls this method.
         assert new is not None
         assert old is not None
         takes = [new[i] for i in index], [old[i] for i in index]
@@ -319,16 +329,18 @@ class Shared:
 
 
 def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Shared:
-    """Find the samples that both sections have.
+    """Find the samples that both sections have, and the rows that cannot be compared.
 
-    If the two sections have different samples, rows are computed again from the shared ones.
+    If the two sections have different samples, the rows that a rule reads are computed again from
+    the shared samples.
 
     Args:
-        rule: the rule that reads them.
+        rule: the rule that reads the sections.
         new: the section of the current report.
-        old: that of the baseline.
-        lenient: for a comparison: few shared samples suffice, and rows and samples that did not
-            converge are left out. A gate has refused such reports before.
+        old: the section of the baseline.
+        lenient: True for a comparison, False for a gate. A comparison needs few shared samples,
+            and leaves out rows and samples that did not converge. A gate has refused sections with
+            such rows or samples before this call.
 
     Raises:
         BaselineError: too few samples are shared, or nothing converged.
@@ -336,10 +348,11 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     rows = set[Key]()
     samples = set[str]()
     if lenient:
-        # Norms that did not converge may be far too low, in either report: none is compared.
+        # Norms that did not converge in one report may be far too low: they are not compared.
         column = rule.column if rule.per_sample else ""
         rows, samples = readings.find_unsettled((new, old), column)
-    # A row does not say which samples did not converge: a per-sample rule cannot leave them out.
+    # A row that did not converge does not say which samples caused it. So a per-sample rule cannot
+    # leave out these samples. A rule on rows can leave out rows, but needs at least one.
     if rows and (rule.per_sample or rows >= readings.index_rows(old).keys()):
         raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
     shared = set(new.ids) & set(old.ids)
@@ -347,7 +360,7 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
         raise BaselineError(
             f"{rule.measure}: {len(samples)} samples did not converge, or have no value"
         )
-    if not (new.ids and old.ids):  # without ids, `find_obstacle` has refused other samples
+    if not (new.ids and old.ids):  # without ids, `find_obstacle` has refused different samples
         return Shared((new, old), (None, None), recompute=False, skipped=rows)
     known = ["" if name in samples else name for name in old.ids]  # "" is the id of no sample
     least = 0.0 if lenient else pairing.ALL_BUT_FEW  # as a share of the baseline's samples
@@ -357,9 +370,9 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
 
 
 def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tuple[str, ...]]:
-    """Return the values of a rule on the shared samples, after and before, and their ids.
+    """Return the values of a rule on the shared samples (current, baseline), and the ids.
 
-    The ids are in the order of the baseline; there are none if the sections name no samples.
+    The ids are in the order of the baseline, and empty if the sections have no ids.
 
     Raises:
         BaselineError: the reports lack the values per sample.
@@ -381,19 +394,19 @@ def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tu
 def _contrast(
     rule: Rule, name: Key, old: RuleValues, new: RuleValues, ids: tuple[str, ...], tol: float
 ) -> Contrast:
-    """Return the contrast of one row or per-sample column, with its test if samples allow one.
+    """Return the old and new value of one row or per-sample column, with a test if possible.
 
-    It is tested sample by sample if both reports have its value for every sample. A statistic over
-    rows (the median norm of all heads) is computed for every sample and tested by the sign test.
-    Other figures are compared without a test.
+    If both reports have the value for every sample, the change is tested sample by sample. A
+    statistic over rows (such as the median norm of all heads) is computed for every sample, and
+    the sign test is applied. Other figures are compared without a test.
 
     Args:
         rule: the rule.
         name: the row or column.
         old: the values of the baseline.
         new: the values of the current report on the same samples.
-        ids: the ids of the samples; empty if the values belong to none.
-        tol: relative accuracy of norms; smaller differences count as none.
+        ids: the ids of the samples; empty if the values do not belong to samples.
+        tol: relative accuracy of norms; smaller changes count as no change.
     """
     first = old.points[name]
     last = new.points[name]
@@ -401,7 +414,8 @@ def _contrast(
     if paired:
         before = old.pairs[name]
         now = new.pairs[name]
-        # Medians of exactly the tested samples, so that figures and their change agree.
+        # The printed values become medians over the tested samples, so that they agree with the
+        # tested change.
         if rule.stat == "each" and not readings.is_mean(rule):
             first = float(np.median(before))
             last = float(np.median(now))
@@ -420,7 +434,7 @@ def _contrast(
         before, now = (reduce_values(rule.stat, each, axis=0) for each in stacked)
         worse = _compute_change(rule, before, now)
         evidence = statistics.judge_median(worse)
-    # Arrays of sections without ids have values of samples, but not their names.
+    # A section without ids may still have values for each sample: then no ids are stored.
     tested_ids = ids if worse.size == len(ids) else ()
     return Contrast(str(name), first, last, evidence, before, now, worse, tested_ids, same)
 
@@ -429,7 +443,8 @@ def _are_same(rule: Rule, before: Values, now: Values, tol: float) -> bool:
     """Say whether old and new values, (samples,), are equal within their relative accuracy."""
     if rule.column in FLAGS and rule.per_sample:  # yes or no
         return bool(np.array_equal(before, now))
-    # A margin is a difference of logits: near 0 its rounding error is larger than `tol` times it.
+    # A margin is a difference of logits: near 0 its rounding error is larger than tol times the
+    # margin. So an absolute tolerance (slack) is added.
     slack = ROUNDING * float(np.abs(before).max(initial=0.0))
     return bool(np.isclose(now, before, rtol=tol, atol=slack).all())
 
@@ -452,11 +467,11 @@ def _stack_rows(old: RuleValues, new: RuleValues) -> tuple[Values, Values] | Non
 
 
 def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidence:
-    """Return the test of "no worse" for the change of one figure, as docs/guide/gate.md lists.
+    """Return the test of "no worse" for the change of one figure (see docs/guide/gate.md).
 
-    Shares of yes-or-no values have McNemar's exact test. Means and 95th percentiles have random
-    exchanges of old and new values, with bootstrap limits. Other figures have the sign test; a
-    maximum over samples is refused.
+    A share of yes-or-no values is tested by McNemar's exact test. A maximum over samples is
+    refused. Medians are tested by the sign test. Means and 95th percentiles are tested by random
+    exchanges of old and new values, with bootstrap limits.
 
     Args:
         rule: the rule, whose statistic and limit choose the test.
@@ -483,8 +498,8 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
     stat = rule.stat
     least = statistics.LEAST.get(stat, FEWEST)
     if stat == "each" and readings.is_mean(rule) and rule.limit.kind == "difference":
-        # The row is a mean over samples, so its change is the mean of their changes. Their median
-        # would not do: it is 0 for yes-or-no values that seldom change.
+        # The row is a mean over samples, so the mean of the changes is tested. The median of the
+        # changes would be 0 for yes-or-no values that seldom change.
         stat = "mean"
         least = statistics.LEAST["share"]
     if stat in ("median", "each"):
@@ -500,9 +515,9 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
 
 
 def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
-    """Return changes for the worse: log(new / old) for a relative limit, else new - old.
+    """Return changes, positive for the worse: log(new / old) for a relative limit, else new - old.
 
-    Where smaller is worse, the sign is reversed: positive is worse in any case.
+    The sign is reversed if smaller values are worse.
 
     Raises:
         UsageError: the limit is relative, and a figure is negative.
@@ -514,15 +529,15 @@ def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
             f"{rule.text!r}: a figure that can be negative has no relative change",
             "Use an absolute change, such as >= -0.1.",
         )
-    # Equal values have not changed, also where both are 0, which have no logarithm.
+    # Equal values have the change 0, even if both are 0 and have no logarithm.
     with np.errstate(divide="ignore", invalid="ignore"):
         return rule.worse * np.where(new == old, 0.0, np.log(new) - np.log(old))
 
 
 def compute_margin(rule: Rule) -> float:
-    """Return the largest change for the worse that a rule allows: a log-ratio if relative.
+    """Return the largest change for the worse that a rule allows: a log-ratio for relative limits.
 
-    It is negative if the rule demands an improvement.
+    The margin is negative if the rule demands an improvement.
     """
     margin = float(rule.limit.value)
     if rule.limit.kind == "relative":

@@ -33,17 +33,20 @@ def require_groups(report: Report, what: str) -> dict[str, str]:
 def find_members(
     rule: Rule, current: Report, baseline: Report, *, lenient: bool
 ) -> dict[str, frozenset[str]]:
-    """Return the shared samples of each group that a rule judges, in the order of the baseline.
+    """Return the ids of the shared samples of each group that a rule judges, by group.
+
+    Shared samples are in both reports. Groups without shared samples are left out.
 
     Args:
-        rule: a rule by group.
+        rule: a rule by group: one group, or each.
         current: the report to judge.
-        baseline: the report to compare it with.
-        lenient: for a comparison: groups that only one report has are left out.
+        baseline: the report to compare the current one with.
+        lenient: True for a comparison, False for a gate. A gate refuses groups of which many
+            samples are missing in the current report.
 
     Raises:
-        BaselineError: a report has no groups, puts a sample into another group, or lacks samples
-            of a group that the other one has.
+        BaselineError: a report has no groups, a sample changed its group, no group has a shared
+            sample, or a gate misses samples of a group.
     """
     # The group of each sample, by id.
     now = require_groups(current, "the current report")
@@ -65,8 +68,8 @@ def find_members(
         both = before[group] & new_ids
         if both:
             members[group] = frozenset(both)
-        # A gate needs 95% of the samples of a group (ALL_BUT_FEW): it must not pass because the
-        # hard ones were left out.
+        # A gate needs 95% of the baseline's samples of a group (ALL_BUT_FEW). It must not pass
+        # because hard samples were left out.
         few = len(both) < pairing.ALL_BUT_FEW * len(before[group])
         if few and not lenient:
             raise BaselineError(
@@ -79,15 +82,15 @@ def find_members(
 
 
 def list_own_members(rule: Rule, report: Report, what: str) -> dict[str, frozenset[str]]:
-    """Return the samples of each group that a rule reads in one report.
+    """Return the ids of the samples of each group that a rule reads in one report, by group.
 
     Args:
-        rule: a rule by group.
+        rule: a rule by group: one group, or each.
         report: the report.
-        what: the report in messages.
+        what: words for the report in messages.
 
     Raises:
-        BaselineError: the report has no such section, no groups, or not this one.
+        BaselineError: the report has no such section, no groups, or not the group of the rule.
     """
     section = report.section(rule.measure)
     if section is None:
@@ -110,13 +113,22 @@ def note_new_groups(current: Report, baseline: Report) -> list[str]:
 
 
 def _list_members(section: Section, groups: dict[str, str]) -> dict[str, set[str]]:
-    """Return the distinct samples of a section by group."""
+    """Return the ids of the distinct samples of a section by group.
+
+    Args:
+        section: the section of the samples.
+        groups: the group of each sample, by id.
+    """
     pairs = ((groups[i], i) for i in section.ids if i in groups and not is_repeat(i))
     return {group: set(ids) for group, ids in group_values(pairs).items()}
 
 
 def _choose_groups(rule: Rule, members: dict[str, set[str]]) -> Sequence[str]:
-    """Return the groups that a rule names: one, or each.
+    """Return the groups that a rule names: all groups of a report, or a single one.
+
+    Args:
+        rule: a rule by group.
+        members: the samples of each group of the report.
 
     Raises:
         BaselineError: the report has no such group.
@@ -156,9 +168,10 @@ class GroupFigure(Frozen):
 
 
 def list_group_figures(report: Report) -> Iterator[list[GroupFigure]]:
-    """Yield the figures of every group, a list for each per-sample metric, the worst group first.
+    """Yield a list of figures for each per-sample metric: one for each group, worst group first.
 
-    Shares are means, other figures medians over the samples of the group.
+    The figure of yes-or-no values is their share in the group. The figure of other values is their
+    median over the samples of the group.
     """
     groups = report.groups
     for section in report.sections if groups else ():
@@ -184,10 +197,10 @@ def list_group_figures(report: Report) -> Iterator[list[GroupFigure]]:
 def _summarise_groups(
     rule: Rule, name: str, ids: Sequence[str], values: Values, groups: dict[str, str]
 ) -> list[GroupFigure]:
-    """Return the figure of each group with its 95% limits: a share, or a median.
+    """Return the figure of each group, a share or a median, with 95% confidence limits.
 
     Args:
-        rule: names the metric, and its statistic: mean for yes or no, else median.
+        rule: names the metric and its statistic: `mean` for yes-or-no values, else `median`.
         name: the attack and ball of the values; empty if there is only one column.
         ids: the ids of the samples.
         values: the value of each sample, (samples,).

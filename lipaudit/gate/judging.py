@@ -56,19 +56,19 @@ def judge(
 ) -> Judgement:
     """Judge a report against a baseline.
 
-    Absolute limits are judged on the current report alone. Changes are judged on the shared
-    samples, pair by pair: a rule is regressed if a change for the worse is proven and its estimate
-    is beyond the limit. A checkpoint that is no worse is flagged with a probability of at most
-    alpha, over all rules and rows (Holm's procedure over the rules; over the rows of a rule sign
-    flips, or Holm's procedure).
+    Absolute limits are judged on the current report alone. Changes are judged on the samples that
+    both reports have, sample by sample. A rule is `regressed` if a change for the worse is proven
+    and the estimate of the change is beyond the limit. A checkpoint that is no worse is flagged
+    with a probability of at most alpha, over all rules and rows: p-values are corrected by Holm's
+    procedure over the rules, and by sign flips or Holm's procedure over the rows of a rule.
 
     Args:
         current: the report to judge.
-        baseline: the report to compare it with.
-        rules: the rules; empty: the default rules for the sections that a report has. A note names
-            the others, if an audit usually has their section.
+        baseline: the report to compare the current one with.
+        rules: the rules; empty: the default rules of all sections in the reports. Notes name
+            default rules whose section is missing, if an audit usually has this section.
         alpha: chance of a false alarm of the whole gate.
-        strict: whether `inconclusive` and `pass` fail where the limit is not proven to hold.
+        strict: whether `inconclusive` and `pass` fail if the limit is not proven to hold.
 
     Raises:
         UsageError: a rule matches nothing, or does not suit its metric.
@@ -106,13 +106,13 @@ def _add_remarks(
 ) -> Iterator[Verdict]:
     """Yield the verdicts; an improved Jacobian norm gets a remark if the radius fell, too.
 
-    The radius is the first-order estimate of robustness: the margin over the gradient norm. So
-    smaller norms do not make a model more robust if its margins shrink faster.
+    The first-order radius, margin over gradient norm, estimates the robustness of a model. Smaller
+    norms alone do not make a model more robust: its margins may shrink faster.
     """
     for verdict in verdicts:
         if verdict.metric == NORM.metric and verdict.status == "improved":
             radius = examine(RADIUS, current, baseline, lenient=True)
-            # `examine` returns a verdict, no list, if a report has no radius.
+            # `examine` returns a verdict in place of a list if a report has no radius.
             status = isinstance(radius, list) and judge_change(RADIUS, radius[0]).status
             if status == "regressed":
                 yield verdict.model_copy(update={"remark": FELL})
@@ -121,9 +121,10 @@ def _add_remarks(
 
 
 def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
-    """Refuse rules that no report can be judged by, before a model is measured for hours.
+    """Refuse rules that cannot judge any report, before a model is measured for hours.
 
-    The baseline is compared with itself: a change without a test there has none in any report.
+    Each rule compares the baseline with itself. If this comparison has no test, no comparison of
+    another report with the baseline has one.
 
     Args:
         rules: the user's rules; empty: the default ones.
@@ -136,9 +137,10 @@ def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
     for rule in rules or choose_rules(baseline):
         if rule.group:
             groups.list_own_members(rule, baseline, "the baseline")
-        # An absolute limit is on the current report, which may have rows that the baseline lacks.
-        # Calibration errors (ece) depend on the number of samples, which is the same in both: so
-        # both reports have them or neither, except those of examples of another model (transfer).
+        # An absolute limit is on the current report, which may have rows that the baseline lacks:
+        # so it is not checked here. Calibration errors (ece) are checked even with an absolute
+        # limit. Whether a report has them depends on the number of samples, which is equal in both
+        # reports. Only errors on transferred examples (transfer) may be in one report alone.
         is_calibration = rule.column.startswith("ece") and "transfer" not in rule.text
         if is_calibration or rule.limit.kind != "absolute":
             examine(rule, baseline, baseline, typed=bool(rules))
@@ -148,18 +150,18 @@ def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
 
 
 def _compute_null(rule: Rule) -> float:
-    """Return the change that a test must exceed: none, or the improvement that a rule demands."""
+    """Return the change that a test must exceed: 0, or less if a rule demands an improvement."""
     return min(0.0, compute_margin(rule))
 
 
 def _express_change(rule: Rule, worse: float) -> float:
-    """Return a change in the printed form: new over old minus 1, or new minus old.
+    """Return a change in the printed form: new / old - 1 for a relative limit, else new - old.
 
     Args:
-        rule: the rule.
-        worse: the change for the worse: a log-ratio if the limit of the rule is relative.
+        rule: the rule; its `worse` is -1 if a smaller value is worse.
+        worse: the change, positive for the worse: a log-ratio if the limit is relative.
     """
-    value = rule.worse * worse + 0.0  # no change is 0.0, also where lower is worse: never -0.0
+    value = rule.worse * worse + 0.0  # adding 0.0 turns -0.0 into 0.0
     with np.errstate(over="ignore"):
         return float(np.expm1(value)) if rule.limit.kind == "relative" else value
 
@@ -173,13 +175,13 @@ def _decide(
 ) -> Iterator[Verdict]:
     """Yield the verdicts of all rules; tests are corrected for many rows, then for many rules.
 
-    The p-value of a rule is the smallest of its rows; Holm's procedure corrects it for the number
-    of rules. So a model that is no worse is flagged with a probability of at most alpha.
+    The p-value of a rule is the smallest p-value of its rows. Holm's procedure corrects it for the
+    number of rules. So a model that is no worse is flagged with a probability of at most alpha.
 
     Args:
         rules: the rules.
-        examinations: for each rule, the contrasts of its rows, or the verdict that says why it
-            cannot be judged.
+        examinations: for each rule, a contrast (old and new values with their test) for each row,
+            or the verdict with the reason why the rule cannot be judged.
         alpha: error probability of the whole gate.
         strict: whether limits must be proven.
     """
@@ -194,7 +196,7 @@ def _decide(
         if isinstance(examined, Verdict):
             yield examined
             continue
-        # Holm's p-value of the rule, and the number of rules by which it was multiplied.
+        # The corrected p-value of the rule, and the factor of Holm's correction.
         p_of_rule, times = corrected.get(i, (1.0, 1))
         for contrast in examined:
             p_of_row = rows[i].get(contrast.key)
@@ -202,18 +204,20 @@ def _decide(
             if p_of_row is None:
                 yield _doubt_untested(verdict, rule)
                 continue
-            # A row is proven to be worse only if its rule is.
+            # A row is proven to be worse only if its rule is proven to be worse.
             adjusted = min(1.0, max(p_of_rule, p_of_row * times))
-            # The level of one test among all of the gate (Bonferroni), one-sided. From it, only
-            # the number of samples is estimated that would prove a change.
+            # The one-sided level of one test among all tests of the gate (Bonferroni). It is used
+            # only to estimate how many samples would prove a change.
             level = alpha / max(2, len(smallest) * len(rows[i]))
             yield _settle(verdict, rule, contrast, adjusted, alpha, level, strict=strict)
 
 
 def _doubt_untested(verdict: Verdict, rule: Rule) -> Verdict:
-    """Return a verdict without a test; a claim that values changed becomes a weaker one.
+    """Return a verdict that has no test, with a weaker status if it claims a change.
 
-    Absolute limits and figures of the weights alone need no test: they do not vary by chance.
+    `regressed` becomes `inconclusive`, and `improved` becomes `pass`: without a test, the change
+    may be chance. Absolute limits and figures of the weights alone do not vary by chance: their
+    verdict is returned as it is.
     """
     doubted = {"regressed": "inconclusive", "improved": "pass"}
     if verdict.old is None or verdict.status not in doubted or rule.about.domain == OF_WEIGHTS:
@@ -224,9 +228,9 @@ def _doubt_untested(verdict: Verdict, rule: Rule) -> Verdict:
 def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[tuple[str, str], float]:
     """Return the p-values of "no worse" of the rows of a rule, corrected for testing many rows.
 
-    Sign tests (of many heads, for example) are corrected jointly by flipping signs: heads that
-    change together then cost less than independent ones. Groups of samples and rows with other
-    tests are corrected by Holm's procedure.
+    Groups of samples are corrected by Holm's procedure. Rows with sign tests (heads, for example)
+    are corrected jointly by randomly flipping signs: the correction is smaller if heads change
+    together. Rows with other tests are corrected by Holm's procedure.
 
     Args:
         rule: the rule.
@@ -238,15 +242,16 @@ def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[tuple[str, s
     null = _compute_null(rule)  # 0, or below it if the rule demands an improvement
     p_values = {c.key: c.evidence.p(null) for c in contrasts if c.evidence}
     if rule.group:
-        # A group with fewer samples than its test needs proves nothing: its p-value is 1, and it
-        # does not count among the tests that the other groups are corrected for.
+        # A group with fewer samples than its test needs proves nothing. Its p-value is 1, and it
+        # does not count in the correction of the other groups.
         large = {c.key for c in contrasts if c.evidence and c.evidence.samples >= c.evidence.least}
         tested = {key: p_values[key] for key in p_values if key in large}
         corrected = statistics.correct_by_holm(tested)
         return {key: corrected[key][0] if key in large else 1.0 for key in p_values}
     if len(p_values) > 1 and all(c.evidence and c.evidence.of_signs for c in contrasts):
         changes = np.stack([contrast.changes for contrast in contrasts])  # (rows, samples)
-        # Rows that usually move by less than a quarter of the limit cannot break it.
+        # Rows whose changes are usually below a quarter of the limit (QUIET) are not tested: they
+        # cannot break the limit.
         quiet = statistics.QUIET * max(0.0, compute_margin(rule))
         adjusted = statistics.correct_jointly(changes - null, quiet).tolist()
         return dict(zip(p_values, adjusted, strict=True))
@@ -269,9 +274,10 @@ def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdic
 
 
 def _praises_loss(rule: Rule) -> bool:
-    """Say whether a rule asks for less of a figure that is better higher, or for more of a norm.
+    """Return whether a rule limits a figure in its better direction, such as accuracy <= 0.9.
 
-    Such a rule guards against change; what it allows is no improvement.
+    Such a rule only guards against a change, so a value far within the limit must not be called
+    improved.
     """
     better = rule.about.better
     if better is None and rule.column in FLAGS:
@@ -282,15 +288,17 @@ def _praises_loss(rule: Rule) -> bool:
 
 
 def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
-    """Return the verdict on one row of a rule: its figures; without a test also its final status.
+    """Return the verdict on one row of a rule, with its figures and a status.
 
-    A tested change has the status `pass` until the p-values of all rows are corrected.
+    Equal reports get the status `unchanged`. Without a test, the values are compared with the
+    limit of the rule. A tested change gets the status `pass` at first: `_settle` decides when the
+    p-values of all rows are corrected. Its `change_status` says whether there is a change at all,
+    whatever the limit: regressed or improved if the confidence limits of the change exclude 0.
 
     Args:
         rule: the rule.
         contrast: the old and new value of the row, and their test if they have one.
-        level: one-sided error probability of each limit of the change. The change alone, without
-            the limit of the rule, is regressed or improved if its limits exclude 0.
+        level: one-sided error probability of each confidence limit of the change.
     """
     evidence = contrast.evidence
     old = contrast.old
@@ -310,7 +318,8 @@ def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
             known["samples"] = len(contrast.ids)
         if _breaks_limit(rule, new, old):
             status = "regressed"
-        # The way back would break the limit: so the new value is better by more than that.
+        # A change from new to old would break the limit: so the new value is better by more than
+        # the limit.
         elif old is not None and _breaks_limit(rule, old, new) and not _praises_loss(rule):
             status = "improved"
         return Verdict(status=status, **known)
@@ -338,15 +347,18 @@ def _settle(
     *,
     strict: bool,
 ) -> Verdict:
-    """Decide a tested change: proven or not, within the limit or beyond it.
+    """Return the verdict on a tested change with its final status.
+
+    The status depends on the estimate (beyond the limit or within it) and on the proof: regressed,
+    inconclusive, improved, `pass (proven)`, or `pass` as before.
 
     Args:
-        verdict: the figures of the row.
+        verdict: the verdict on the row, with its figures and the status `pass`.
         rule: the rule.
         contrast: the old and new value of the row, and the test of their change.
-        adjusted: p-value of "no worse" over all rules and rows.
+        adjusted: p-value of "no worse", corrected over all rules and rows.
         alpha: error probability of the gate.
-        level: level of one test among all, from which the needed samples are estimated.
+        level: level of one test among all tests, to estimate how many samples are needed.
         strict: whether a limit must be proven.
     """
     evidence = contrast.evidence
@@ -356,7 +368,8 @@ def _settle(
     estimate = round(evidence.estimate, DIGITS)
     high = round(evidence.limits(alpha / 2)[1], DIGITS)
     update: dict[str, Any] = {"p_adjusted": adjusted}
-    # The limits of the row alone must exclude 0, too: then `compare` uses the same word.
+    # The uncorrected test of the row must prove the change, too (p <= alpha / 2). Then the command
+    # `compare` says the same of this row.
     worse_is_proven = adjusted <= alpha and p <= alpha / 2
     if estimate > margin and not worse_is_proven:
         update |= {
@@ -378,13 +391,14 @@ def _settle(
 def _count_to_prove(n: int, estimate: float, high: float, margin: float) -> int | None:
     """Estimate how many samples would prove that a change of this size is within its limit.
 
-    The distance of the upper confidence limit from the estimate shrinks like 1 / sqrt(n): it has
-    to shrink to the distance of the margin.
+    With n samples the distance between estimate and upper confidence limit shrinks like
+    1 / sqrt(n). The change is proven once the upper limit is at the margin. None if more samples
+    would not prove it.
 
     Args:
         n: number of samples of the run.
         estimate: the observed change for the worse.
-        high: its upper confidence limit.
+        high: the upper confidence limit of the change.
         margin: the largest change that the rule allows.
     """
     distance = margin - estimate
@@ -399,8 +413,8 @@ def _estimate_needed(evidence: Evidence, p: float, level: float) -> int | None:
 
     Args:
         evidence: the statistics of the change.
-        p: its p-value of "no worse", for this row alone.
-        level: the p-value that would prove it among all tests of the gate.
+        p: the p-value of "no worse" for this row alone.
+        level: the p-value that would prove the change among all tests of the gate.
     """
     # Even if all n samples get worse, the p-value of a sign test is 2^-n.
     least = max(evidence.least, math.ceil(-math.log2(level)))
@@ -438,7 +452,7 @@ def _breaks_limit(rule: Rule, new: float, old: float | None) -> bool:
 
 
 def _round_digits(value: Fraction) -> Fraction:
-    """Round to 12 digits; a value that is no float stays as it is."""
+    """Round to 12 digits; a value too large for a float is returned as it is."""
     return _to_decimal(float(value)) if abs(value) < _LARGEST else value
 
 
@@ -447,14 +461,18 @@ def _to_decimal(value: float) -> Fraction:
 
 
 def _reword(status: VerdictStatus, ends: Sequence[float | None], unit: str) -> VerdictStatus:
-    """Return whether a figure changed, from the status of a rule that allows no change.
+    """Return the status of a change, given the status under a rule that allows no change.
+
+    `unchanged` if the whole interval is within the accuracy of norms. Otherwise `pass` becomes
+    `inconclusive`, and other statuses stay.
 
     Args:
-        status: the status of that rule.
-        ends: the confidence limits of the change, or the change alone.
-        unit: its unit: "%", "pp", or empty for a difference, which has no common accuracy.
+        status: the status under the rule.
+        ends: the confidence limits of the change, or the change if there are none.
+        unit: unit of the change: "%", "pp", or empty for a difference. Differences have no common
+            accuracy and are never called unchanged here.
     """
-    # Norms are computed to a relative accuracy of TOLERANCE: a smaller change is none.
+    # Norms have a relative accuracy of TOLERANCE: a smaller change counts as no change.
     if unit and all(end is not None and abs(end) <= TOLERANCE for end in ends):
         return "unchanged"
     return "inconclusive" if status == "pass" else status

@@ -22,9 +22,9 @@ OTHER_CLASSES = "the outputs of the two reports are of other classes"
 
 
 def describe_movement(current: Report, baseline: Report) -> Movement | None:
-    """Return how the predictions of shared samples moved; None without predictions.
+    """Return how the predictions of shared samples changed; None without predictions.
 
-    The first section that has predictions in both reports counts.
+    The first section with predictions in both reports is used.
 
     Args:
         current: the second report.
@@ -45,16 +45,17 @@ def describe_movement(current: Report, baseline: Report) -> Movement | None:
 def _compare_sections(
     new: Section, old: Section, new_take: Sequence[int], old_take: Sequence[int]
 ) -> Movement:
-    """Return how predictions moved from one section to another of the same measure.
+    """Return how predictions changed between two sections of the same measure.
 
     Args:
         new: the section of the second report.
-        old: that of the first report.
+        old: the section of the first report.
         new_take: the indices of the shared samples in the new section.
-        old_take: their indices in the old one, in the same order.
+        old_take: the indices of the same samples in the old section, in the same order.
     """
     count = len(old_take)
-    # Two models may number the same classes differently: names are compared if both have them.
+    # Two models may number the same classes differently: if both sections have names of the
+    # classes, names are compared.
     is_named = _has_names(new, new_take) and _has_names(old, old_take)
     after = _name_predictions(new, new_take, is_named)
     before = _name_predictions(old, old_take, is_named)
@@ -78,20 +79,21 @@ def _compare_sections(
 def _count_moves(was_right: Any, is_right: Any, moved: Any) -> dict[str, Any]:
     """Return how many predictions became wrong or right, and the change of the accuracy.
 
-    Its 95% limits are those of Bonett and Price; the p-value `mcnemar` is of "as many became wrong
-    as right" (McNemar's exact test, two-sided).
+    `low` and `high` are 95% limits of the change of the accuracy (Bonett and Price). `mcnemar` is
+    the two-sided p-value of "as many predictions became wrong as right" (McNemar's exact test).
 
     Args:
-        was_right: whether each labelled sample was classified correctly before, (samples,).
-        is_right: whether it is now, (samples,).
-        moved: whether its prediction changed, (samples,).
+        was_right: (samples,), whether each labelled sample was classified correctly before.
+        is_right: (samples,), whether each sample is classified correctly now.
+        moved: (samples,), whether the prediction of each sample changed.
     """
     labelled = len(was_right)
     lost = int((was_right & ~is_right).sum())
     gained = int((~was_right & is_right).sum())
     other = int((~was_right & ~is_right & moved).sum())
     evidence = statistics.judge_share(lost, gained, labelled)
-    # Limits of the change for the worse: with the other sign and order, those of the accuracy.
+    # Limits of the change for the worse. The accuracy changes by the negative of this change: so
+    # both limits change their sign, and low and high are exchanged.
     worse_low, worse_high = evidence.limits(LEVEL)
     return {
         "right_to_wrong": Proportion.of(lost, labelled),
@@ -105,13 +107,13 @@ def _count_moves(was_right: Any, is_right: Any, moved: Any) -> dict[str, Any]:
 
 
 def _has_names(section: Section, take: Sequence[int]) -> bool:
-    """Say whether every predicted class has a name, which two models share unlike numbers."""
+    """Return whether every predicted class has a name; names are comparable between models."""
     predicted = section.samples["predicted"]
     return all(predicted[i] is None or predicted[i] in section.classes for i in take)
 
 
 def _name_predictions(section: Section, take: Sequence[int], is_named: bool) -> list[Any]:
-    """Return the predicted class of each sample: its name, or its number."""
+    """Return the predicted class of each sample: the name if `is_named`, else the number."""
     predicted = [section.samples["predicted"][i] for i in take]
     if not is_named:
         return predicted
@@ -120,7 +122,7 @@ def _name_predictions(section: Section, take: Sequence[int], is_named: bool) -> 
 
 
 def _read_flags(section: Section, take: Sequence[int]) -> Values:
-    """Return whether each sample is right; NaN where its class is unknown."""
+    """Return 1 for each correctly classified sample, 0 for a wrong one, NaN without a label."""
     column = section.samples.get("correct", ())
     if not column:
         return np.full(len(take), np.nan)
@@ -135,9 +137,9 @@ def _measure_divergence(
 
     Args:
         new: the section of the second report.
-        old: that of the first report.
+        old: the section of the first report.
         new_take: the indices of the shared samples in the new section.
-        old_take: their indices in the old one, in the same order.
+        old_take: the indices of the same samples in the old section, in the same order.
     """
     after = _read_scores(new, new_take)
     before = _read_scores(old, old_take)
@@ -147,11 +149,12 @@ def _measure_divergence(
     if after.shape != before.shape or renamed:
         return {"reason": OTHER_CLASSES}
     divergence = compute_divergence(before, after)
-    # The bootstrap gives limits of a change of a mean: here of the change from no divergence.
+    # The bootstrap gives limits of the change of a mean: here of the change from zeros, which is
+    # the mean itself.
     zeros = np.zeros(len(divergence))
 
     def compute_changes(first: Values, second: Values) -> Values:
-        # (draws, samples) of both become the change of the mean in each draw.
+        # Return the change of the mean in each draw, (draws,); both arguments (draws, samples).
         return np.asarray(second.mean(1) - first.mean(1))
 
     known: dict[str, Any] = {"kl": float(divergence.mean())}

@@ -27,7 +27,7 @@ _STEPS = 60
 
 
 def describe_power(baseline: Report, alpha: float = ALPHA) -> Iterator[str]:
-    """Say which changes the default rules will see in 9 of 10 runs, with so many samples.
+    """Yield texts: which changes the default rules detect in 9 of 10 runs with these samples.
 
     Args:
         baseline: the baseline.
@@ -64,8 +64,9 @@ def describe_power(baseline: Report, alpha: float = ALPHA) -> Iterator[str]:
 def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:
     """Return in words the smallest change that a rule proves in 9 of 10 runs.
 
-    Shares of samples (accuracies) are judged by McNemar's test, medians over samples (of norms and
-    radii) by the sign test. Heads have a sign test each, corrected for the number of heads.
+    Three kinds of rules: shares of samples (accuracies) are judged by McNemar's test, each head by
+    a sign test that is corrected for the number of heads, and medians over samples (of norms and
+    radii) by a sign test.
 
     Args:
         rule: a default rule. A change below its limit is allowed, even if it is proven.
@@ -73,21 +74,21 @@ def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:
         rows: number of rows, such as heads, that a rule with `each` judges.
         level: the p-value at which the rule is proven to be broken.
     """
-    z_level = -NormalDist().inv_cdf(level)  # its normal quantile
+    z_level = -NormalDist().inv_cdf(level)  # the normal quantile of the level
     limit = abs(float(rule.limit.value))
-    if rule.limit.kind == "difference":  # of a share, in percentage points
+    if rule.limit.kind == "difference":  # the limit on a share, in percentage points
         drop = find_smallest(lambda drop: _see_drop(drop, n, z_level))
         points = 100 * max(drop, limit)
         return f"in 9 of 10 runs a drop of {points:.0f} points"
     if rule.stat == "each":
-        # A head that grows in all n samples has the p-value 2^-n, times the number of heads if
-        # they move independently. Heads that keep still are left out of the correction.
+        # If the norm of a head grows in all n samples, its p-value is 2^-n. The correction for the
+        # number of heads multiplies it by `rows` at most, and by less if other heads keep still.
         always = math.ceil(math.log2(rows / level))
         if n >= always:
             return "growth in all of them"
         return f"growth in all of them while the others keep still (always with {always})"
-    # The sign test needs this share of samples that got worse. If log-ratios are normal with the
-    # standard deviation SPREAD, so many are above 0 where the median is at `shift`.
+    # `share` is the share of worse samples that the sign test needs. `shift` is the median change
+    # with this share of changes above 0, if log-ratios are normal with standard deviation SPREAD.
     share = find_smallest(lambda share: _see_share(share, n, z_level))
     shift = SPREAD * NormalDist().inv_cdf(min(share, 1 - 1e-12))
     percent = 100 * max(math.expm1(shift), limit)
@@ -96,7 +97,7 @@ def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:
 
 
 def _see_drop(drop: float, n: int, z_level: float) -> bool:
-    """Say whether McNemar's test sees a drop of a share in 9 of 10 runs.
+    """Return whether McNemar's test detects a drop of a share in 9 of 10 runs.
 
     The condition is D sqrt(n) >= z_level sqrt(s) + z_power sqrt(s - D^2). Here s = 2 CHURN + D is
     the share of samples that change sides (right to wrong or back), CHURN each way by chance.
@@ -115,9 +116,10 @@ def _see_drop(drop: float, n: int, z_level: float) -> bool:
 
 
 def _see_share(share: float, n: int, z_level: float) -> bool:
-    """Say whether the sign test sees in 9 of 10 runs that a share of samples got worse.
+    """Return whether the sign test detects in 9 of 10 runs that a share of samples got worse.
 
-    The normal approximation: (q - 1/2) sqrt(n) >= z_level / 2 + z_power sqrt(q (1 - q)).
+    By the normal approximation it does if
+    (q - 1/2) sqrt(n) >= z_level / 2 + z_power sqrt(q (1 - q)).
 
     Args:
         share: q, the share of samples that got worse; 1/2 without a change.
@@ -133,7 +135,7 @@ def _see_share(share: float, n: int, z_level: float) -> bool:
 def find_smallest(is_seen: Callable[[float], bool]) -> float:
     """Return the smallest number between 0 and 1 at which a condition holds, by bisection.
 
-    From there on it has to hold for every larger number.
+    The condition must hold for all larger numbers, too.
     """
     low = 0.0
     high = 1.0
@@ -150,8 +152,8 @@ def _count_for_strict(rule: Rule) -> int:
     """Return how many samples --strict needs at least to prove the limit of a rule on a share.
 
     --strict fails unless the upper confidence limit of the change is within the limit of the rule.
-    If not one of n samples changes, the former is z sqrt(2) / (n + 2), with z the normal quantile
-    of the level. 0 for rules on other figures, for which there is no such formula.
+    If none of n samples changes, the upper confidence limit is z sqrt(2) / (n + 2), with z the
+    normal quantile of the level. Return 0 for rules on other figures: they have no such formula.
     """
     if rule.column not in FLAGS:
         return 0

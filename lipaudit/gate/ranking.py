@@ -108,11 +108,11 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     if not reports:
         raise UsageError("no reports were given to rank", "Give the reports of the models.")
     names = model_labels(reports)
-    # `by_place` has a note for each model whose samples have other ids: they are matched by their
-    # place in the data.
+    # `by_place` has a note for each model whose samples have other ids. Its samples were matched
+    # by their places in the data.
     matched, by_place = pairing.match_samples(reports, names)
     criteria = _list_criteria(reports, by)
-    # The fields of `Ranked` by index of the model; one that cannot be compared has no rank.
+    # The fields of `Ranked`, by index of the model. A model that cannot be compared has no rank.
     found = _rank_models(criteria[0], matched) if criteria else {}
     known: dict[str, Any] = {}
     compared = sum("rank" in fields for fields in found.values()) - 1  # all but the best
@@ -149,18 +149,19 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
     # With this sign the larger figure is the worse one.
     worse = {i: rule.worse * figure for i, figure in criterion.figures.items()}
     models = sorted(worse, key=lambda i: (worse[i], i))
-    # Pairs of models that cannot be compared, with the reason. Both orders are tried: an attack
-    # that one model has in addition is no obstacle if that model is the new one.
+    # Pairs of models that cannot be compared, with the reason. Both orders of a pair are tried: a
+    # comparison is refused if the new model lacks an attack of the old model, not vice versa.
     apart: dict[frozenset[int], str] = {}
     for i, j in permutations(models, 2):
         reason = _compare_two(rule, reports[i], reports[j]).reason
         if reason:
             apart[frozenset((i, j))] = reason
-    # Ranked are all models that can be compared with the model of the fewest such pairs. If the
-    # best figure decided, a model with other attacks could leave all others unranked.
+    # `base` is the model in the fewest of these pairs, and all models that can be compared with it
+    # are ranked. With the best model as base, other attacks on this model alone would leave all
+    # other models unranked.
     base = min(models, key=lambda i: sum(i in pair for pair in apart))
     ranked = [i for i in models if frozenset((i, base)) not in apart]
-    # Bonferroni's correction for the comparisons of all others with the best.
+    # Bonferroni's correction for comparing all other models with the best model.
     level = LEVEL / max(1, len(ranked) - 1)
     best, *others = ranked
     for i in others:  # the model with the best figure may not be the best sample by sample
@@ -173,7 +174,7 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
         change = _compare_two(rule, reports[i], reports[best], level)
         place = 1
         if change.status == "regressed":
-            # Behind all models with a better figure, and in any case behind the best.
+            # After all models with a better figure, and at place 2 or later.
             place = max(2, 1 + sum(worse[j] < worse[i] for j in ranked))
             outcome = "behind the best"
         elif worse[i] == worse[best]:
@@ -183,7 +184,7 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
         found[i] = {"rank": place, "outcome": outcome, "difference": change}
     places = sorted(found, key=lambda i: (i != best, found[i]["rank"]))
     entries = {i: found[i] for i in places}
-    # A single ranked model among several was compared with none: it has no rank either.
+    # If only one of several models is left, it was compared with no other model: no rank either.
     outside = [i for i in models if i not in ranked or ranked == [i] != models]
     for i in outside:
         reason = next(apart[pair] for pair in apart if i in pair)
@@ -201,7 +202,7 @@ def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> 
         level: one-sided error probability of each limit of the change.
     """
     examined = examine(rule, new, old, lenient=True)
-    if isinstance(examined, Verdict):  # it says why the two cannot be compared
+    if isinstance(examined, Verdict):  # the reason why the two models cannot be compared
         return examined
     verdict = judge_change(rule, examined[0], level)
     # Without limits nothing was tested: the two models cannot be compared.
@@ -235,7 +236,7 @@ def make_rule(metric: str) -> Rule:
 
 
 def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]:
-    """Return the metrics that can rank the models; first those that most models have.
+    """Return the metrics that can rank the models, the metric that most models have first.
 
     Args:
         reports: the reports of all models.
@@ -246,7 +247,7 @@ def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]
     """
     if by == ORDER:
         return []
-    # A figure that several sections have, such as robust accuracy, ranks once.
+    # Several sections may have the same figure, such as robust accuracy: only the first is used.
     usual: dict[str, str] = {}
     for name, headline in list_headlines():
         if headline.ranks and any(report.section(name) for report in reports):
@@ -264,12 +265,12 @@ def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]
 
 
 def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion]:
-    """Yield a criterion for every ball in which a model has the metric, the smallest ball first.
+    """Yield a criterion (rule and figures) for every ball of a metric, the smallest ball first.
 
-    A metric without balls, such as a norm, gives one criterion.
+    A metric without balls, such as a norm, has one criterion.
     """
     rule = make_rule(metric)
-    # By row or ball, then by index of the model.
+    # The figure of each model, by row or ball and then by index of the model.
     figures = dict[Key, dict[int, float]]()
     for i, report in enumerate(reports):
         section = report.section(rule.measure)
@@ -290,7 +291,7 @@ def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion
 
 
 def _order_by_size(name: Key) -> tuple[str, float]:
-    """Return the sort key of a figure: those without a ball first, then by norm and radius."""
+    """Return the sort key of a figure: figures without a ball first, then by norm and radius."""
     if not isinstance(name, TrialKey):
         return "", 0.0
     return name.norm, float(name.radius)

@@ -98,8 +98,8 @@ class Rule:
 def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
     """Read `METRIC[@SELECTOR][:STAT] OP LIMIT`.
 
-    Without STAT, a per-sample column is judged by its median (its mean where it holds 0 or 1),
-    a column of rows row by row (`each`).
+    Without STAT, a per-sample column is judged by its median, or by its mean if the values are 0
+    or 1. A column of rows is judged row by row (`each`).
 
     Args:
         text: the rule.
@@ -140,7 +140,7 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
 
 
 def _read_selector(text: str, table: Layout | Section) -> tuple[tuple[str, ...], str]:
-    """Return the words that pick rows, and the group of samples, if a word names one."""
+    """Return the words of a selector that pick rows, and the group of samples ("" for all)."""
     stripped = map(str.strip, text.split(","))
     words = [word for word in stripped if word]
     group = ""
@@ -157,8 +157,8 @@ def _read_selector(text: str, table: Layout | Section) -> tuple[tuple[str, ...],
 def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Section] = ()) -> Rule:
     """Return the rule that allows no change of a metric.
 
-    The limit is in percentage points for shares, and relative for other figures unless they are
-    or can be negative.
+    The limit is in percentage points for shares. For other figures it is relative, or a difference
+    if a figure is or can be negative.
 
     Args:
         metric: with its statistic: `jacobian.norm:median`.
@@ -170,7 +170,7 @@ def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Sect
     is_relative = not rule.about.signed and all(value >= 0 for value in values)
     limit = "+0pp" if is_share else "+0%" if is_relative else "+0"
     op: Literal["<=", ">="] = "<=" if rule.about.better == "lower" else ">="
-    # The text is printed beside verdicts: a comparison names the metric alone.
+    # The text is printed beside verdicts: without a limit, as a comparison has none.
     return replace(rule, text=rule.metric, op=op, limit=_read_limit(limit, metric))
 
 
@@ -213,7 +213,7 @@ def list_metrics(tables: Mapping[str, Layout | Section] | None = None) -> tuple[
 
 
 def _read_statistic(text: str | None, column: str, table: Layout | Section) -> Stat:
-    """Return the statistic of a rule, as typed or the usual one of its column.
+    """Return the statistic of a rule: as typed, or the default of the column.
 
     Args:
         text: the statistic as typed; None if the rule has none.
@@ -240,7 +240,10 @@ def _read_statistic(text: str | None, column: str, table: Layout | Section) -> S
 
 
 def _read_limit(text: str, rule: str) -> Limit:
-    """Return the limit at the end of a rule: a change if it has a sign, else an absolute value.
+    """Return the limit at the end of a rule.
+
+    A number without a sign is an absolute limit. With a sign it limits a change: relative with %,
+    a difference in percentage points with pp, else a difference.
 
     Raises:
         UsageError: the text is not a limit; the message names the rule.
@@ -271,7 +274,7 @@ def list_default_rules() -> list[Rule]:
 
 
 def find_words(measure: str, column: str) -> str:
-    """Return the words for a figure of a section in a sentence; empty if it has none."""
+    """Return the words that name a figure of a section in a sentence; "" if it has no name."""
     headline = find_headline(measure, column)
     if headline is not None:
         return headline.words or headline.label
@@ -312,9 +315,9 @@ def choose_rules(*reports: Report) -> tuple[Rule, ...]:
 
 
 def list_absent(chosen: Sequence[Rule]) -> list[str]:
-    """Return notes on the default rules that were not judged, because no report has their section.
+    """Return notes on default rules that were not judged, because no report has their section.
 
-    Only the measures that an audit usually runs are named.
+    Only rules of measures that an audit usually runs are named.
     """
     judged = {rule.measure for rule in chosen}
     absent = [rule for rule in list_default_rules() if rule.measure in {*USUAL} - judged]
@@ -326,7 +329,7 @@ def list_absent(chosen: Sequence[Rule]) -> list[str]:
 
 
 def list_uninstalled(*reports: Report) -> list[str]:
-    """Return a note on sections that no default rule judges: their measure is not installed."""
+    """Return a note on sections that are not judged because their measure is not installed."""
     sections = [section.measure for report in reports for section in report.sections]
     # `jacobian.shares` is a section of the measure `jacobian`.
     names = {section.partition(".")[0] for section in sections} - load_measures().keys()

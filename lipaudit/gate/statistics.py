@@ -70,7 +70,7 @@ class Evidence:
 
 
 def judge_median(changes: Values) -> Evidence:
-    """Judge the median of paired changes by the sign test.
+    """Return the sign test and confidence limits of the median of paired changes.
 
     The lower limit is the k-th smallest of the n changes, the upper one the k-th largest. k is the
     largest number with P(B <= k - 1) <= level for B ~ Binomial(n, 1/2). Exact for every continuous
@@ -105,7 +105,7 @@ def judge_median(changes: Values) -> Evidence:
 
 
 def round_changes(changes: Values) -> Values:
-    """Round to 12 decimals; what is too large for that stays as it is."""
+    """Round changes to 12 decimals; numbers from 1e12 on stay as they are."""
     with np.errstate(over="ignore"):
         return np.where(np.abs(changes) < 1e12, changes.round(DIGITS), changes)
 
@@ -114,9 +114,9 @@ def find_middle(ordered: Values) -> float:
     """Return the median of ordered values, which may be infinite."""
     lower = float(ordered[(ordered.size - 1) // 2])
     upper = float(ordered[ordered.size // 2])
-    if lower == -math.inf and upper == math.inf:  # halfway between them
+    if lower == -math.inf and upper == math.inf:  # the middle of -inf and inf
         return 0.0
-    # Halved before the sum, which may be too large for a float.
+    # Both are halved first: their sum may be too large for a float.
     if lower != upper:
         return lower / 2 + upper / 2
     return lower
@@ -125,8 +125,9 @@ def find_middle(ordered: Values) -> float:
 def flip_signs(n: int) -> Values:
     """Return the signs by which a test multiplies the changes of n samples, (draws, n).
 
-    The first draw has only +1: the changes as observed. All 2^n draws if they are few, else random
-    ones with a fixed seed: the same reports get the same verdict.
+    The first draw has only +1: the changes as observed. If 2^n is small, all combinations of signs
+    are returned. Otherwise the draws are random with a fixed seed, so that the same reports get
+    the same verdict.
     """
     if 2**n <= RESAMPLES + 1:
         bits = np.arange(2**n)[:, None] >> np.arange(n) & 1  # the binary digits of each draw
@@ -140,8 +141,8 @@ def _count_tail(draws: Values, observed: float) -> float:
     """Return the p-value of a randomisation test: the share of draws >= the observed value.
 
     Args:
-        draws: the statistic under the null hypothesis, (draws,), the observed value among them.
-        observed: the observed value; if it is infinite, nothing is proven.
+        draws: (draws,), the statistic under the null hypothesis, including the observed value.
+        observed: the observed value; an infinite value proves nothing.
     """
     if not math.isfinite(observed):
         return 1.0
@@ -170,16 +171,17 @@ def judge_by_bootstrap(
 ) -> Evidence:
     """Judge the change of a statistic by the paired bootstrap, and by exchanging old and new.
 
-    Limits are those of the percentile bootstrap: samples are drawn with replacement, both models
-    together. "No worse" is rejected only if the exact test rejects it, too, which exchanges the
-    old and the new value of each sample at random. Do not use it for a maximum: the bootstrap of
-    an extreme is inconsistent.
+    The limits are those of the percentile bootstrap: samples are drawn with replacement, the old
+    and new value of a sample together. A second, exact test exchanges the old and the new value of
+    each sample at random. "No worse" is rejected only if both tests reject it. Not for a maximum:
+    the bootstrap of an extreme is inconsistent.
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, chapters 13 and 15.
 
     Args:
         old: values of the baseline, (samples,).
         new: values of the current model on the same samples.
-        change: maps (draws, samples) of both to the draws' changes, (draws,).
+        change: maps old and new values, (draws, samples) each, to the change of the statistic in
+            each draw, (draws,).
         least: smallest number of samples; fewer prove nothing.
     """
     n = old.size
@@ -232,9 +234,9 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
     """Judge the change of a share from its paired table: exact McNemar test, Bonett-Price limits.
 
     McNemar's one-sided p-value is P(B >= worse) for B ~ Binomial(worse + better, 1/2). The limits
-    are those of Bonett and Price: a normal interval around the difference of the two shares
-    (worse + 1) / (n + 2) and (better + 1) / (n + 2). The added pairs give it a width even if no
-    sample changed. The limits contain 0 unless McNemar's test rejects it.
+    of Bonett and Price are a normal interval around the difference of the two shares
+    (worse + 1) / (n + 2) and (better + 1) / (n + 2). Because of the added pairs, the interval has
+    a width even if no sample changed. The limits contain 0 unless McNemar's test rejects 0.
     Sources: McNemar, Psychometrika 12 (1947) 153; Bonett and Price, J. Educ. Behav. Stat. 37
     (2012) 479.
 
@@ -343,15 +345,16 @@ class Movement(Frozen):
 def correct_by_holm(p_values: Mapping[Name, float]) -> dict[Name, tuple[float, int]]:
     """Adjust p-values by Holm's step-down procedure.
 
-    The smallest of k p-values is multiplied by k, the next by k - 1, and so on; none becomes
-    smaller than the one before it. Whoever rejects the hypotheses with an adjusted p-value of at
-    most alpha rejects any true one with a probability of at most alpha.
+    The smallest of k p-values is multiplied by k, the next one by k - 1, and so on. An adjusted
+    p-value is never smaller than the adjusted p-value before it. If all hypotheses with an
+    adjusted p-value of at most alpha are rejected, the probability that a true hypothesis is among
+    them is at most alpha.
 
     Args:
         p_values: the p-value of each hypothesis, of any test.
 
     Returns:
-        The adjusted p-value of each hypothesis, and the number by which its own was multiplied.
+        The adjusted p-value of each hypothesis, and the factor of its multiplication.
         Source: Holm, Scand. J. Statist. 6 (1979) 65.
     """
     found = dict[Name, tuple[float, int]]()
@@ -367,11 +370,12 @@ def correct_jointly(changes: Values, quiet: float, *, both_sides: bool = False) 
     """Return the p-values of the sign tests of many rows on the same samples, corrected jointly.
 
     A draw flips the signs of all changes of some samples, in all rows (heads) at once. The
-    statistic of a row is its number of changes for the worse. Its p-value is the share of draws in
-    which this row, or one with a smaller observed number, reaches the observed number (step-down).
-    Rows that move together count as one; independent rows are corrected as by Holm. Rows that
-    hardly move, by the median size of their changes, are left out: sizes do not depend on the
-    signs. Exact if old and new values of a sample, over all rows, are exchangeable.
+    statistic of a row is its number of changes for the worse. The p-value of a row is the share of
+    draws in which this row, or a row with fewer changes for the worse, reaches the observed number
+    of this row (step-down). Rows that change together count like one row, and independent rows are
+    corrected about as by Holm. Rows whose median size of changes is at most `quiet` are left out:
+    sizes do not depend on the signs, so the test stays valid. The test is exact if the old and new
+    values of a sample, over all rows, are exchangeable.
     Source: Westfall and Young, Resampling-Based Multiple Testing (1993), section 2.6.
 
     Args:
@@ -385,7 +389,8 @@ def correct_jointly(changes: Values, quiet: float, *, both_sides: bool = False) 
         return adjusted
     rounded = round_changes(changes)
     signs = np.sign(rounded)  # (rows, samples)
-    # Flipped signs sum to (positive - negative), so (sum + nonzero) / 2 are positive.
+    # The signs of a row sum to (positive - negative), so (sum + nonzero) / 2 is the number of
+    # positive ones.
     sums = flip_signs(n) @ signs.T  # (draws, rows); the first draw is the observed one
     if both_sides:
         sums = np.abs(sums)

@@ -109,7 +109,7 @@ class Verdict(Frozen):
 
     @property
     def proven(self) -> bool:
-        """Say whether the verdict leaves no doubt that the rule holds, as --strict asks."""
+        """Return whether --strict accepts the status: not inconclusive, and no unproven `pass`."""
         tested = self.low is not None
         return self.status != "inconclusive" and not (self.status == "pass" and tested)
 
@@ -149,7 +149,7 @@ class Verdict(Frozen):
             words = f"{words}, {stat},"
         where = self.name
         trial = TrialKey.parse(self.name)
-        if trial is not None:  # an attack in a ball: the ball is enough
+        if trial is not None:  # an attack in a ball: only the ball is named
             where = trial.ball
         if self.group:
             where = f"{where}, group {self.group}".removeprefix(", ")
@@ -172,10 +172,13 @@ class Verdict(Frozen):
 
     @property
     def proof(self) -> str:
-        """Return what is proven of a regression: `proven: at least 1.9 points lower`."""
+        """Return what is proven of a regression, for example `proven: at least 1.9 points lower`.
+
+        The size is the confidence limit that is nearest to 0.
+        """
         if self.low is None or self.high is None:
             return ""
-        # A rule that demands an improvement is broken by one that is too small.
+        # A rule that demands an improvement may be broken although the figure is not worse.
         if self.change_status in ("improved", "inconclusive"):
             return f"proven: less than {self.rule} asks"
         if self.change_status != "regressed":
@@ -207,7 +210,7 @@ class Verdict(Frozen):
             if limits != NO_LIMITS:
                 limits = f"limits {limits}"
             change += f", {limits}, n = {self.samples}"
-            # `pass` and the like leave open whether the figure changed at all: this says it.
+            # Statuses such as `pass` do not say whether the figure changed at all: add this.
             if self.change_status in {"regressed", "improved"} - {self.status}:
                 change += f"; the change alone: {self.change_status}"
         elif self.status in ("pass", "improved", "regressed"):
@@ -222,7 +225,7 @@ class Verdict(Frozen):
             limits = (
                 f"{format_change(self.low, self.unit)} to {format_change(self.high, self.unit)}"
             )
-            # The lowest relative change is -1, that is -100%: such limits say nothing.
+            # The lowest possible change is -100% (-1) or -inf: such limits exclude nothing.
             if self.high == math.inf and self.low in (-1.0, -math.inf):
                 limits = NO_LIMITS
         return {
@@ -288,7 +291,11 @@ class Judgement(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def reason(self) -> str:
-        """Return the answer in a sentence: what is worse, or not proven, or the counts."""
+        """Return the answer of the gate in a sentence.
+
+        The counts of statuses for a pass, the first verdict for reports that cannot be compared,
+        else the figures that are worse or not proven.
+        """
         gravest = self._list_gravest()
         if self.outcome == "pass":
             return f"pass: {self.counts}"
@@ -315,7 +322,7 @@ class Judgement(Frozen):
 
     @property
     def summary(self) -> str:
-        """Return the outcome with the counts, and how many samples would settle an open one."""
+        """Return the outcome with the counts, and how many samples would prove open verdicts."""
         needed = [v.samples_needed for v in self.verdicts if v.samples_needed]
         text = f"{self.outcome}: {self.counts}"
         if self.outcome == "not proven" and needed:
@@ -323,7 +330,7 @@ class Judgement(Frozen):
         return text
 
     def _list_gravest(self) -> list[Verdict]:
-        """Return the verdicts behind the outcome."""
+        """Return the verdicts that cause the exit code; if none fails, the inconclusive ones."""
         if self.exit_code:
             return [verdict for verdict in self.verdicts if self._code(verdict) == self.exit_code]
         return [verdict for verdict in self.verdicts if verdict.status == "inconclusive"]

@@ -30,7 +30,8 @@ SIDE = 64
 def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
     """Return an image (channels, height, width) as a small PNG file, in base64.
 
-    Its longer side is at most `SIDE`. Unless it has 1 or 3 channels, only the first one is shown.
+    The longer side is at most `SIDE` pixels. An image with other than 1 or 3 channels is shown by
+    its first channel.
 
     Args:
         pixels: the image.
@@ -51,7 +52,7 @@ def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
 
 
 def to_box(pixels: Tensor, box: tuple[float, float] | None) -> Tensor:
-    """Map pixels in [0, 1] to the box of a model."""
+    """Map pixels in [0, 1] to the range of values of a model (its box, None for [0, 1])."""
     low, high = box or (0.0, 1.0)
     return low + (high - low) * pixels
 
@@ -72,20 +73,23 @@ CHANNELS = (1, 3, 4)
 
 
 def holds_arrays(path: Path) -> bool:
-    """Say whether a file holds arrays, by its name."""
+    """Return whether a file contains arrays, judged by its name."""
     return path.suffix in ARRAY_FILES or bool(NAME.search(path.name))
 
 
 def _find_array(
     names: Sequence[str], arrays: Mapping[str, Tensor], texts: Mapping[str, str], advice: str
 ) -> Tensor | None:
-    """Return the first array with one of these names, if any; refuse one that holds text.
+    """Return the first array with one of these names; None if there is no such array.
 
     Args:
         names: the usual names.
-        arrays: the numbers in a file, by name.
-        texts: an error message for each array of the file that holds no numbers, by name.
+        arrays: the arrays of numbers in a file, by name.
+        texts: for each array of the file without numbers, an error message, by name.
         advice: the hint for such an error.
+
+    Raises:
+        InputError: only an array without numbers has one of the names.
     """
     for name in names:
         if name in arrays:
@@ -99,8 +103,8 @@ def _find_array(
 def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
     """Return x (or images, inputs) and y (or labels), if present, of a file.
 
-    Files are .safetensors, .npz, or IDX (the format of MNIST), whose labels are in another file:
-    those of `t10k-images-idx3-ubyte.gz` are in `t10k-labels-idx1-ubyte.gz` beside it.
+    Files are .safetensors, .npz, or IDX (the format of MNIST). An IDX file has no labels: the
+    labels of `t10k-images-idx3-ubyte.gz` are in `t10k-labels-idx1-ubyte.gz` in the same folder.
 
     Raises:
         InputError: the file is damaged, or has no samples.
@@ -112,12 +116,12 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
         if path.suffix == ".safetensors":
             arrays = load_file(path)
         elif path.suffix == ".npz":
-            # ZipFile refuses what is no archive: numpy would take it for a pickle.
+            # ZipFile raises an error if the file is no archive: numpy would read it as a pickle.
             with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
                 for name, array in file.items():
                     if array.dtype.kind in "uifb":  # integers, floats and booleans
                         arrays[name] = _make_native(array)
-                    else:  # such as a credit or names of classes: refused if they are x or y
+                    else:  # texts, such as names of classes: an error only for x or y
                         texts[name] = f"{name} of {path} holds {array.dtype}"
         else:
             label_name = re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
@@ -146,8 +150,8 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
 def _read_idx(path: Path) -> Tensor:
     """Read an IDX file, compressed or not.
 
-    Its bytes are 0, 0, the type of the numbers, and the number of axes; then, big-endian, the
-    sizes (int32) and the numbers.
+    The first four bytes are 0, 0, the type of the numbers, and the number of axes. The sizes of
+    the axes (int32) and the numbers follow, both big-endian.
     """
     advice = "Copy or download it again."
     with explain_failure(f"{path} is not a readable IDX file", advice, Exception):
@@ -163,7 +167,7 @@ def _read_idx(path: Path) -> Tensor:
 
 def _make_native(array: np.ndarray[Any, Any]) -> Tensor:
     """Return an array as a tensor, in the byte order of this machine."""
-    # The buffer of a file is read-only, and a tensor may not be: then it is copied.
+    # The buffer of a file is read-only, but torch needs a writable array: then it is copied.
     dtype = array.dtype.newbyteorder("=")
     native = array.astype(dtype, copy=not array.flags.writeable)
     return torch.from_numpy(native)
@@ -174,9 +178,9 @@ def draw_arrays(
 ) -> Samples:
     """Draw samples from tensors.
 
-    Images are (samples, channels, height, width) or channels last: uint8 in 0..255, or floats in
-    the box of the model, which is the range of its pixels (as a rule [0, 1]); uint8 are mapped to
-    the box. Float sequences are (samples, tokens, width), token ids integers (samples, tokens).
+    Images are (samples, channels, height, width) or channels last. They are floats in the box of
+    the model, the range of its pixels (usually [0, 1]), or uint8 in 0..255, which is mapped to the
+    box. Float sequences are (samples, tokens, width). Token ids are integers (samples, tokens).
 
     Args:
         x: the inputs.
@@ -222,7 +226,7 @@ def draw_arrays(
 
 
 def _list_steps(x: Tensor, net: Taker) -> Iterator[str]:
-    """Yield the steps from an array to samples, for people: its dtype and shape, its values."""
+    """Yield texts on how an array becomes samples: dtype and shape, and for images the values."""
     kind = str(x.dtype).removeprefix("torch.")
     yield f"{kind} array of shape {tuple(x.shape[1:])}"
     if net.kind == "image":
@@ -232,15 +236,15 @@ def _list_steps(x: Tensor, net: Taker) -> Iterator[str]:
 
 
 def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
-    """Return images, channels first, or sequences, checked for the model.
+    """Return images (channels first) or sequences as float32, after a check of shape and range.
 
     Args:
         x: the samples of a file; images may have their channels last, or be uint8.
-        net: the model; its `box` is the smallest and the largest value that it takes, or None.
+        net: the model; `box` is the range of its input values, or None.
         origin: name of the data in messages.
 
     Raises:
-        InputError: shapes do not fit, or values are not finite or outside of the box.
+        InputError: shapes do not fit the model, or values are not finite or outside the box.
     """
     input_shape = tuple(net.input_shape)
     shape = tuple(x.shape[1:])
@@ -250,7 +254,7 @@ def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
         if shape != input_shape and has_channels_last:
             x = x.movedim(-1, 1)
         elif channels == 1 and shape == tuple(size):
-            x = x[:, None]  # grey images may lack the channel axis
+            x = x[:, None]  # grey images may have no channel axis: add it
     if tuple(x.shape[1:]) != input_shape:
         raise InputError(
             f"{origin} holds samples of shape {shape}; the model takes {input_shape}",
@@ -282,9 +286,9 @@ def read_token_ids(
 ) -> tuple[list[Tensor], tuple[Note, ...]]:
     """Return the token ids of each text without its padding, and notes on the padding.
 
-    Padding are the pad ids of the model before the first and behind the last other token, and
-    the columns that a mask leaves out (`HIDDEN`). A model that takes only texts of the full length
-    gets them with their padding.
+    Padding is a pad id of the model before the first or after the last other token, and an id that
+    a mask of the file hides (`HIDDEN`). Padding stays in the texts if the model accepts only texts
+    of the full length.
 
     Args:
         x: token ids (samples, tokens).
@@ -315,7 +319,7 @@ def read_token_ids(
     padded = int((~inside).any(1).sum())
     if padded == 0:
         return samples, _note_unnamed_padding(x, net)
-    # Without a mask, the model is asked whether it takes texts shorter than the array's.
+    # Without a mask in the file, a trial run shows whether the model accepts shorter texts.
     shortest = min(samples, key=len)
     has_mask = (x == HIDDEN).any()
     if not has_mask and not _is_accepted(shortest, net):
@@ -329,9 +333,10 @@ def read_token_ids(
 
 
 def _find_texts(x: Tensor, net: Taker) -> Tensor:
-    """Return a mask of the columns from the first to the last token of each text.
+    """Return a mask (samples, tokens) that is True from the first to the last token of each text.
 
-    Padding are the model's pad id and `HIDDEN`. A pad id between two tokens counts as a token.
+    The pad id of the model and `HIDDEN` (ids under a mask of the file) are padding. A pad id
+    between two tokens counts as a token.
     """
     is_token = x != HIDDEN
     if net.pad_id is not None:
@@ -354,7 +359,7 @@ def _require_vocabulary(ids: Tensor, net: Taker, origin: str) -> None:
 
 
 def _is_accepted(ids: Tensor, net: Taker) -> bool:
-    """Say whether a model runs on a text without padding."""
+    """Return whether a model runs on a text without padding, by a trial run."""
     one = make_batch([ids], net).to(net.device, net.dtype)
     try:
         with torch.no_grad():
@@ -367,14 +372,14 @@ def _is_accepted(ids: Tensor, net: Taker) -> bool:
 
 
 def _note_unnamed_padding(x: Tensor, net: Taker) -> tuple[Note, ...]:
-    """Warn if texts seem to be padded with an id that the model does not name."""
+    """Return a warning if texts seem to be padded, but the model declares no pad id."""
     if net.pad_id is not None:
         return ()
     for ids in (x, x.flip(1)):  # padding at the end, or at the beginning
         usual_end = int(ids[:, -1].mode().values)
         is_usual = ids == usual_end
-        repeats = is_usual.flip(1).cumprod(1).sum(1)  # its repetitions at the end of each text
-        # An id is padding if it is nowhere else, and is repeated more often in some texts.
+        repeats = is_usual.flip(1).cumprod(1).sum(1)  # how often each text ends in `usual_end`
+        # The id is probably padding if it occurs only at the ends, and more often in some texts.
         elsewhere = int(is_usual.sum() - repeats.sum())
         if not elsewhere and repeats.max() > max(1, int(repeats.min())):
             text = (
@@ -410,7 +415,7 @@ class SampleForm:
 
 
 def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
-    """Return the possible readings of an array's shape; several if it is ambiguous.
+    """Return the possible kinds of the samples in an array; several if the shape is ambiguous.
 
     >>> list_forms(torch.zeros(5, 3, 32, 32))
     (SampleForm(kind='image', shape=(3, 32, 32)),)

@@ -54,7 +54,7 @@ class Batch:
 
     @property
     def is_short(self) -> bool:
-        """Say whether samples have few tokens: at most 64, or images of 128 x 128 pixels."""
+        """Return whether samples are small: at most 64 tokens, or images of 128 x 128 pixels."""
         tokens = self.x.shape[1]
         if self.x.ndim > 3:
             tokens = self.x[0, 0].numel() // 256  # patches of 16 x 16, the usual size
@@ -71,7 +71,7 @@ class Batch:
         positions = index.tolist()
 
         def select(values: Sequence[T]) -> tuple[T, ...]:
-            """Return the values of these samples; nothing if the batch has no such values."""
+            """Return the values at these positions; empty if the batch has no such values."""
             return tuple(values[i] for i in positions) if values else ()
 
         y = None
@@ -87,9 +87,9 @@ class Batch:
         )
 
     def without_ids(self, index: Tensor) -> Batch:
-        """Return x and the mask of the samples at these positions, and nothing else.
+        """Return the samples at these positions with x and mask only.
 
-        Ids are Python objects: to select them, the index would be copied to the CPU.
+        Selecting ids, which are Python objects, would copy the index from the GPU to the CPU.
         """
         mask = None
         if self.mask is not None:
@@ -116,7 +116,8 @@ class Batch:
     def by_length(self, size: int) -> Iterator[Batch]:
         """Split into batches of at most `size` samples of equal length, without padding.
 
-        Batches are ordered by their first samples, so the first few are a fair sample.
+        Batches are in the order of their first samples, not of their lengths: so the first few
+        batches represent all samples.
         """
         if self.mask is None:
             yield from self.split(size)
@@ -127,11 +128,11 @@ class Batch:
         parts: list[list[int]] = []
         for rows in rows_by_length.values():
             parts += (rows[i : i + size] for i in range(0, len(rows), size))
-        for rows in sorted(parts):  # by their first samples
+        for rows in sorted(parts):  # in the order of the first sample of each batch
             part = self.rows(torch.tensor(rows)).trim()
             mask = part.mask
-            # All texts have one length, so most need no mask. It stays if there is padding between
-            # the tokens of a text.
+            # All texts have the same length, so usually no mask is needed. The mask stays if a
+            # text has padding between its tokens.
             if mask is not None and mask.all():
                 mask = None
             yield replace(part, start=self.start + rows[0], mask=mask)
@@ -237,13 +238,15 @@ class ProcessBatches:
 
 
 def find_first(batches: Iterable[Batch], first_here: Batch) -> Batch:
-    """Return the first batch of a run, also in a process that does not measure it.
+    """Return the first batch of a run, even if another process measures this batch.
 
-    Facts about all samples come from it, so that all processes of a run have the same.
+    Facts about all samples are computed from the first batch: so all processes of a run have equal
+    facts.
 
     Args:
-        batches: the batches that a measure gets.
-        first_here: the first one of these, which is that of the run if there is one process.
+        batches: the batches that this process measures.
+        first_here: the first of these batches. It is returned for plain batches, as a run in a
+            single process has.
     """
     if isinstance(batches, ProcessBatches):
         return batches.first
@@ -251,9 +254,9 @@ def find_first(batches: Iterable[Batch], first_here: Batch) -> Batch:
 
 
 def find_unfinished(batches: Iterable[Batch]) -> Mapping[str, Any] | None:
-    """Return the incomplete parts that an interrupted run left, by the id of their first sample.
+    """Return the incomplete results of an interrupted run, by the id of their first sample.
 
-    A part is the stored result of some samples. None if the caller takes complete parts only.
+    None if the caller of the measure does not store incomplete results.
     """
     if isinstance(batches, ProcessBatches):
         return batches.unfinished
@@ -285,7 +288,7 @@ def identify_samples(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str,
     labels = [None] * len(x) if y is None else y
     for sample, label in zip(x, labels, strict=True):
         array = sample.detach().cpu().contiguous().numpy()
-        # Equal bytes with another shape or label are another sample.
+        # Shape and label are hashed, too: equal bytes with another label are another sample.
         head = f"{array.dtype}{array.shape}{label}".encode()
         contents = head + array.tobytes()
         digest = hashlib.sha256(contents).hexdigest()[:16]
@@ -370,14 +373,14 @@ class Samples:
 
 def draw_indices(total: int, samples: int, seed: int) -> list[int]:
     """Draw indices without replacement; a larger draw contains every smaller one."""
-    # Always permute all: then n + 1 samples are n samples and one more.
+    # All indices are permuted in any case: so a draw of n + 1 samples contains the draw of n.
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(total, generator=generator)
     return order[:samples].tolist()
 
 
 def make_batch(x: Sequence[Tensor], net: Taker, y: Sequence[int] | None = None) -> Batch:
-    """Join the samples of a run; texts are padded, and ids do not depend on the padding.
+    """Join samples to a batch; texts are padded, and the ids do not depend on the padding.
 
     Args:
         x: samples in the form that the model takes; for texts, token ids of any length.
@@ -395,7 +398,7 @@ def make_batch(x: Sequence[Tensor], net: Taker, y: Sequence[int] | None = None) 
     lengths = torch.as_tensor([len(tokens) for tokens in samples])
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
     if mask.all():
-        # Without a mask, models take their faster path.
+        # Models are faster without a mask.
         return Batch(padded, labels, ids)
     return Batch(padded, labels, ids, mask)
 
@@ -414,9 +417,9 @@ def require_classes(
     """Return class numbers after a check that the model has all of these classes.
 
     Args:
-        numbers: the class number of each label; None: the label is unknown.
-        names: the labels as the data have them.
-        places: where each label is, for messages.
+        numbers: the class number of each label; None if no class matches the label.
+        names: the labels as written in the data.
+        places: the place of each label in the data, for messages.
         net: the model.
 
     Raises:
@@ -452,26 +455,26 @@ def match_labels(
 ) -> tuple[list[int], tuple[Note, ...]]:
     """Return the model's class numbers for labels that are class names or numbers.
 
-    They are matched by name first, without regard to case. A class may have several names,
-    separated by commas, and aliases (ImageNet synsets). If no name is known, labels are read as
-    class numbers. If they are no numbers, either, they are matched by order, provided that there
-    are as many as classes; a warning then lists which name became which class.
+    Three ways are tried. First, labels are matched with the names of the classes, ignoring case. A
+    class may have several names, separated by commas, and aliases (ImageNet synsets). If no name
+    matches, labels are read as class numbers. If they are not class numbers and there are as many
+    different labels as classes, they are matched by order, with a warning that lists the classes.
 
     Args:
         values: labels of the whole data set.
         net: the model.
-        places: where each label is, for messages: `FILE: line 7`.
-        classes: the data set's class names, if the labels are their numbers; None: the labels
-            define the classes.
+        places: the place of each label in the data, for messages: `FILE: line 7`.
+        classes: class names of the data set, if the labels are numbers of these classes; None if
+            the labels themselves are names or numbers of the model's classes.
 
     Raises:
         LabelError: a label is not a class; the message gives its place.
     """
-    # -1 marks samples without a label: it names no class, and is refused below.
+    # -1 marks samples without a label: it is not a class, and `require_classes` refuses it below.
     if classes is None or min(values, default=0) < 0:
         words = [str(value).strip() for value in values]
         names = sorted(set(words))
-        are_rows = True  # rows have the labels as a person wrote them, not numbers of `classes`
+        are_rows = True  # labels as written in the rows, not numbers of `classes`
     else:
         words = [classes[value] for value in values]
         names = list(classes)
@@ -480,15 +483,17 @@ def match_labels(
     # By name.
     class_of = _match_names(numbers, net)
     notes: tuple[Note, ...] = ()
-    # Numbers and order only if no name is known: half by name and half by order is a guess.
+    # Numbers and order are tried only if no name matches: to match some labels by name and others
+    # by order would be a guess.
     if all(number is None for number in class_of.values()):
         are_classes = set(numbers.values()) <= set(range(net.classes or 0))
         are_numbers = None not in numbers.values()
-        # Numbers in rows are never matched by order: one that is no class is an error.
+        # Numbers in rows are never matched by order: a number that is not a class is an error.
         if are_classes or (are_rows and are_numbers):
             class_of = numbers
         elif net.classes == len(names):
-            with suppress(ValueError):  # in the data set's order, but numbers by size: 2.0 < 10.0
+            # Names that are all numbers are sorted by size: 2.0 < 10.0.
+            with suppress(ValueError):
                 names = sorted(names, key=float)
             class_of = {name: i for i, name in enumerate(names)}
             notes = (_note_order(names, net),)
@@ -499,11 +504,11 @@ def _match_names(numbers: Mapping[str, int | None], net: Taker) -> dict[str, int
     """Return the model's class of each name of the data; None if the model has no such name.
 
     Args:
-        numbers: names of the data, with the number that each one spells.
+        numbers: the names in the data, each with its number, such as 7 for "7.0", or None.
         net: the model.
     """
     classes = {_normalise(alias): i for alias, i in net.aliases.items()}
-    if net.labels is None:  # the placeholder names of transformers: LABEL_0
+    if net.labels is None:  # transformers calls unnamed classes LABEL_0, LABEL_1, ...
         for i in range(net.classes or 0):
             classes[f"label {i}"] = i
     for i, label in enumerate(net.labels or ()):
@@ -529,8 +534,8 @@ def _note_order(names: Sequence[str], net: Taker) -> Note:
 
 
 def _read_number(name: str) -> int | None:
-    """Return the class number that a name spells, such as 7 for "7.0"; None for "0.7" or words."""
-    if name in ("True", "False"):  # of a column of booleans
+    """Return the class number in a name, such as 7 for "7.0"; None for "0.7" or words."""
+    if name in ("True", "False"):  # values of a column of booleans
         return int(name == "True")
     whole, _, decimals = name.partition(".")
     is_number = whole.removeprefix("-").isdecimal()
@@ -540,5 +545,5 @@ def _read_number(name: str) -> int | None:
 
 
 def _normalise(name: str) -> str:
-    """Return a name as names are compared: without case, with spaces for underscores."""
+    """Return a name in lower case with spaces for underscores, to compare names."""
     return name.strip().replace("_", " ").casefold()

@@ -95,7 +95,7 @@ class QuestionForm:
 
 @dataclass(frozen=True)
 class Packer:
-    """Reads prompts with their continuations as a language model does.
+    """Turns prompts and their continuations into token ids, as for a language model.
 
     Attributes:
         tokenize: text -> token ids, cut to a number of tokens.
@@ -110,14 +110,15 @@ class Packer:
     def encode(
         self, prompt: str, continuations: Sequence[str]
     ) -> tuple[list[int], list[list[int]]]:
-        """Return the ids of a prompt, and those of each continuation behind it.
+        """Return the token ids of a prompt, and the ids of each continuation after this prompt.
 
-        Both are tokenized as one text, because tokens depend on their neighbours. White space
-        between the two belongs to the continuation; if there is none, a blank is added.
+        Prompt and continuation are tokenized as one text, because tokens depend on neighbouring
+        characters. White space between prompt and continuation is part of the continuation. If
+        there is none, a blank is added.
         """
         start = prompt.rstrip()
         space = prompt[len(start) :]
-        of_start = self.tokenize(start, WHOLE)  # `WHOLE`: texts are not cut here
+        of_start = self.tokenize(start, WHOLE)  # WHOLE is a huge limit: texts are not cut here
         splits = []  # (ids of the prompt, ids of the continuation)
         for text in continuations:
             separator = space
@@ -129,7 +130,7 @@ class Packer:
         return prompt_ids, [continuation for _, continuation in splits]
 
     def find_room(self, continuation_ids: Sequence[Sequence[int]]) -> int:
-        """Return the largest number of tokens of a prompt before these continuations."""
+        """Return how many tokens of a prompt fit before the longest of these continuations."""
         return self.limit - max(map(len, continuation_ids))
 
     def pack(self, prompt: str, continuations: Sequence[str]) -> Sequence[int]:
@@ -148,8 +149,8 @@ class Packer:
 def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
     """Pack the ids of a prompt and of its continuations into one row.
 
-    A token of continuation i = 1, 2, ... is stored as id + i * vocabulary, so id and i can be read
-    off it again.
+    A token of continuation i = 1, 2, ... is stored as the number id + i * vocabulary. Remainder
+    and quotient of this number by the vocabulary are id and i.
 
     >>> pack([7, 3], [[5], [5, 6]], 10)
     tensor([ 7,  3, 15, 25, 26])
@@ -161,13 +162,14 @@ def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabula
 
 
 def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> Samples:
-    """Read prompts, and the continuations that a language model scores behind each.
+    """Draw prompts from a table, with the continuations that a language model scores.
 
-    The columns of the table decide what is read: a prompt and its continuation; a question, its
-    choices and the answer; or a text (or a pair, on two lines) and its label, whose name is the
-    continuation. A blank separates prompt and continuation and belongs to the continuation. As in
-    lm-evaluation-harness, prompt and continuation are tokenized together, and the ids behind the
-    prompt's ids are the continuation's. A prompt that is too long loses its beginning.
+    The columns of the table decide between three kinds: a prompt with one continuation; a question
+    with choices and the answer; a text (or a pair, on two lines) with a label, where the
+    continuations are the names of all labels. A blank separates prompt and continuation and is
+    part of the continuation. As in lm-evaluation-harness, prompt and continuation are tokenized
+    together: the ids after the ids of the prompt belong to the continuation. A long prompt is cut
+    at its beginning.
 
     Args:
         table: the rows.
@@ -183,7 +185,7 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
         advice = "Put tokenizer.json beside config.json."
         raise InputError(f"{table.origin} holds text, and the model has no tokenizer", advice)
     table.require_rows(options)  # before columns: unreadable rows have none
-    rows = {i: table.rows[i] for i in table.sound}  # without unreadable ones
+    rows = {i: table.rows[i] for i in table.sound}  # only readable rows
     form = _choose_form(table, rows, options)
     questions, choices, faults = _read_questions(form, rows)
     table = replace(table, faults={**table.faults, **faults})  # these rows are not drawn
@@ -255,7 +257,8 @@ def _read_questions(
         rows: the readable rows, by index.
 
     Returns:
-        Questions by row; the most frequent number of continuations; and by row, why it is refused.
+        The question of each row, by index; the most frequent number of continuations; the reason
+        for each refused row, by index.
     """
     questions: dict[int, Question] = {}
     faults: dict[int, str] = {}
@@ -268,21 +271,21 @@ def _read_questions(
     usual = max(counts, key=counts.__getitem__, default=0)
     for i, question in questions.items():
         count = len(question.continuations)
-        # The classes of a batch are the choices, so all rows need the same number.
+        # Choices are the classes of the task, so all rows need the same number of choices.
         if count != usual:
             faults[i] = f"has {count} choices, most rows have {usual}"
     return questions, usual, faults
 
 
 def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]]:
-    """Split the ids of a prompt with its continuation: (ids of the prompt, of the continuation).
+    """Return the token ids of a prompt and of its continuation, both without an end token.
 
     Args:
         prompt: ids of the prompt alone.
-        both: ids of the prompt with its continuation.
+        both: ids of the prompt with its continuation, tokenized as one text.
     """
     # Some tokenizers end every text with a token: [prompt, end] and [prompt, continuation, end].
-    # Then that token is left out of both.
+    # Then this end token is removed from both lists.
     length = len(prompt)
     if prompt and both[:length] != prompt:
         last = length - 1
@@ -296,11 +299,7 @@ def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]
 def _choose_form(
     table: SampleTable, rows: Mapping[int, Mapping[str, Any]], options: DataOptions
 ) -> QuestionForm:
-    """Derive the kind of question from the columns of a table.
-
-    Returns:
-        QuestionForm(kind, columns of the prompt, column of the continuation or the choices, column
-        of the label, the labels as words, the same labels as the table has them).
+    """Return the kind of question that a table has, and its columns, by the names of the columns.
 
     Raises:
         InputError: a column is missing, or labels are numbers without known names.

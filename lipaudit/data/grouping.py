@@ -27,11 +27,12 @@ def group_by_column(samples: Samples, table: SampleTable, name: str) -> Samples:
         name: the column.
 
     Raises:
-        InputError: the table has no such column, it is empty, or a cell is not a single value.
+        InputError: the table has no such column, the column is empty, or a cell is not a single
+            value.
     """
-    tables.choose_column(table, name, ())  # refuses a column that is missing
+    tables.choose_column(table, name, ())  # raises an error if the column is missing
     values = table.column(name)
-    names = table.classes.get(name)  # class names, if the column holds class numbers
+    names = table.classes.get(name)  # class names, if the column has class numbers
     rows = {place: row for row, place in enumerate(table.places)}
     groups = []
     for origin in samples.origins:
@@ -83,11 +84,11 @@ def group_by_class(samples: Samples, net: Taker, name: str) -> Samples:
 
 
 def _write_group(value: Any, names: Sequence[str] | None) -> str:
-    """Return the name of the group that a cell gives, on one line; empty for an empty cell.
+    """Return the name of the group in a cell, without line breaks; "" for an empty cell.
 
     Args:
         value: the cell.
-        names: class names, if the column holds class numbers.
+        names: class names, if the column has class numbers; these become names.
     """
     if tables.is_empty(value):
         return ""
@@ -101,8 +102,8 @@ def _set_groups(samples: Samples, groups: Sequence[str], what: str) -> Samples:
 
     Args:
         samples: the samples.
-        groups: the group of each; empty: none.
-        what: where the groups come from, for messages.
+        groups: the group of each sample; "" for a sample without a group.
+        what: the source of the groups, for messages.
     """
     if not any(groups):
         raise InputError(f"{what} is empty", "Choose another column with --group-column.")

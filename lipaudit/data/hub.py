@@ -89,8 +89,8 @@ def explain_refusal(error: Exception, repository: Repository) -> InputError:
     facts["option"] = ""
     if repository.kind == "dataset":
         facts["option"] = " --repo-type dataset"
-    # Clients wrap exceptions in others, and derive their classes from each other. The first class
-    # whose name has a message in `REFUSALS` counts.
+    # An exception may be the cause of another one, or have base classes. The first class whose
+    # name is in `REFUSALS` gives the message.
     for cause in errors.list_causes(error):
         for kind in type(cause).__mro__:
             if kind.__name__ in REFUSALS:
@@ -108,10 +108,10 @@ def explain_refusal(error: Exception, repository: Repository) -> InputError:
 
 @contextmanager
 def explain_refusals(repository: Repository) -> Iterator[None]:
-    """Turn exceptions of the Hub's clients into the error that says why access failed.
+    """Turn exceptions of the Hub's clients inside the block into an error with the reason.
 
     Raises:
-        InputError: the block raised an exception that is not lipaudit's.
+        InputError: the block raised an exception of another library.
     """
     try:
         yield
@@ -160,7 +160,7 @@ class Commit:
         revision = self.repository.revision
         if self.no_answer or HASH.fullmatch(revision):
             return
-        # Files are downloaded by commit, so the cache does not learn the branch.
+        # Files are downloaded by commit, so the cache does not record the branch by itself.
         reference = self.repository.cache / "refs" / revision
         with suppress(OSError):  # a read-only cache still works for reading
             reference.parent.mkdir(parents=True, exist_ok=True)
@@ -168,13 +168,13 @@ class Commit:
 
 
 def find_commit(repository: Repository, *, offline: bool) -> Commit:
-    """Return the commit of a revision, which is a branch, a tag or a commit.
+    """Return the commit of the revision of a repository: of a branch, a tag or a commit.
 
-    If the Hub does not answer, or is not to be asked, the commit in the local cache is used.
+    If the Hub does not answer, or must not be contacted, the commit in the local cache is used.
 
     Args:
         repository: the repository, with the revision.
-        offline: whether the Hub is not to be asked.
+        offline: True if the Hub must not be contacted.
 
     Raises:
         InputError: access failed, or the cache cannot be read; the message gives the reason.
@@ -184,7 +184,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
 
     revision = repository.revision
     no_answer = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
-    refusal: Exception = OfflineModeIsEnabled(OFFLINE)  # raised if the cache has no commit, either
+    refusal: Exception = OfflineModeIsEnabled(OFFLINE)  # raised if the cache has no commit
     with explain_refusals(repository):
         cache = repository.cache  # raises an error if the name is malformed
         try:
@@ -198,7 +198,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
                 files = tuple(file.rfilename for file in getattr(info, "siblings", None) or ())
                 return Commit(repository, str(info.sha), files)
         except (ValueError, RevisionNotFoundError):
-            # The name is malformed, or the Hub has no such revision: the cache would hide that.
+            # The name is malformed, or the Hub has no such revision: do not use an old cache.
             raise
         except Exception as error:  # every HTTP library has its own exceptions
             refusal = error
@@ -236,7 +236,7 @@ def silence_clients() -> Iterator[None]:
 def hub_bars() -> ExitStack:
     """Return a context that restores the Hub's setting of progress bars when it ends.
 
-    Further settings to restore may be added to it.
+    The caller may add further settings to restore, with `callback`.
     """
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
@@ -250,7 +250,7 @@ def hub_bars() -> ExitStack:
 
 
 def hub_access(*, offline: bool) -> AbstractContextManager[Any]:
-    """Inside the block, forbid connections to the Hub if the options say so."""
+    """Return a context in which connections to the Hub are forbidden if `offline` is True."""
     return patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or offline)
 
 
@@ -320,16 +320,16 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
 
 
 def _open_table(commit: Commit, config: str, split: str) -> Any:
-    """Return a whole split; download it and make its table if that is not done yet.
+    """Return the table of a whole split; download and convert the split on first use.
 
     Args:
         commit: the commit of the data set.
-        config: its configuration; empty: the default one.
+        config: the configuration of the data set; "" for the default one.
         split: the split, such as test.
     """
     import datasets
 
-    # A folder of its own, because the tables of `datasets` hold every split.
+    # The usual folder of `datasets` has all splits of a data set. Here each split has a folder.
     name = commit.repository.name
     tables = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit" / name.replace("/", "___")
     folder = tables / commit.sha / (config or "default") / split
@@ -360,8 +360,9 @@ def _require_known(what: str, name: str, known: Any, place: str) -> None:
 
     Args:
         what: split or configuration, for the message.
-        name: the requested one; empty: none was given, although there are several.
-        known: those of the data set.
+        name: the requested split or configuration; "" if none was given, although there are
+            several.
+        known: the splits or configurations of the data set.
         place: the data set, for the message.
 
     Raises:

@@ -54,12 +54,13 @@ def list_pictures(folder: Path) -> tuple[list[Path], tuple[Note, ...]]:
     Raises:
         InputError: there are no pictures, or some beside and some inside sub-folders.
     """
-    # Not by glob, which silently skips folders that cannot be read.
+    # glob is not used: it silently skips folders that cannot be read.
     entries = _list_visible(folder)
     inside = []  # the entries of direct sub-folders, of which there may be one per class
     for entry in filter(Path.is_dir, entries):
         inside += _list_visible(entry)
-    deeper: list[Path] = []  # pictures that are not read: a note or the error names the first
+    # Pictures in deeper folders are not read: a note or the error names the first one.
+    deeper: list[Path] = []
     for entry in filter(Path.is_dir, inside):
         deeper += filter(is_picture, sorted(entry.rglob("*")))
     pictures = []
@@ -67,7 +68,7 @@ def list_pictures(folder: Path) -> tuple[list[Path], tuple[Note, ...]]:
     for entry in entries + inside:
         if is_picture(entry):
             pictures.append(entry)
-        elif entry.suffix.lower() not in SIDECARS and entry.is_file():  # no text beside pictures
+        elif entry.suffix.lower() not in SIDECARS and entry.is_file():  # not a text or table
             others.append(entry)
     if not pictures:
         advice = (
@@ -105,7 +106,9 @@ def is_picture(file: Path) -> bool:
 
 
 def find_common_shape(folder: Path) -> tuple[int, int, int] | None:
-    """Return (channels, height, width) of a folder's pictures; None if they differ or none opens.
+    """Return (channels, height, width) of the pictures of a folder.
+
+    Return None if the pictures have different shapes, or if no picture can be opened.
 
     Raises:
         InputError: as in `list_pictures`.
@@ -115,12 +118,13 @@ def find_common_shape(folder: Path) -> tuple[int, int, int] | None:
     for file in pictures:
         with suppress(InputError), explain_images(file), Image.open(file) as image:
             width, height = image.size
-            # A camera held sideways stores its orientation. Pillow itself turns only TIFF files.
+            # A camera held sideways stores an orientation: width and height are exchanged. Pillow
+            # has already done that for TIFF files.
             orientation = image.getexif().get(ORIENTATION)
             if orientation in SIDEWAYS and image.format != "TIFF":
                 width, height = height, width
             channels = 3
-            # Grey, perhaps with opacity; but the one band of a palette (P) stands for colours.
+            # One band is grey, two are grey with opacity. A palette (P) has one band of colours.
             if len(image.getbands()) < 3 and not image.mode.startswith("P"):
                 channels = 1
             shapes.add((channels, height, width))
@@ -133,7 +137,7 @@ def find_common_shape(folder: Path) -> tuple[int, int, int] | None:
 
 @contextmanager
 def explain_images(name: object) -> Iterator[None]:
-    """Turn Pillow's exceptions, and its warning on too many pixels, into one error.
+    """Turn Pillow's exceptions, and its warning about too many pixels, into an `InputError`.
 
     Raises:
         InputError: the block cannot read a picture.
@@ -177,7 +181,8 @@ def read_image(source: Path | Image.Image, name: str, net: Taker) -> Picture:
         else:
             with Image.open(source) as opened:
                 image, steps = decode(opened, name)
-        # `prepare` turns the picture into pixels; a function of the user's may be in its place.
+        # `prepare` turns the picture into pixels. It may be a function of the user in place of a
+        # `Resizing`, and then its steps are unknown.
         if isinstance(prepare, Resizing):
             pixels, more = prepare.apply(image, name)
             return Picture(pixels, steps + more)
@@ -189,14 +194,14 @@ def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, lis
 
     Args:
         image: a picture as Pillow opens it.
-        name: its name in errors.
+        name: the name of the picture in errors.
 
     Raises:
-        InputError: as in `_reduce_depth`.
+        InputError: the values have no known range, or Pillow reads them wrongly.
     """
     kind = image.format or "in memory"
     frames = getattr(image, "n_frames", 1)
-    image.load()  # after frames are counted, which moves to the last one and back
+    image.load()  # only now: counting the frames moves through the file
     steps = [ImageStep(f"{image.mode}, {image.width} x {image.height} pixels ({kind})")]
     if frames > 1:
         note = Note.info("first-frame", "only the first of several frames is read")
@@ -232,10 +237,13 @@ def _require_readable(image: Image.Image, name: str) -> None:
 
 
 def _reduce_depth(image: Image.Image, name: str) -> tuple[Image.Image, ImageStep]:
-    """Return a grey image of 16 bits, or of floats in [0, 1], with 8 bits, and the step taken.
+    """Convert a grey image of 16 bits, or of floats in [0, 1], to 8 bits.
+
+    Returns:
+        The image, and the step for the list of steps.
 
     Raises:
-        InputError: it holds other floats, or integers of 32 bits: their range is unknown.
+        InputError: the image has other floats, or integers of 32 bits: their range is unknown.
     """
     has_16_bits = image.mode.startswith("I;16") or image.format in SHORT_FORMATS
     values = np.array(image, dtype=np.float64)
@@ -255,7 +263,7 @@ def _reduce_depth(image: Image.Image, name: str) -> tuple[Image.Image, ImageStep
             "Save images with 8 or 16 bits, or as floats in [0, 1].",
         )
     tags = getattr(image, "tag_v2", {})  # of TIFF files
-    if tags.get(PHOTOMETRIC) == 0:  # white is 0; Pillow inverts only 8 bits
+    if tags.get(PHOTOMETRIC) == 0:  # 0 is white: Pillow inverts only images of 8 bits
         values = 255 - values
         text = f"{text}, inverted"
     reduced = Image.fromarray(values.round().astype(np.uint8))
@@ -300,9 +308,9 @@ class Resizing:
             The pixels (channels, height, width) of the model's shape, and the steps.
 
         Raises:
-            InputError: pictures cannot have the model's number of channels; or this one has
-                another size, and `choice` (--preprocess) is none: resize nothing.
-            ValueError: it is so narrow that scaling would give too many pixels.
+            InputError: no picture has the model's number of channels; or this picture has another
+                size and `choice` (--preprocess) is "none", so it must not be resized.
+            ValueError: the picture is so narrow that scaling would give too many pixels.
         """
         channels, height, width = self.shape
         if channels not in COLOUR_MODES:
@@ -318,7 +326,7 @@ class Resizing:
                 f"{height}",
                 "Resize the images first, or leave --preprocess none out.",
             )
-        # By default the model's own steps are for pictures of another size only.
+        # By default (None) the model's own steps are used only for pictures of another size.
         if self.choice == "model" or (self.choice is None and self.steps and not has_size):
             return self._follow_model(image, done)
         if not has_size:
@@ -337,14 +345,15 @@ class Resizing:
     def _follow_model(
         self, image: Image.Image, done: list[ImageStep]
     ) -> tuple[Tensor, list[ImageStep]]:
-        """Return the pixels that the model's own steps make of an image, and all steps so far.
+        """Apply the model's own preprocessing; return the pixels and the list of all steps.
 
         Args:
             image: the image, with the channels of the model.
-            done: the steps that were taken before; those of the model are added.
+            done: the steps so far; the model's steps are added to this list.
         """
         _, height, width = self.shape
-        _find_covering_scale(image, width, height)  # refuses strips that would become too large
+        # Raises an error for a narrow strip, which scaling would make too large.
+        _find_covering_scale(image, width, height)
         value: Any = image
         for name, step in self.steps.items():
             value = step(value)
@@ -359,7 +368,8 @@ class Resizing:
                 f"{tuple(self.shape)}",
                 "Give --input-size, to which images are scaled and cropped in the middle.",
             )
-        # `guess` names the architecture whose steps these are, if the weights may need others.
+        # `guess` names the architecture that these steps come from. The weights may have been
+        # trained with other steps: warn.
         if self.guess and self.choice is None:
             text = (
                 f"resized and cropped as the pretrained weights of {self.guess} want it. If these "
@@ -370,13 +380,13 @@ class Resizing:
 
 
 def _convert(image: Image.Image, mode: str) -> tuple[Image.Image, list[ImageStep]]:
-    """Return a picture in a mode of Pillow, such as RGB, and the step that was taken, if any."""
+    """Convert a picture to a mode of Pillow, such as RGB; also return the step, if any."""
     if image.mode == mode:
         return image, []
     text = f"{image.mode} to {mode}"
     note = None
     *_, last_band = image.getbands()
-    # A and a are the bands of opacity; a palette has it beside the pixels.
+    # A band of opacity is called A or a. A palette image has the opacity in `info`.
     is_transparent = last_band in "Aa" or "transparency" in image.info
     if is_transparent and mode != "RGBA":
         text += ", transparency dropped"
@@ -409,11 +419,13 @@ def _find_covering_scale(image: Image.Image, width: int, height: int) -> float:
 
 
 def collect_notes(places: Sequence[str], steps: Sequence[Sequence[ImageStep]]) -> tuple[Note, ...]:
-    """Return the different notes on pictures, each with the number of pictures and the first one.
+    """Return the different notes of the steps of pictures, once each.
+
+    The number of pictures with this note, and the first of these pictures, are put in front.
 
     Args:
         places: the file of each picture, or its place in the data.
-        steps: the steps that were taken for each; a step may have a note.
+        steps: the steps that were taken for each picture; a step may have a note.
     """
     places_by_note: dict[Note, list[str]] = {}
     for place, done in zip(places, steps, strict=True):

@@ -99,7 +99,7 @@ def _draw_from_arrays(path: Path, net: Taker, options: DataOptions) -> Samples:
 
 
 def _draw_from_table(table: tables.SampleTable, net: Taker, options: DataOptions) -> Samples:
-    """Draw samples from a table, with the groups of --group-column if that is a column."""
+    """Draw samples from a table, with groups if --group-column names a column of the table."""
     if options.scored and net.kind == "text":
         samples = read_continuations(table, net, options)
     else:
@@ -130,8 +130,8 @@ def draw_tensors(x: Tensor, y: Tensor | None, net: Taker, options: DataOptions) 
 def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
     """Return the possible kinds and shapes of the samples of a --data argument; empty if unknown.
 
-    They are known for arrays, whose axes may have several readings, and for folders of images of
-    one size.
+    Known are the demo digits, folders of images of the same size, and arrays. The axes of an array
+    may be read in several ways, so arrays may have several forms.
 
     Raises:
         InputError: the file is missing or damaged.
@@ -152,7 +152,7 @@ def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
 
 
 def _are_arrays(path: Path) -> bool:
-    """Say whether a file holds arrays, and not texts.
+    """Return whether a file contains arrays (True) or texts (False).
 
     Raises:
         InputError: the file does not exist, or has an unsupported format.
@@ -170,10 +170,10 @@ def _are_arrays(path: Path) -> bool:
 
 
 def _complete_samples(samples: Samples, spec: str, net: Taker, options: DataOptions) -> Samples:
-    """Set the DATA argument of samples, and add the notes that hold for all kinds of data."""
+    """Return samples with the --data argument, groups by class, and notes common to all data."""
     samples = replace(samples, spec=spec)
     has_groups = any(origin.group for origin in samples.origins)
-    # Without a table that has this column, `classes` makes groups of the labels.
+    # If no column of a table gave groups, --group-column classes groups samples by their labels.
     if options.group_column is not None and not has_groups:
         samples = grouping.group_by_class(samples, net, options.group_column)
     notes = samples.notes + _note_unknown(samples, net) + _note_dark(samples, net)
@@ -187,15 +187,15 @@ def _complete_samples(samples: Samples, spec: str, net: Taker, options: DataOpti
 
 
 def _note_unknown(samples: Samples, net: Taker) -> tuple[Note, ...]:
-    """Warn of texts most of whose tokens the tokenizer does not know."""
+    """Return a warning if the tokenizer does not know many of the tokens; else no notes."""
     x = samples.batch.x
     mask = samples.batch.mask
     if net.unknown_id is None or net.tokenize is None:
         return ()
     if mask is None:
         mask = torch.ones_like(x, dtype=torch.bool)
-    # Special tokens around a text do not count, neither as known nor as unknown. Their number is
-    # the length of an empty text.
+    # Special tokens around a text are not counted. An empty text consists of them alone, so its
+    # length is their number.
     special = len(net.tokenize("", SOME_TOKENS))
     count = int((mask.sum(1) - special).clamp_min(0).sum())
     # Continuations are packed as id + i * vocabulary: the remainder is the id.
@@ -212,7 +212,7 @@ def _note_unknown(samples: Samples, net: Taker) -> tuple[Note, ...]:
 
 
 def _note_dark(samples: Samples, net: Taker) -> tuple[Note, ...]:
-    """Warn if no pixel of any image is bright: the data may have another range than the model."""
+    """Return a warning if no image has a bright pixel: the data may have a smaller range."""
     if net.kind != "image" or net.box is None:
         return ()
     low, high = net.box  # black and white
@@ -242,7 +242,7 @@ def _make_random(net: Taker, options: DataOptions) -> Samples:
     elif net.tokenize is not None:
         story = (files("lipaudit.data") / "assets" / "text.txt").read_text("utf-8")
         what = "a text that comes with lipaudit"
-        # `after` appends the text to itself, so that windows at its end are as long as others.
+        # `after` appends the text to itself, so that windows at the end have the full length, too.
         x, origins, notes = tables.cut_windows(story, net, options, origin="random", after=story)
     else:
         what = "random token ids"
@@ -271,12 +271,12 @@ def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     spectrum = torch.fft.rfft2(white)
     vertical = torch.fft.fftfreq(height)[:, None]
     horizontal = torch.fft.rfftfreq(width)
-    # The mean has frequency 0, by which one cannot divide: it gets the lowest other frequency.
+    # The mean has the frequency 0. To avoid a division by 0, the lowest other frequency is used.
     lowest = 1 / max(height, width)
     frequency = torch.hypot(vertical, horizontal).clamp_min(lowest)
     image = torch.fft.irfft2(spectrum / frequency, s=(height, width))
     tiny = torch.finfo(image.dtype).tiny
-    # An image of a single pixel has no deviation.
+    # The deviation of an image with a single pixel is 0: avoid a division by 0.
     deviation = image.std(unbiased=False).clamp_min(tiny)
     centred = image - image.mean()
     return (0.5 + CONTRAST * centred / deviation).clamp(0, 1)

@@ -196,20 +196,20 @@ class RunOptions(Settings):
 
     @property
     def continues(self) -> bool:
-        """Say whether batches that an earlier run finished are used."""
+        """Return whether the run uses batches that an earlier run finished."""
         return self.resume or self.parts is not None
 
     def reading(self) -> dict[str, Any]:
         """Return the given options that decide how model and data are read, for the report.
 
-        Values are as a person types them, by name.
+        The values are by name, written as on the command line.
         """
-        # A report has fields of its own for --data and --samples.
+        # --data and --samples are left out: a report stores them in other fields.
         options = self.options()
         given = {}
         for name in sorted(options.keys() - {"data", "samples"}):
             value = getattr(self, name)
-            # By identity: 0 equals False, and is a value that was given.
+            # `is not False` in place of `!= False`: 0 is a given value, and 0 == False.
             is_given = value is not None and value is not False
             if is_given and options[name].panel in (MODEL, DATA):
                 given[name] = _spell_value(value)
@@ -217,7 +217,7 @@ class RunOptions(Settings):
 
 
 def spell_options(given: Mapping[str, Any], panel: str = MODEL) -> list[str]:
-    """Return the given options of a panel (a heading of the help) as words of a command line.
+    """Return the given options of a panel (a group in the help) as words of a command line.
 
     Args:
         given: values by name, as `RunOptions.reading` returns them.

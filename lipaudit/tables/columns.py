@@ -77,7 +77,10 @@ class Reduction:
 
 
 def reduce_values(stat: str, values: Any, axis: int | None = None) -> Any:
-    """Return the median, mean, p95 or max, along an axis or of all; NaN if one is NaN."""
+    """Return a statistic (median, mean, p95 or max) along an axis or of all values.
+
+    The result is NaN if a value is NaN.
+    """
     import numpy as np
 
     if stat == "p95":
@@ -148,7 +151,14 @@ class Column:
         return cls(label, meaning, better="lower", reduction=Reduction(stat, values), **how)
 
     def read(self, name: str, value: Any) -> Any:
-        """Return a cell of this column, with strings for NaN and infinities converted.
+        """Return a value from JSON as a cell of this column.
+
+        The strings for NaN and infinities become floats, and whole numbers in a column of floats
+        become floats.
+
+        Args:
+            name: name of the column, for messages.
+            value: the value.
 
         Raises:
             ValueError: the value does not fit the column.
@@ -156,12 +166,12 @@ class Column:
         if value is None and not self.needed and self.default is None:
             return None
         kind: Any = {"s": str, "d": int, "": bool}.get(self.format, float)
-        # JSON has no NaN: it is written as a string, which only columns of numbers convert back.
+        # JSON has no NaN, so NaN is written as a string. Only columns of floats convert it back.
         if kind is float:
             value = _revive(value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        # True is an int in Python, but not a count.
+        # In Python True is an int, but it is not a valid count.
         fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
         if fits:
             reason = ""
@@ -177,8 +187,7 @@ class Column:
 def naming(columns: Mapping[str, Column]) -> list[str]:
     """Return the columns that name a row: the leading columns of text or whole numbers.
 
-    A section begins with the columns that name a row; measured values follow. The first column
-    always names.
+    Measured values follow these columns. The first column names a row in any case.
 
     >>> layer, text, norm = (Column(label="", meaning="", format=f) for f in ("d", "s", ".3g"))
     >>> naming({"layer": layer, "module": text, "norm": norm, "tokens": layer})
@@ -212,9 +221,10 @@ class Row(dict[str, Any]):
 
     @property
     def key(self) -> TrialKey | None:
-        """Return the attack and ball of the row, which also name its per-sample columns.
+        """Return the attack and ball of the row: the key that also names per-sample columns.
 
-        None if the row has no ball. If a report lacks the radius as typed, it is rounded.
+        None if the row has no ball. If a report has no `eps_text`, the radius as typed, the number
+        `eps` is rounded.
         """
         if not {"norm", "eps"} <= self.keys():
             return None
@@ -223,7 +233,7 @@ class Row(dict[str, Any]):
 
     @property
     def trial(self) -> TrialKey:
-        """Return the key of a row of an attack or a ball."""
+        """Return the attack and ball of a row that has them (see `key`)."""
         assert self.key is not None
         return self.key
 
@@ -232,7 +242,7 @@ def make_row(columns: Mapping[str, Column], cells: Mapping[str, Any]) -> Row:
     """Return the row of these cells; missing cells get the default of their column.
 
     Raises:
-        ValueError: a cell is missing, has the wrong type or no column.
+        ValueError: a required cell is missing, or a cell has the wrong type or no column.
     """
     if strange := sorted(cells.keys() - columns.keys()):
         raise ValueError(f"a row has no column {strange[0]!r}")
@@ -296,7 +306,7 @@ Z95 = 1.959963984540054
 
 
 def finite(values: Iterable[Any]) -> list[float]:
-    """Keep the finite numbers."""
+    """Return the finite numbers among some values, as floats."""
     return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
 
 
@@ -333,12 +343,12 @@ def largest(rows: Iterable[Row], name: str, count: int) -> list[Row]:
 
 
 def log10_ratio(row: Row, bound: str) -> float | None:
-    """Return log10(bound / exact) of a head; None if one of them is missing or 0.
+    """Return log10(bound / exact norm) of a head; None if bound or norm is missing or 0.
 
     Args:
         row: the row of the head.
-        bound: name of the column of the bound. Where the bound is too large for a float, its
-            logarithm is stored in another column.
+        bound: name of the column of the bound. If the bound is too large for a float, the row has
+            its logarithm in the column `log10_NAME`.
     """
     logarithm = row.get(f"log10_{bound}")
     values = finite([row.get(bound)])
@@ -355,7 +365,7 @@ def log10_ratio(row: Row, bound: str) -> float | None:
 def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
     """Return limits of the median with at least 95% confidence, for every distribution.
 
-    They are order statistics (sign test); None if there are too few values.
+    The limits are order statistics, as in a sign test. None if there are too few values.
 
     >>> median_limits(range(5)), median_limits(range(6)), median_limits(range(20))
     (None, (0.0, 5.0), (5.0, 14.0))
@@ -384,22 +394,22 @@ def sign_test_place(count: int, level: float) -> int:
 
 def sum_binomial(most: int, count: int) -> float:
     """Return P(B <= most) for B ~ Binomial(count, 1/2)."""
-    # Not by scipy, whose import takes half as long as a whole `report` or `gate`.
+    # Without scipy: its import takes half as long as a whole `report` or `gate`.
     if most >= 0:
         return sum(islice(_list_binomials(count), most + 1)) / 2**count
     return 0.0
 
 
 def _list_binomials(count: int) -> Iterator[int]:
-    """Yield C(count, k) for k = 0, 1, ...: integers, so that no sum of them is rounded."""
+    """Yield the binomial coefficients C(count, k) for k = 0, 1, ... as exact integers."""
     return accumulate(range(count), lambda term, k: term * (count - k) // (k + 1), initial=1)
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
     """Return the 95% limits of a proportion (Wilson, 1927).
 
-    Of values between 0 and 1 they are the limits of the mean: no such values vary more than 0s and
-    1s of the same mean.
+    For values between 0 and 1, these are also limits of the mean: among all values with the same
+    mean, 0s and 1s have the largest variance.
 
     >>> tuple(round(limit, 4) for limit in wilson(5, 10))
     (0.2366, 0.7634)
@@ -545,7 +555,7 @@ HEAD_NORMS = {
 
 
 def limit_columns(name: str) -> dict[str, Column]:
-    """Return the columns of the ends of the interval of a share."""
+    """Return the columns of the 95% limits of a share: NAME_low and NAME_high."""
     meaning = "95% confidence limit (Wilson)."
     return {
         f"{name}_{end}": Column(end, meaning, format=".1%", status="estimate")

@@ -49,14 +49,14 @@ def format_value(value: Any, column: Column) -> str:
 
 
 def format_limits(low: float, high: float, column: Column) -> str:
-    """Format the ends of an interval, with the unit once: 43.5 to 79.5%."""
+    """Format an interval, with the unit only after the second number: 43.5 to 79.5%."""
     first = format_value(low, column)
     last = format_value(high, column)
     return f"{first.removesuffix('%')} to {last}"
 
 
 def format_number(value: float, spec: str) -> str:
-    """Format a number; exponents have no padding (1.2e3, not 1.2e+03)."""
+    """Format a number by a format specification; exponents are short (1.2e3, not 1.2e+03)."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -72,9 +72,10 @@ def format_number(value: float, spec: str) -> str:
 
 
 def format_significant(value: float, spec: str = ".3g") -> str:
-    """Keep trailing zeros, so that a column shows equally many digits: 1.20, 130, 9.00e3."""
+    """Format a number with trailing zeros, so that all have equally many digits: 1.20, 9.00e3."""
     if spec.endswith("g"):
-        # The flag # keeps trailing zeros, and a final point, which is removed below.
+        # The flag # keeps trailing zeros. It also keeps a final point, as in "130.": the last
+        # line removes it.
         digits = spec.removeprefix("+")
         sign = spec.removesuffix(digits)
         spec = f"{sign}#{digits}"
@@ -87,7 +88,7 @@ def write_math(label: str) -> str:
 
 
 def describe_domain(column: Column, *, brief: bool = False) -> str:
-    """Return where a figure holds, in words; `brief` for a cell of a table."""
+    """Return in words for which inputs a figure holds; `brief` for a cell of a table."""
     if brief and column.domain in BRIEF_DOMAINS:
         return BRIEF_DOMAINS[column.domain]
     return DOMAINS.get(column.domain) or write_math(f"for {column.domain}")
@@ -96,7 +97,7 @@ def describe_domain(column: Column, *, brief: bool = False) -> str:
 def describe_standing(column: Column) -> str:
     """Return status and domain of a column: `exact, at the measured samples`.
 
-    Names and counts have none.
+    Columns of names, counts and truth values have neither: the result is empty.
     """
     if column.format in UNMEASURED or not column.domain:
         return ""

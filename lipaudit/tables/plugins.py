@@ -108,13 +108,14 @@ def collect(
     *,
     check: Callable[[str, T], str] = lambda _name, _value: "",
 ) -> dict[str, T]:
-    """Return what all wings have in one of their fields, by name.
+    """Return the objects that all wings (plug-ins) have in one field, by the name of the object.
 
     Args:
         kind: type of the objects.
-        name: name of the field.
+        name: the field of `Wing`, such as `measures`.
         taken: names already in use.
-        check: returns the fault of an object by its name, such as "has no table"; empty without.
+        check: called with the name of an object and the object: returns a fault, such as "has no
+            table", or "".
 
     Raises:
         UsageError: an object is not a `kind`, reuses a name or fails the check; the message names
@@ -123,7 +124,8 @@ def collect(
     found: dict[str, T] = {}
     for point, wing in load_wings().items():
         given = getattr(wing, name)
-        if isinstance(given, tuple):  # objects have their own names; without one, a number
+        # Objects in a tuple have a name; an object without a name (an error) gets its number.
+        if isinstance(given, tuple):
             given = {getattr(value, "name", number): value for number, value in enumerate(given)}
         for key, value in given.items():
             fault = ""
@@ -139,10 +141,10 @@ def collect(
 
 
 def load_object(place: str) -> Any:
-    """Import what `module:object` names.
+    """Import and return the object that `module:object` names.
 
     Raises:
-        UsageError: it does not exist, or its module cannot be imported.
+        UsageError: the object does not exist, or its module cannot be imported.
     """
     try:
         return resolve_name(place)
@@ -158,9 +160,9 @@ def blame_package(place: str, fault: str, error: Exception) -> UsageError:
 
 
 def explain_missing() -> str:
-    """Return what to do if one of lipaudit's own wings is not installed; empty if all are.
+    """Return the advice to reinstall lipaudit if one of its own wings is missing; else "".
 
-    A folder of `lipaudit/wings` without an entry point belongs to an outdated installation.
+    If a folder in `lipaudit/wings` has no entry point, the installation is outdated.
     """
     folder = Path(__file__).parents[1] / "wings"
     missing = {module.name for module in iter_modules([str(folder)])}

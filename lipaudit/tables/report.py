@@ -44,7 +44,7 @@ class Note(Frozen):
 
     @classmethod
     def info(cls, code: str, text: str) -> Note:
-        """Return a note that is no warning."""
+        """Return a note of the level `info`."""
         return cls(level="info", code=code, text=text)
 
     @classmethod
@@ -53,7 +53,7 @@ class Note(Frozen):
         return cls(level="warning", code=code, text=text)
 
     def add_lead(self, lead: str) -> Note:
-        """Return the note with what it is about in front, unless that is empty."""
+        """Return the note with its subject in front: "LEAD: text"; unchanged for an empty lead."""
         return self.model_copy(update={"text": f"{lead}: {self.text}" if lead else self.text})
 
 
@@ -80,14 +80,17 @@ def require_aligned(samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cel
 
 
 def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
-    """Check that the maps of a section can be drawn.
+    """Check that the attention maps among the arrays of a section can be drawn.
+
+    An array `map@HEAD` is a matrix. `map_tokens@HEAD` has two numbers for the labels of its axes:
+    how many queries and keys there are.
 
     Raises:
-        ValueError: a map has another shape, or lacks the numbers of its queries and keys.
+        ValueError: a map has another shape, or `map_tokens` is missing or wrong.
     """
     for name, array in arrays.items():
         kind, _, head = name.partition("@")
-        labels = kind == "map_tokens"  # the numbers of queries and keys, which label the axes
+        labels = kind == "map_tokens"
         fits = True
         if labels:
             fits = array.shape == (2,)
@@ -217,7 +220,7 @@ class Section(Frozen):
 
     @pydantic.model_serializer(mode="wrap")
     def _leave_out_empty(self, plain: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the fields to write: those that are not empty, and some in any case."""
+        """Return the fields to write to JSON: all that are not empty, and those in `always`."""
         always = ("measure", "settings", "columns", "rows", "samples", "arrays", "notes")
         values = plain(self)
         return {name: value for name, value in values.items() if value or name in always}
@@ -227,7 +230,8 @@ class Section(Frozen):
     def _read_rows(cls, rows: Any, info: pydantic.ValidationInfo) -> Any:
         if not isinstance(rows, (list, tuple)) or not all(isinstance(r, Mapping) for r in rows):
             raise ValueError("rows are a list of objects")
-        # The columns, which were read before, check the cells and give missing ones a default.
+        # The columns are validated before the rows. They check the cells, and give missing cells a
+        # default.
         columns = info.data.get("columns", {})
         return tuple(make_row(columns, row) for row in rows)
 
@@ -236,7 +240,7 @@ class Section(Frozen):
 
     @model_validator(mode="after")
     def _check_flags(self) -> Section:
-        # Columns of yes and no, such as `robust@pgd,linf,2/255`, may hold 1, 0 or nothing.
+        # Cells of yes-or-no columns (FLAGS), such as `robust@pgd,linf,2/255`: 1, 0 or empty.
         flags = FLAGS & self.sample_columns.keys()
         for name in (name for name in self.samples if name.partition("@")[0] in flags):
             for cell in self.samples[name]:
@@ -245,7 +249,7 @@ class Section(Frozen):
         return self
 
     def frame(self) -> Any:
-        """Return the rows as a pandas DataFrame, or as a list of dicts without pandas.
+        """Return the rows as a pandas DataFrame, or as a list of dicts if pandas is missing.
 
         Columns are in the order and units of the tables (see `columns`).
         """
@@ -258,7 +262,7 @@ class Section(Frozen):
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Return the ids of the samples that the section has columns for."""
+        """Return the ids of the samples in the per-sample columns of the section."""
         return tuple(map(str, self.samples.get("ids", ())))
 
     def sample_column(self, name: str) -> Column:
@@ -344,15 +348,15 @@ class Layout:
         """Return a row of these cells (`from_` for `from`); missing cells get their defaults.
 
         Raises:
-            ValueError: a cell is missing, of the wrong type or of no column.
+            ValueError: a required cell is missing, or a cell has the wrong type or no column.
         """
         return make_row(self.columns, {n.removesuffix("_"): cell for n, cell in cells.items()})
 
     def reduce(self, samples: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, float]:
-        """Return the cells that are statistics over samples, such as a median norm.
+        """Return the cells of a row that are statistics over samples, such as a median norm.
 
         Args:
-            samples: the values of each sample, (samples,), by the name of their column.
+            samples: values, (samples,), by the name of their per-sample column.
         """
         cells = {}
         for name, column in self.columns.items():
@@ -483,14 +487,14 @@ class Report(Frozen):
 
     def __str__(self) -> str:
         """Return the scorecard, in at most 25 lines."""
-        import lipaudit  # by the public names, because rendering is a layer above
+        import lipaudit  # inside the method: rendering is a layer above, and imports this module
 
         return lipaudit.summarize(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Return the page for a notebook, in a separate frame so that styles do not mix."""
+        """Return the report as HTML for a notebook, in a frame so that styles do not mix."""
         import lipaudit
 
         page = lipaudit.render(self, "html").decode()

@@ -33,13 +33,14 @@ LAST = 100
 def read_rows(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield a figure of the summary for every row of a section.
 
-    Rows of balls differ by their ball. Several other rows differ by the columns that name them,
-    such as layer and head: these are added to the name of the figure and to its metric.
+    Figures of several rows need different names. A row of a ball is named by the ball
+    (`read_row`). Other rows are named by their leading columns, such as layer and head, which are
+    added to the name of the figure and to its metric.
 
     Args:
-        headline: names the column, and how the figure is shown.
+        headline: the column of the figure, and how it is shown.
         section: the section.
-        report: its report, which other functions of this kind need.
+        report: unused; other functions for `Headline.read` need the report.
     """
     for row in section.rows:
         cells = {}
@@ -102,13 +103,13 @@ class Headline:
         """Return the figure as a row of the summary.
 
         Args:
-            section: its section.
-            value: its value.
-            column: the column that describes it, if not the section's column.
-            trial: its ball.
-            limits: its 95% limits, which lead the text.
-            text: its samples or heads in words.
-            cells: further cells.
+            section: the section of the figure.
+            value: the value of the figure.
+            column: the description of the figure; by default that of the section's column.
+            trial: the ball of the figure.
+            limits: 95% limits of the value; they begin the text.
+            text: the samples or heads of the figure in words.
+            cells: further cells of the row, or replacements.
         """
         if column is None:
             column = section.columns.get(self.column) or section.sample_column(self.column)
@@ -169,7 +170,7 @@ def describe_figure(row: Row) -> Column:
 
 
 def find_figures(summary: Section, name: str) -> list[Row]:
-    """Return the figures of a name: one, or one for each ball."""
+    """Return the rows of a summary with this name: one row, or one for each ball."""
     return [row for row in summary.rows if row.name == name]
 
 
@@ -201,8 +202,8 @@ def summarise(report: Report, layouts: Mapping[str, Layout]) -> Section:
                 order = (headline.place // 10, row.norm, radius, headline.place)
                 found.append((order, row))
     found.sort(key=lambda pair: pair[0])
-    # Several sections may have a figure of one name and ball, such as clean accuracy: the first
-    # one counts.
+    # Several sections may have a figure with the same name and ball, such as clean accuracy: only
+    # the first is used.
     first: dict[tuple[str, str, float], Row] = {}
     for order, row in found:
         first.setdefault((row.name, row.norm or row.figure, order[2]), row)
@@ -214,13 +215,13 @@ def summarise(report: Report, layouts: Mapping[str, Layout]) -> Section:
 
 
 def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> Iterator[Row]:
-    """Yield the figure of a row with its limits, nothing without a figure.
+    """Yield the figure of a row with its limits; nothing if the cell of the figure is empty.
 
     Args:
-        headline: names the column, and how the figure is shown.
+        headline: the column of the figure, and how it is shown.
         section: the section of the row.
-        row: a row of an attack, a ball or a flag.
-        remarks: what follows the limits in the text; by default the number of samples.
+        row: the row.
+        remarks: texts that follow the limits; by default the number of samples.
     """
     name = headline.column
     if row[name] is None:
@@ -232,27 +233,27 @@ def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> I
     remarks = remarks or (f"{samples} samples",)
     if low is not None and high is not None:
         limits = low, high
-    elif high is not None:  # not all attacks ran
+    elif high is not None:  # an upper limit alone: not all attacks ran
         remarks = (UPPER_LIMIT, *remarks)
     text = join_texts(remarks)
     figure = headline.row(
         section, row[name], trial=row.key, limits=limits, text=text, samples=samples
     )
-    yield figure.replace(high=high)  # also without a lower limit
+    yield figure.replace(high=high)  # an upper limit alone is stored, too
 
 
 def read_worst(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the accuracy under all attacks together for every ball, the smallest ball first.
 
-    A remark names the attacks.
+    A remark names the attacks, or says that they are the same as in the ball before.
 
     Args:
-        headline: names the column, and how the figure is shown.
+        headline: the column of the figure, and how it is shown.
         section: the section of attacks; a row of all attacks together has the attack WORST.
-        report: its report, which other functions of this kind need.
+        report: unused; other functions for `Headline.read` need the report.
     """
     balls = group_values(((row.norm, row.trial.radius.value), row) for row in section.rows)
-    before: list[str] = []  # the attacks of the ball before, which are not named again
+    before: list[str] = []  # the attacks of the ball before
     for _, group in sorted(balls.items()):
         attacks = [row.attack for row in group if row.attack != WORST]
         rows = [row for row in group if row.attack == WORST]
@@ -278,9 +279,11 @@ def describe_survivors(figure: Row, attacks: Sequence[str]) -> Row:
     if len(attacks) <= FEW:
         attackers = ", ".join(attacks)
     sentence = f"{figure.value:.1%} survive {attackers} at {figure.ball}"
-    if figure.norm == attackers != "suffix":  # words, characters or patches are the attack, too
+    # The attacks `words`, `characters` and `patch` have the name of their norm: the ball, such as
+    # "2 words", says everything.
+    if figure.norm == attackers != "suffix":
         sentence = f"{figure.value:.1%} survive attacks that change {figure.ball}"
-    if figure.low is None and figure.high is not None:  # not all attacks ran
+    if figure.low is None and figure.high is not None:  # an upper limit alone: not all attacks ran
         sentence = f"At most {sentence}"
     return figure.replace(sentence=sentence)
 
@@ -318,7 +321,7 @@ CLEAN_OF_BALLS = Headline(name="clean_accuracy", column="clean", words="clean ac
 
 
 def count_measured(section: Section, report: Report) -> str:
-    """Note the number of samples, if a measure took fewer than the report has."""
+    """Return a remark with the number of samples if a measure took fewer than the report has."""
     count = len(section.ids)
     if 0 < count < report.run.data.samples:
         return f"; at {count} samples"
@@ -337,7 +340,7 @@ def list_unrepeated(section: Section, name: str) -> Iterator[Any]:
 
 
 def list_shared_notes(report: Report) -> list[Note]:
-    """Return the notes that all measures share: on model and data, not on single figures."""
+    """Return the notes that all measures of a report share: they concern the model or the data."""
     if not report.sections:
         return []
     # A section with a dot in its name is a part of a measure, such as `jacobian.shares`.
@@ -350,9 +353,12 @@ def list_shared_notes(report: Report) -> list[Note]:
 
 
 def list_warnings(report: Report) -> Iterator[Note]:
-    """Yield the warnings of a report, those on all figures first; others name their measure."""
+    """Yield the warnings of a report: contradictions, then shared ones, then those of a measure.
+
+    Warnings that not all measures share begin with the name of their measure.
+    """
     known = find_contradictions(report)
-    if known:  # one of the two results is wrong
+    if known:  # a sample is certified and broken in the same ball: an attack or a proof is wrong
         sample, ball, trial = known[0]
         by = ""
         if trial.attack:
@@ -363,7 +369,8 @@ def list_warnings(report: Report) -> Iterator[Note]:
             "--dtype float64, and report this as a bug in lipaudit"
         )
         yield Note.warn("contradiction", text)
-    # The measure that leads each note: that of the first section, none of a shared note.
+    # The text in front of each note: nothing for shared notes, else the name of the first measure
+    # that has the note.
     leads: dict[Note, str] = dict.fromkeys(list_shared_notes(report), "")
     for section in report.sections:
         for note in section.notes:

@@ -131,7 +131,7 @@ def parse_range(text: str) -> tuple[Radius, ...]:
 
 
 def _read_radius(text: str) -> Radius | None:
-    """Return the exact radius that a text spells: `0.03`, `2/255`; None if it spells none."""
+    """Return the exact radius in a text such as `0.03` or `2/255`; None if it is no radius."""
     match = _RADIUS.fullmatch(text.strip())
     if match is None:
         return None
@@ -142,8 +142,9 @@ def _read_radius(text: str) -> Radius | None:
 
 
 def name_unit(norm: str) -> str:
-    """Return the unit in which a norm counts changes: `words`, `tokens` of a suffix."""
-    *_, plural = (unit for unit, counted in UNITS.items() if counted == norm)  # listed last
+    """Return the unit, in the plural, in which a norm counts: `words`, or `tokens` of a suffix."""
+    # UNITS lists the plural of a unit after the singular.
+    *_, plural = (unit for unit, counted in UNITS.items() if counted == norm)
     return plural
 
 
@@ -164,7 +165,7 @@ class TrialKey:
 
     @classmethod
     def parse(cls, text: str) -> TrialKey | None:
-        """Read the text that `str` writes; None if it is no trial."""
+        """Parse the text that `str(key)` gives, such as `pgd,linf,2/255`; None for other texts."""
         words = text.split(",")
         if len(words) not in (2, 3):
             return None
@@ -190,9 +191,9 @@ class TrialKey:
 
     @property
     def typed(self) -> str:
-        """Return the radius as people type it: `2/255`, or `2words` where a norm counts changes.
+        """Return the radius as typed in --eps: `2/255`, or `2words` if the norm counts changes.
 
-        The norm `suffix` counts tokens, so its unit is typed: `3tokens`.
+        The norm `suffix` counts tokens: `3tokens`.
         """
         if self.norm not in WHOLE:
             return self.radius.text
@@ -204,9 +205,9 @@ class TrialKey:
         return f"{kind}@{self}"
 
     def matches(self, word: str) -> bool:
-        """Say whether a word of a selector matches: `linf`, `2/255`, `attack=pgd`, `eps=0.1`.
+        """Return whether a word of a selector matches: `linf`, `2/255`, `attack=pgd`, `eps=0.1`.
 
-        Radii match by value, in any notation.
+        Radii are compared by value: 2/4 matches 0.5.
         """
         key, equals, value = word.partition("=")
         if not equals:
@@ -218,9 +219,9 @@ class TrialKey:
 
 
 def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
-    """Return the worst case of every ball, with the trials whose examples are in this ball.
+    """Return, for every ball, the key of the worst case and all trials inside this ball.
 
-    These are all trials of the same norm with the same or a smaller radius.
+    Trials inside a ball have the same norm and the same or a smaller radius.
 
     >>> small, large = (TrialKey("pgd", "linf", parse_radius(eps)) for eps in ("2/255", "4/255"))
     >>> [(str(ball), len(inside)) for ball, inside in worst_cases([small, large]).items()]
@@ -238,7 +239,7 @@ def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
 
 
 def parse_column(name: str) -> tuple[str, TrialKey | None]:
-    """Read the name of a per-sample column: its kind and, if present, its trial.
+    """Split the name of a per-sample column into its kind and, if present, its trial.
 
     >>> kind, trial = parse_column("robust@pgd,linf,2/255")
     >>> kind, trial.attack, float(trial.radius) == 2 / 255
@@ -261,7 +262,7 @@ FLAGS = frozenset({"certified", "complete", "converged", "correct", "robust"})
 
 
 def is_repeat(name: str) -> bool:
-    """Say whether an id belongs to a repeat of an earlier sample.
+    """Return whether an id belongs to a repetition of an earlier sample: it ends in -2, -3, ...
 
     >>> is_repeat("0123456789abcdef-2"), is_repeat("0123456789abcdef")
     (True, False)
@@ -296,7 +297,7 @@ def parse_start(text: str) -> str:
 
 
 def find_layer(start: str | None) -> int | None:
-    """Return the layer of `layer:5`, None of other inputs.
+    """Return the number in `layer:5`; None for other inputs of a Jacobian.
 
     >>> find_layer("layer:5")
     5

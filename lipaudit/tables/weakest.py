@@ -44,10 +44,10 @@ def find_broken(report: Report) -> dict[str, set[TrialKey]]:
 
 
 def find_worst(report: Report, count: int = SHOWN) -> list[str]:
-    """Return the least robust samples: broken in most balls first, then by norm.
+    """Return the ids of the least robust samples.
 
-    Without norms, samples with the smallest certified balls come first. Misclassified samples come
-    last.
+    Samples that attacks broke in most balls come first, then samples with the largest norm, then
+    samples with the smallest certified radius. Misclassified samples come last.
     """
     balls = find_broken(report)
     norms = _find_figures(report, "norm")
@@ -70,7 +70,10 @@ def find_worst(report: Report, count: int = SHOWN) -> list[str]:
 
 
 def _find_figures(report: Report, name: str) -> dict[str, Any]:
-    """Return a per-sample column by sample, of the first section that has it."""
+    """Return the value of each sample in a per-sample column, by sample id.
+
+    The first section with this column is used; the result is empty if no section has one.
+    """
     for section in report.sections:
         if name in section.samples:
             return dict(zip(section.ids, section.samples[name], strict=False))
@@ -78,9 +81,9 @@ def _find_figures(report: Report, name: str) -> dict[str, Any]:
 
 
 def find_contradictions(report: Report) -> list[Contradiction]:
-    """Return the samples with an adversarial example inside a ball that is certified.
+    """Return the samples with an adversarial example inside a certified ball.
 
-    One of the two results is wrong. A sample with several such pairs is returned once.
+    In such a case either the attack or the certificate is wrong. Each sample is returned once.
     """
     certified = list(_list_certified(report))
     if not certified:
@@ -88,7 +91,8 @@ def find_contradictions(report: Report) -> list[Contradiction]:
     # The balls that contain an adversarial example, by sample.
     attacks: dict[str, list[TrialKey]] = {}
     for section in report.sections:
-        # An attack may stop before its radius: the example is then inside a smaller ball.
+        # An attack may stop at a smaller distance than its radius: then the example is inside a
+        # smaller ball.
         distances = {}
         for kind, trial, sample, value in _list_figures(section):
             if kind == "distance":
@@ -112,8 +116,8 @@ def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
     """Yield the samples that the report certifies, each with its ball."""
     for section in report.sections:
         column = section.sample_columns.get("certified")
-        # Only certificates of the model itself: those of a smoothed classifier, which have another
-        # domain, do not contradict an attack on the model.
+        # Only certificates of the model itself (domain "ball"). A certificate of a smoothed
+        # classifier does not contradict an attack on the model.
         if column is None or column.domain != "ball":
             continue
         for kind, trial, sample, value in _list_figures(section):
@@ -123,11 +127,11 @@ def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
 
 
 def _is_inside(inner: TrialKey, outer: TrialKey) -> bool:
-    """Say whether a ball around a sample is known to be inside another ball around it."""
+    """Return whether a ball is known to be inside another ball around the same sample."""
     if inner.norm not in INSIDE or outer.norm not in INSIDE:
         return False
-    # The norms of INSIDE never grow from one to the next: l1 >= l2 >= token-l2 >= linf. So a ball
-    # of one norm is inside the ball of the same radius of every later norm.
+    # For every vector l1 >= l2 >= token-l2 >= linf, the order of INSIDE. So a ball of a norm is
+    # inside the balls of all later norms with the same radius.
     if INSIDE.index(inner.norm) > INSIDE.index(outer.norm):
         return False
     return inner.radius.value <= outer.radius.value
@@ -144,7 +148,7 @@ def _list_fallen(section: Section) -> Iterator[tuple[str, TrialKey]]:
 
 
 def _list_figures(section: Section) -> Iterator[tuple[str, TrialKey | None, str, Any]]:
-    """Yield every per-sample figure of a section: kind, trial, sample, value."""
+    """Yield every per-sample figure of a section: (column, attack and ball, sample id, value)."""
     for name, values in section.samples.items():
         kind, trial = parse_column(name)
         for sample, value in zip(section.ids, values, strict=False):
@@ -152,7 +156,9 @@ def _list_figures(section: Section) -> Iterator[tuple[str, TrialKey | None, str,
 
 
 def _list_searched(section: Section, column: str) -> Iterator[tuple[str, TrialKey]]:
-    """Yield each sample with the ball of its own radius, if a search found one.
+    """Yield each sample with the ball whose radius a search found for this sample.
+
+    Samples without a finite positive radius are left out.
 
     Args:
         section: the section.
@@ -166,6 +172,6 @@ def _list_searched(section: Section, column: str) -> Iterator[tuple[str, TrialKe
 
 
 def _make_radius(value: float) -> Radius:
-    """Return a radius that was measured, not typed."""
-    # Exact, so that rounding of the text does not affect comparisons of radii.
+    """Return a measured number as a radius."""
+    # The value is exact: rounding of the text must not affect comparisons of radii.
     return Radius(f"{value:.4g}", Fraction(value))

@@ -424,9 +424,7 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
 
 PROVEN = "Proven relative error of the norm (probability 99.9%; largest over the samples)"
 
-
 STOPPED = "Whether the estimated error is at most tol and the proven error within its limit"
-
 
 WITHIN = (
     "The true norm is at most this share higher than the value shown (probability 99.9% "
@@ -436,18 +434,15 @@ WITHIN = (
     "1.4 to 2.4 times as much. 0: the norm was computed without randomness."
 )
 
-
 CONVERGED = (
     "yes: the estimated error is at most tol, and the proven error at most --within. no: the "
     "norm may be far too low; see upper for a proven limit."
 )
 
-
 UPPER = (
     "The norm is at most this value with probability 1 - eta over the random start vector. "
     "Bounds without randomness are those of `lipaudit bounds`."
 )
-
 
 NORM = (
     "The largest factor by which a very small change of the input can grow in the output. It "
@@ -455,18 +450,15 @@ NORM = (
     "for a hint and run `lipaudit attack`. The solver approaches it from below: see within."
 )
 
-
 NEAR = (
     "Three values: the norm at X, the largest norm that a search found near X, and a proven "
     "upper bound near X. The true maximum is between the last two."
 )
 
-
 ROBUST = (
     "The true robust accuracy is at most this: a stronger attack may break more samples. "
     "Compare only values with the same attack, radius and samples."
 )
-
 
 CERTIFIED = (
     "The true robust accuracy on these samples is at least this: no attack can break a "
@@ -475,7 +467,6 @@ CERTIFIED = (
     "the stored weights. A float32 program adds rounding errors, which matter if a margin is "
     "that small."
 )
-
 
 # How to read the norm of a Jacobian at the samples, from an input to an output.
 NORM_OF = (
@@ -491,7 +482,6 @@ HEAD = {
     "head": Column.count("head", "Head within the layer.", needed=True),
     "module": Column.text("module", "Module that computes the attention."),
 }
-
 
 HEAD_NORMS = {
     **HEAD,

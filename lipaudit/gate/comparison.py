@@ -173,14 +173,16 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
 
     Args:
         old: the first report.
-        new: the report to compare with it.
-        names: the names of the two models.
-        by_place: a warning that samples are matched by their place in the data; empty: by id.
+        new: the report to compare with the first one.
+        names: the names of the old and the new model.
+        by_place: a warning that samples are matched by their place in the data; empty if they are
+            matched by their ids.
     """
     before = _index_sections(old)
     after = _index_sections(new)
-    # Differences between the two runs: the kind (`dtype`, `seed`) and a text. Some kinds change
-    # figures of the same model, so they are warnings; the others are notes.
+    # Differences between the two runs: the kind (`dtype`, `seed`) and a text. The kinds in
+    # SPOILING change the figures of the same model, so they become warnings. All other kinds
+    # become notes.
     differing = conditions.list_differences(new, old)
     warnings = [text for kind, text in differing if kind in conditions.SPOILING]
     if by_place:
@@ -219,10 +221,10 @@ def _compare_sections(
 
     Args:
         old: the first report.
-        new: the report to compare with it.
+        new: the report to compare with the first one.
         before: a section of the first report.
-        after: the section of the same measure in the other report.
-        changes: what was found so far; a column that one report alone has is listed there, too.
+        after: the section of the same measure in the new report.
+        changes: the changes found so far. Columns that only one report has are added, too.
     """
     has_heads = {"layer", "head"} <= after.columns.keys()
     for name in _list_columns(before, after):
@@ -233,9 +235,10 @@ def _compare_sections(
             if old_figures or new_figures:
                 changes.unpaired.append((metric, not old_figures))
             continue
-        # The figures decide the unit of a change: no percentage if one of them is negative.
+        # The figures decide the unit of a change: no percentage if a figure is negative.
         figures = old_figures + new_figures
-        # What one head carries less, another may carry more: only single heads are compared.
+        # The norm that one head carries may move to another head: a statistic over all heads says
+        # little, so these columns are compared head by head only.
         if metric not in OF_HEADS_ALONE:
             for stat in _choose_statistics(before, after, name):
                 rule = no_change(f"{metric}:{stat}", figures, (before, after))
@@ -243,40 +246,44 @@ def _compare_sections(
         if has_heads and name in MAPPED.get(before.measure, (name,)):
             rule = no_change(f"{metric}:each", figures, (before, after))
             changes.heads += _judge_heads(rule, old, new)
-            # Without a verdict of its own, such a column still says why it cannot be compared.
+            # A column without a statistic over all heads has no verdict. If it cannot be compared,
+            # the reason is still reported.
             if metric in OF_HEADS_ALONE:
                 changes.verdicts += _find_refusal(rule, old, new)
 
 
 def _choose_statistics(before: Section, after: Section, name: str) -> list[str]:
-    """Return the statistics by which a column is compared: over its samples, else its heads.
+    """Return the statistics by which a column is compared.
 
-    FLAGS are the yes-or-no columns, such as `correct`: their mean is a share.
+    A per-sample column is compared by statistics over the samples: the mean (a share) for FLAGS,
+    the yes-or-no columns such as `correct`, else the median and the 95th percentile. A column of
+    heads is compared by a statistic over the heads, and other rows one by one (`each`).
     """
     if name in before.sample_columns:
         return ["mean"] if name in FLAGS else ["median", "p95"]
-    if "layer" not in after.columns:  # rows that are no heads are few: each is compared
+    if "layer" not in after.columns:  # other rows than heads are few: each row is compared
         return ["each"]
-    # As on the scorecard, if the column has a figure there.
+    # The same statistic as on the scorecard, if the scorecard shows this column.
     headline = find_headline(after.measure, name)
     return [headline.over_heads if headline else "median"]
 
 
 def _compare_figure(rule: Rule, old: Report, new: Report, changes: Changes) -> None:
-    """Add to `changes` the verdict on a figure; of per-sample figures also samples and groups.
+    """Add the verdict on a figure to `changes`; for per-sample figures also samples and groups.
 
     Args:
         rule: names the figure: a column and a statistic.
         old: the first report.
-        new: the report to compare with it.
-        changes: what was found so far.
+        new: the report to compare with the first one.
+        changes: the changes found so far.
     """
     examined = examine(rule, new, old, lenient=True)
-    if isinstance(examined, Verdict):  # it says why the reports cannot be compared
+    if isinstance(examined, Verdict):  # the reason why the reports cannot be compared
         changes.verdicts.append(examined)
         return
     changes.verdicts += (judge_change(rule, contrast) for contrast in examined)
-    if rule.per_sample and rule.stat != "p95":  # its samples came with the median
+    # The median and p95 of a column have the same samples: they are added once, for the median.
+    if rule.per_sample and rule.stat != "p95":
         changes.sampled += ((rule, contrast) for contrast in examined)
         changes.groups += _judge_groups(rule, old, new)
 
@@ -292,16 +299,18 @@ def _list_columns(before: Section, after: Section) -> Iterator[str]:
     These are the columns with a better direction, and `correct`, whose mean is the accuracy.
     """
     sampled = before.sample_columns
-    # Listed twice: the first time for the order, the last time because its descriptions count.
+    # `sampled` is listed twice: first for the order of the names, and last so that its
+    # descriptions replace the descriptions of columns with the same name.
     for name, column in {**sampled, **before.columns, **after.columns, **sampled}.items():
         if column.better or (name in sampled and name == "correct"):
             yield name
 
 
 def _list_figures(section: Section, name: str) -> list[float]:
-    """Return all figures of a column: of samples under every attack, else of rows."""
-    # Rows of balls and attacks only sum up per-sample columns, which are compared themselves. They
-    # count where there are no such columns, or where an array has the column for every sample.
+    """Return all figures of a column: of the samples under every attack, else of the rows."""
+    # Rows of balls and attacks are only statistics of per-sample columns, and those columns are
+    # compared themselves. So these rows count only in sections without per-sample columns, or if
+    # an array has a value of the column for every sample.
     rows_count = not section.sample_columns or name in section.arrays
     cells = list[Any]()
     if name in section.sample_columns:
@@ -314,9 +323,9 @@ def _list_figures(section: Section, name: str) -> list[float]:
 
 
 def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
-    """Say which rows and samples of two sections are not compared."""
+    """Yield texts that say which rows and samples of two sections are not compared."""
     measure = before.measure
-    # Rows and samples that did not converge in one of the two: their norms may be far too low.
+    # Rows and samples that did not converge in one of the sections: norms may be far too low.
     rows, samples = readings.find_unsettled((before, after))
     which = list[str]()
     if samples:
@@ -340,34 +349,40 @@ def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
 
 
 def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
-    """Yield the verdict on every group of samples; none without groups in both reports.
+    """Yield the verdict on the change of a figure in each group of samples.
 
-    Its p-value is of "the group has not changed", two-sided, and corrected over all groups of the
-    figure by Holm's procedure.
+    Nothing is yielded unless both reports have groups. `p_adjusted` of a verdict is the two-sided
+    p-value of "this group has not changed". Holm's procedure corrects it for the number of groups.
 
     Args:
-        rule: names the figure; it allows no change.
+        rule: names the figure. The rule allows no change, so that every change has a verdict.
         old: the first report.
-        new: the report to compare with it.
+        new: the report to compare with the first one.
     """
     if not (old.groups and new.groups):
         return
     rule = replace(rule, group=EACH)
-    rule = replace(rule, text=rule.metric)  # which names the groups now
+    # The text of the rule is printed beside each verdict: here it is the metric with
+    # "@group=each", for example `attack.robust@group=each:mean`.
+    rule = replace(rule, text=rule.metric)
     examined = examine(rule, new, old, lenient=True)
-    if isinstance(examined, Verdict):  # it says why the groups cannot be compared
+    if isinstance(examined, Verdict):  # the reason why the groups cannot be compared
         yield examined
         return
-    # Tests are one-sided, and a group may get worse or better: test both directions.
+    # `examined` has a contrast for each group: the old and new values, and their test as
+    # `evidence`. The test is one-sided (worse). The opposite rule tests the other side (better).
     other_way: Literal["<=", ">="] = "<=" if rule.op == ">=" else ">="
     opposite = examine(replace(rule, op=other_way), new, old, lenient=True)
     assert not isinstance(opposite, Verdict)
-    # The smaller of the two one-sided p-values, at most 1/2: twice it is the two-sided one.
+    # By group, the smaller of the two one-sided p-values, at most 1/2. The two-sided p-value is
+    # twice this number.
     smaller = dict[tuple[str, str], float]()
     for contrast in (*examined, *opposite):
         evidence = contrast.evidence
-        # A group with fewer samples than its test needs can prove nothing: it is not corrected.
+        # A group with fewer samples than the test needs can prove nothing. It gets no p-value and
+        # does not count in the correction for the number of groups.
         if evidence is not None and evidence.samples >= evidence.least:
+            # p(0.0) is the p-value of "the change for the worse is at most 0".
             smaller[contrast.key] = min(smaller.get(contrast.key, 0.5), evidence.p(0.0))
     corrected = statistics.correct_by_holm({key: 2 * p for key, p in smaller.items()})
     for contrast in examined:
@@ -378,22 +393,23 @@ def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
 
 
 def _find_refusal(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
-    """Yield the verdict with the reason why figures cannot be compared, if there is one."""
+    """Yield the verdict with the reason why a figure cannot be compared; nothing if it can be."""
     examined = examine(rule, new, old, lenient=True)
-    if isinstance(examined, Verdict):  # else a list of what can be compared
+    if isinstance(examined, Verdict):  # otherwise a list of contrasts, which can be compared
         yield examined
 
 
 def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
-    """Yield the change of every head in a column; none if the models cannot be compared.
+    """Yield the change of every attention head in a column; nothing if heads cannot be compared.
 
-    Its p-value is of "the head has not changed": a two-sided sign test over the samples, corrected
-    over all heads by flipping signs.
+    `p_adjusted` of a change is the p-value of "this head has not changed": a two-sided sign test
+    over the samples. It is corrected for the number of heads by randomly flipping the signs of the
+    changes.
 
     Args:
-        rule: names the column; it allows no change of any head.
+        rule: names the column. The rule allows no change of any head.
         old: the first report.
-        new: the report to compare with it.
+        new: the report to compare with the first one.
     """
     examined = examine(rule, new, old, lenient=True)
     section = new.section(rule.measure)
@@ -403,9 +419,10 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
     adjusted = dict[str, float]()
     if tested:
         changes = np.stack([contrast.changes for contrast in tested])  # (heads, samples)
-        # Two corrections, each at half of the level, so the smaller p-value counts twice: over all
-        # heads, and over those that move by 1% or more. Among many heads with tiny changes alone,
-        # a large change of one head would not be proven.
+        # Two corrections: over all heads that change at all (TOLERANCE), and over the heads with a
+        # median change above 1% (STILL). The first alone would not prove a large change of one
+        # head among many tiny changes. Each correction has half of the level (Bonferroni): so the
+        # smaller p-value is doubled.
         p_of_all = statistics.correct_jointly(changes, TOLERANCE, both_sides=True)
         p_of_large = statistics.correct_jointly(changes, STILL, both_sides=True)
         p_values = np.minimum(1.0, 2 * np.minimum(p_of_all, p_of_large))
@@ -423,11 +440,11 @@ def _list_samples(
 ) -> tuple[SampleChange, ...]:
     """Return every sample of both reports with its old and new figures, most losses first.
 
-    A sample loses a metric if its answer changes from yes to no (right, robust, certified), and
-    gains it if the answer changes from no to yes.
+    Some metrics are yes-or-no: a sample is right, robust or certified. A sample loses such a
+    metric if the value changes from yes to no, and gains the metric if it changes from no to yes.
 
     Args:
-        contrasts: the compared per-sample columns: the rule, and the values before and now.
+        contrasts: for each per-sample column, the rule and the old and new values.
         places: the place of each sample in the data, by id.
     """
     # Old and new value by sample id and metric, such as `attack.robust@worst,linf,2/255`.
@@ -442,8 +459,8 @@ def _list_samples(
         if rule.column in FLAGS:
             trial = TrialKey.parse(contrast.name)
             ball = trial.ball if trial else ""
-            # Several measures may have the same answer for the same ball, such as whether a sample
-            # is right: that of the first one counts.
+            # Several measures may have the same yes-or-no column for the same ball, such as
+            # `correct`. Only the column of the first measure is used.
             if first_measures.setdefault((rule.column, ball), rule.measure) != rule.measure:
                 continue
             signs[name] = rule.worse
@@ -455,7 +472,7 @@ def _list_samples(
         lost = list[str]()
         gained = list[str]()
         for name, (old, new) in of_sample.items():
-            worse = signs.get(name, 0) * (new - old)  # 0 for a norm, which is no answer
+            worse = signs.get(name, 0) * (new - old)  # 0 for a norm, which is not yes-or-no
             if worse > 0:
                 lost.append(name)
             elif worse < 0:
@@ -472,9 +489,9 @@ def _list_samples(
 
 
 def _rank_sample(change: SampleChange) -> tuple[int, float]:
-    """Return the sort key of a sample: most losses first; of equal ones the largest new norm."""
+    """Return the sort key of a sample: most losses first, then the largest new Jacobian norm."""
     balance = len(change.gained) - len(change.lost)
-    if "jacobian.norm" not in change.figures:  # after those with a norm
+    if "jacobian.norm" not in change.figures:  # samples without a norm come last
         return balance, math.inf
     _, norm = change.figures["jacobian.norm"]
     return balance, -order(norm)

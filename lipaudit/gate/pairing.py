@@ -27,7 +27,7 @@ def find_shared(
     Raises:
         BaselineError: no sample is shared, or too few are.
     """
-    # Repeats would count one sample several times, and limits would be too narrow.
+    # A repeated sample must count once: otherwise confidence limits would be too narrow.
     indices = {name: i for i, name in enumerate(ids)}
     distinct = [(i, name) for i, name in enumerate(known) if not trials.is_repeat(name)]
     new = list[int]()
@@ -48,18 +48,19 @@ def find_shared(
 def match_samples(
     reports: Sequence[Report], names: Sequence[str]
 ) -> tuple[list[Report], dict[str, str]]:
-    """Rename the samples of every report as in the first one, if they are the same inputs.
+    """Give the samples of every report the ids of the first report, if they are the same inputs.
 
-    An id belongs to a preprocessed sample: another image size, tokenizer or order of classes gives
-    the same input another id. Inputs are the same if they have the same place in the same data;
-    texts must also begin alike.
+    An id is a hash of a preprocessed sample: with another image size, tokenizer or order of
+    classes, the same input has another id. Two inputs are the same if they have the same place in
+    the same data; the beginnings of texts must be equal, too.
 
     Args:
-        reports: the reports, to be matched with the first.
+        reports: the reports.
         names: names of the reports.
 
     Returns:
-        The reports, and a note, by name, for each report that was matched by places.
+        The reports with the new ids, and a note for each report that was matched by places, by the
+        name of the report.
     """
     matched = [reports[0]]
     notes = dict[str, str]()
@@ -77,9 +78,9 @@ def match_samples(
 
 
 def _map_ids(report: Report, first: Report) -> dict[str, str]:
-    """Return the ids of the first report for those of another, by the place in the data.
+    """Return the ids in the first report by the ids in another report, matched by place.
 
-    Empty if the reports share ids already, or if equal places may have other samples.
+    Empty if the two reports have common ids, or if the same place may be another sample.
     """
     # The place of each sample in the data (a file, a line of a table), by id.
     places = report.places
@@ -92,13 +93,14 @@ def _map_ids(report: Report, first: Report) -> dict[str, str]:
     old_texts = first.texts
     # A command lists its models, so two reports with equal commands come from one audit.
     same_command = new.command.replace(" --resume", "") == old.command.replace(" --resume", "")
-    # Ids are hashes of prepared inputs. Of the same data they differ if the inputs were prepared
-    # in another way, which one of these has to explain; otherwise the data themselves changed.
+    # Ids are hashes of preprocessed inputs. If ids of the same data differ, either preprocessing
+    # differs or the data changed. The places are used only if preprocessing may differ: settings
+    # differ, the samples are texts (tokenizers differ), or both reports are from one audit.
     prepared = new.preprocess != old.preprocess or bool(texts) or same_command
     same_data = (new.data.spec, new.data.commit) == (old.data.spec, old.data.commit)
     if not (prepared and same_data) or places.keys() & old_places.keys():
         return {}
-    # No place has two samples, and every place of the smaller report is in the other one.
+    # No two samples have the same place, and the larger report has every place of the smaller one.
     complete = len(known) == len(old_places) and len(ids) >= min(len(places), len(old_places))
     same_texts = all(texts.get(name) == old_texts.get(before) for name, before in ids.items())
     return ids if complete and same_texts else {}

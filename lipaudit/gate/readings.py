@@ -54,13 +54,16 @@ def read(
     recompute: bool = False,
     skipped: Collection[Key] = (),
 ) -> RuleValues:
-    """Read the values of a rule; rows that are null (not measured) are left out.
+    """Return the values of a rule in a section: figures by row or column, and values per sample.
+
+    Rows with an empty cell were not measured and are left out.
 
     Args:
         rule: the rule.
         section: the section.
         samples: indices of the samples to use; None: all.
-        recompute: whether to compute rows again from these samples.
+        recompute: whether to compute rows again from these samples: a stored row is a statistic of
+            all samples.
         skipped: names of rows to leave out.
 
     Raises:
@@ -83,8 +86,9 @@ def read(
         rows = index_rows(section)
         points = _read_rows(rule, section, rows, skipped)
         pairs = _read_pairs(rule, section, take, [*rows], points)
-        # A row without a reduction cannot be computed again. It need not be where its values per
-        # sample are stored: they are tested, and their median is shown.
+        # A row without a reduction (a known statistic over samples) cannot be computed again. That
+        # is no problem if its values per sample are stored: then these are tested, and their
+        # median is shown.
         is_plain = rule.about.reduction is None and rule.stat == "each"
         if recompute and points and not (is_plain and pairs):
             reduced = dict(zip(rows, _reduce_samples(rule, section, take), strict=True))
@@ -95,7 +99,9 @@ def read(
             _describe_choice(rule, section),
         )
     names = tuple(points)
-    if not rule.per_sample and rule.stat != "each":  # one figure: a statistic over the rows
+    # With `each`, a rule on rows has a figure for each row. Otherwise it has a single figure, a
+    # statistic over the rows.
+    if not rule.per_sample and rule.stat != "each":
         points = {"": float(reduce_values(rule.stat, list(points.values())))}
     return RuleValues(names, points, pairs)
 
@@ -105,12 +111,12 @@ def _read_rows(
 ) -> dict[Key, float]:
     """Return the value that a rule reads in each row, by the name of the row.
 
-    The rows are those that its selector picks: `linf,2/255`, `layer=3,head=1`. A selector without
-    an attack picks the worst case over all attacks. A row without a value was not measured, and is
+    The selector of the rule picks the rows: `linf,2/255`, `layer=3,head=1`. A selector without an
+    attack picks the worst case over all attacks. A row with an empty cell was not measured and is
     left out.
 
     Args:
-        rule: the rule: its column, and the words of its selector, which all have to match.
+        rule: names the column, and has the words of the selector; a row must match all words.
         section: the section of the rows.
         rows: the rows by name.
         skipped: names of rows to leave out, because they did not converge.
@@ -135,7 +141,7 @@ def _read_pairs(
     rows: Sequence[Key],
     points: Mapping[Key, float],
 ) -> dict[Key, Values]:
-    """Return the values per sample behind rows, (samples,) each, if they are stored.
+    """Return the stored values of all samples behind each row, (samples,) each; empty if none.
 
     Args:
         rule: the rule that reads the rows.
@@ -149,23 +155,23 @@ def _read_pairs(
     if stored is not None and stored.shape == (len(rows), len(section.ids)):
         pairs = {}
         for key, values in zip(rows, stored.numpy()[:, take], strict=True):
-            # A mean over tokens has no value for a sample without such tokens. Then the samples
-            # cannot be paired, and the row is compared without a test.
+            # A mean over some tokens is NaN for a sample without such tokens. Then the row cannot
+            # be tested sample by sample: its values are left out.
             complete = not is_mean(rule) or np.isfinite(values).all()
             if key in points and complete:
                 pairs[key] = values
         return pairs
     if rule.stat == "each" and rule.about.reduction == RIGHT and section.samples:
-        # The accuracy without attack, which the rows of all attacks repeat.
+        # The accuracy without attack: all rows of attacks have the same values per sample.
         flags = np.array(section.samples["correct"], dtype=float)
         return dict.fromkeys(points, flags[take])
     return {}
 
 
 def _describe_choice(rule: Rule, section: Section) -> str:
-    """Return the hint for a rule that matches nothing: the columns or rows that it could name.
+    """Return the hint for a rule that matches nothing: the columns or rows that exist.
 
-    If the run left something out, the hint begins with the reason.
+    If the run left results out, the hint begins with the reason.
     """
     kind = "Columns"
     names = [name for name in section.samples if trials.parse_column(name)[0] == rule.column]
@@ -174,7 +180,8 @@ def _describe_choice(rule: Rule, section: Section) -> str:
         names = [*map(str, index_rows(section))]
     advice = f"{kind}: {'; '.join(names[:8]) or 'none'}."
     reasons = [note.text for note in section.notes if note.code == "left-out"]
-    # An attack only leaves out calibration errors (ece), so other rules fail for another reason.
+    # In the section `attack`, only calibration errors (ece) are left out: for other columns these
+    # reasons would mislead.
     if reasons and (section.measure != "attack" or rule.column.startswith("ece")):
         advice = f"Left out: {'; '.join(reasons)}. {advice}"
     return advice
@@ -188,13 +195,15 @@ def select(rule: Rule, reading: RuleValues, index: Sequence[int]) -> RuleValues:
 
 
 def find_fault(report: Report, section: Section, *, lenient: bool = False) -> str:
-    """Return why figures are not reliable (incomplete, empty, not converged), or nothing.
+    """Return why the figures of a section are not reliable, or "".
+
+    Reasons are a failed measure, an incomplete run, no samples, or values that did not converge.
 
     Args:
         report: the report.
-        section: one of its sections.
-        lenient: whether only this section counts: others may have failed, and what did not
-            converge is left out elsewhere.
+        section: the section of the report.
+        lenient: True for a comparison: other sections may have failed, and rows and samples that
+            did not converge are accepted, because the caller leaves them out.
     """
     if section.failure is not None:
         return f"{section.measure} failed: {section.failure.reason}"
@@ -219,7 +228,7 @@ def find_fault(report: Report, section: Section, *, lenient: bool = False) -> st
 def read_trusted(
     rule: Rule, report: Report, section: Section, *, lenient: bool = False
 ) -> RuleValues:
-    """Read the values of a rule from a report's section; refuse unreliable ones.
+    """Return the values of a rule in a section of a report; refuse unreliable values.
 
     Raises:
         EvaluationError: the values are not complete, finite and converged.
@@ -237,12 +246,13 @@ def read_trusted(
 
 
 def require_finite(rule: Rule, reading: RuleValues) -> None:
-    """Refuse values that are not finite; the first row or column with any is counted.
+    """Refuse values that are not finite.
 
     Raises:
-        EvaluationError: a value is NaN or infinite.
+        EvaluationError: a value is NaN or infinite. The message counts such values of the first
+            row or column that has any.
     """
-    # A radius may be infinite: it is the margin over the gradient norm, which may be 0.
+    # The first-order radius is margin / gradient norm. It may be infinite, as the norm may be 0.
     is_bad = np.isnan if rule.column == RADIUS.column else lambda values: ~np.isfinite(values)
     for name, point in reading.points.items():
         of_samples = reading.pairs.get(name, np.array([point]))
@@ -254,17 +264,20 @@ def require_finite(rule: Rule, reading: RuleValues) -> None:
 
 
 def find_contradiction(section: Section, column: str) -> str:
-    """Return which row does not have the figure that its own samples give, or nothing.
+    """Return a text if a cell differs from the statistic over its samples, else "".
+
+    Such a report was edited or is damaged.
 
     Args:
         section: the section.
-        column: the column of rows, or of the samples behind rows.
+        column: the column of the cells, or the per-sample column behind them.
     """
     # A sample that is repeated in the data counts once.
     distinct = [i for i, name in enumerate(section.ids) if not trials.is_repeat(name)]
     for name, about in section.columns.items():
         how = about.reduction  # how a cell is computed from samples
-        # Other columns are not checked, nor are ratios and weighted means.
+        # Columns without a statistic over samples, other columns, ratios (`per`) and weighted
+        # means are not checked.
         if how is None or how.per or column not in (name, how.values):
             continue
         if how.weights in section.arrays:
@@ -290,12 +303,12 @@ def find_contradiction(section: Section, column: str) -> str:
 def _list_reduced(
     section: Section, name: str, how: Reduction
 ) -> Iterator[tuple[Key, float | None, Values]]:
-    """Yield the rows whose samples are stored: the name, the cell and the value of each sample.
+    """Yield (name, cell, values of the samples) for each row with stored values of its samples.
 
     Args:
         section: the section of the rows.
         name: the column of the cells.
-        how: names the array, or the per-sample column, from which a cell is computed.
+        how: has the name of the array, or of the per-sample column, from which a cell is computed.
     """
     rows = index_rows(section)
     stored = section.arrays.get(how.values)
@@ -309,14 +322,14 @@ def _list_reduced(
         if row.key:
             column = row.key.column(column)
         cells = section.samples.get(column, ())
-        # Among several rows, only an attack in a ball has a per-sample column of its own.
+        # A per-sample column belongs to the row of an attack in a ball, or to the only row.
         of_row = row.key is not None or len(rows) == 1
         if of_row and not any(isinstance(cell, str) for cell in cells):
             yield key, row.get(name), _read_numbers(cells)
 
 
 def is_mean(rule: Rule) -> bool:
-    """Say whether the rows of a rule are means over the tokens of all samples."""
+    """Return whether the rows of a rule are means over samples, or over the tokens of samples."""
     return rule.about.reduction is not None and rule.about.reduction.stat == "mean"
 
 
@@ -344,7 +357,7 @@ def _name_row(row: Row, section: Section) -> Key:
     if known:
         return ",".join(map(str, known.values()))
     texts = list[str]()
-    for key in naming(section.columns):  # the leading columns of text or whole numbers
+    for key in naming(section.columns):  # the columns that name a row
         cell = row[key]
         if isinstance(cell, str):
             texts.append(cell)
@@ -354,9 +367,10 @@ def _name_row(row: Row, section: Section) -> Key:
 
 
 def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
-    """Read the per-sample columns that a rule names, by their attack and ball.
+    """Return the per-sample columns that a rule names, by attack and ball.
 
-    These are `robust@pgd,linf,2/255` and the like, or the column alone, whose key is empty.
+    The key of `robust@pgd,linf,2/255` is the attack and ball after the @. The key of a column
+    without @ is "".
 
     Raises:
         EvaluationError: such a column has texts.
@@ -369,12 +383,12 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
                 raise EvaluationError(f"{section.measure}.{name} holds text")
             values[trial or ""] = _read_numbers(cells)
     if rule.column == RADIUS.column and values:
-        # A misclassified sample has no radius: another class is at distance 0 already.
+        # The radius of a misclassified sample is 0: the sample itself has another class.
         wrong = [*_list_wrong(section)]
         values[""][np.isin(_name_samples(section, values[""].size), wrong)] = 0.0
     if rule.column == "robust":
         # A sample is robust in a ball if no attack inside the ball broke it: the minimum over the
-        # attacks. Where the report stores this worst case, the stored one counts.
+        # attacks. If the report stores the worst case, the stored column is used.
         attacked = [key for key in values if isinstance(key, TrialKey) and key.attack]
         worst: dict[Key, Values] = {}
         for ball, inside in trials.worst_cases(attacked).items():
@@ -404,7 +418,8 @@ def _matches_all(key: Key, words: Sequence[str]) -> bool:
 def _choose_worst(keys: Sequence[Key], selector: tuple[str, ...]) -> list[Key]:
     """Return the keys of the worst case over all attacks, unless the selector names an attack.
 
-    Keys that are no attacks, such as heads, are all returned.
+    All keys are returned if the selector names an attack, or if there is no worst case (WORST), as
+    for heads.
     """
     attacks: dict[Key, str] = {key: key.attack for key in keys if isinstance(key, TrialKey)}
     words = {word.removeprefix("attack=") for word in selector}
@@ -416,9 +431,9 @@ def _choose_worst(keys: Sequence[Key], selector: tuple[str, ...]) -> list[Key]:
 
 
 def _matches(row: Row, word: str, section: Section) -> bool:
-    """Say whether a word of a selector matches a row.
+    """Return whether a word of a selector matches a row.
 
-    A word is `column=value`, a radius or norm of the row's ball, or a text of the row.
+    A word is `column=value`, the radius or norm of the row's ball, or a text in a cell of the row.
 
     Raises:
         UsageError: the word names a column that the rows do not have.
@@ -438,10 +453,10 @@ def _matches(row: Row, word: str, section: Section) -> bool:
 
 
 def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float]:
-    """Compute the column of a rule from a selection of samples, one value per row.
+    """Compute the column of a rule from some of the samples, one value per row.
 
     Args:
-        rule: names the column, which describes how it is computed from samples.
+        rule: names the column; its description has the statistic over samples.
         section: the section of the rows.
         take: indices of the samples.
 
@@ -468,7 +483,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
             cell = _reduce_known(how.stat, values)
         else:
             cell = _average(values, weights[i])
-        # The row has a value over all samples of the report, but over these samples it has none.
+        # The row has a value over all samples, but none of the chosen samples has a value.
         if section.rows[i][rule.column] is not None and math.isnan(cell):
             raise BaselineError(f"{metric}: no shared sample has a value")
         cells.append(cell)
@@ -476,7 +491,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
 
 
 def _reduce_known(stat: str, values: Values) -> float:
-    """Return a statistic of the values that are not NaN; NaN if all are."""
+    """Return a statistic of the values that are not NaN; NaN if all values are NaN."""
     known = values[~np.isnan(values)]
     if not known.size:
         return math.nan
@@ -484,7 +499,7 @@ def _reduce_known(stat: str, values: Values) -> float:
 
 
 def _average(values: Values, weights: Values) -> float:
-    """Return the weighted mean; samples without weight have no value. NaN without any weight."""
+    """Return the weighted mean of the values with a weight > 0; NaN if all weights are 0."""
     weighted = weights > 0
     if not weighted.any():
         return math.nan
@@ -492,11 +507,11 @@ def _average(values: Values, weights: Values) -> float:
 
 
 def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[Key], set[str]]:
-    """Return the rows and samples that did not converge in one of the sections.
+    """Return the names of rows and the ids of samples that did not converge in a section.
 
     Args:
         sections: the sections.
-        column: a per-sample column; samples without its value count, too.
+        column: a per-sample column. Samples without a value in this column are returned, too.
     """
     rows = set[Key]()
     samples = set[str]()

@@ -38,20 +38,21 @@ def linear_map(
 ) -> Form:
     """Return the form op(x, *weights) + constant; op is linear in x and in the weights.
 
-    A form is x = c + sum g_i e_i +- s: a centre, coefficients of unknowns e_i, and slack s, the
-    radius of its error. Then W x + b = (W c + b) + sum (W g_i) e_i +- |W| s.
+    A form is x = c + sum g_i e_i +- s, with centre c, coefficients g_i of the symbols e_i, and
+    slack s, the radius of a further error. Then W x + b = (W c + b) + sum (W g_i) e_i +- |W| s.
 
     Args:
-        x: the form; if the map mixes entries, call `symbolize_slack` before: it is tighter.
+        x: the form. If the map mixes entries, call `symbolize_slack` before: bounds are tighter.
         op: takes a stack (symbols, *shape) and the weights.
-        weights: weights as stored, or with a number of roundings.
-        roundings: roundings of an entry of the result: terms of its sum, and those of its weights.
+        weights: the weights; they may have been rounded before.
+        roundings: number of roundings of an entry of the result: the terms of its sum, plus the
+            roundings of a weight.
         constant: constant to add, as stored.
-        absolute_op: op with |W| in place of W. By default op is called with |weights|, which is
-            the same unless op has signs of its own, such as t - mean(t).
-        mixes: the entries that op mixes: none, rows of the last axis, or all.
+        absolute_op: op with |W| in place of W. The default is op with |weights|, which is correct
+            unless op itself has a minus sign, such as t - mean(t).
+        mixes: which entries op mixes: "entries" for none, "rows" of the last axis, or "all".
     """
-    # Blocks store error coefficients sparsely: op may only mix entries that share their symbols.
+    # Blocks store error coefficients sparsely. op may only mix entries with the same symbols.
     if mixes == "rows":
         x = x.split_by_row()
     elif mixes == "all":
@@ -82,10 +83,10 @@ def linear_map(
 
 
 def cast_form(x: Form, *targets: Any, **options: Any) -> Form:
-    """Return a copy of a form for a cast to floating point: forms stand for real numbers.
+    """Return a copy of a form for a cast to floating point, which does not change real numbers.
 
-    Some of torch's casts copy and some do not. So a later write to either form makes the other
-    stale: its use is then refused.
+    Some casts of torch copy, and some return the same memory. So a write to one of the two forms
+    makes the other form stale, and the use of a stale form is refused.
     """
     require_real(*targets, *options.values())
     return x.copy()
@@ -97,8 +98,8 @@ def require_real(*targets: Any) -> None:
         dtype = target.dtype if isinstance(target, Tensor) else target
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             continue
-        # Any other type is refused: a torch.dtype, bool, int, or a name ("torch.LongTensor").
-        # Arguments that are no type, such as a device, are allowed.
+        # Other types are refused: a torch.dtype, bool, int, or a name ("torch.LongTensor").
+        # Arguments that are not types, such as a device, are allowed.
         if isinstance(dtype, torch.dtype | type) or "Tensor" in str(dtype):
             raise NoRuleError(f"a cast to {dtype}")
 
@@ -111,16 +112,16 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
 
 
 def neg(x: Form) -> Form:
-    """-x."""
+    """Return the form of -x."""
     dense, blocks = x.map_coefficients(torch.neg)
     return Form(-x.centre, dense, x.slack, x.symbols, blocks=blocks)
 
 
 def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
-    """Return x + alpha y: of two forms, or of a form and a constant.
+    """Return the form of x + alpha y, where one or both of x and y are forms.
 
-    A form is centre + coefficients . symbols +- slack: a constant changes only the centre, and the
-    slack covers the rounding of that sum.
+    A form is centre + coefficients . symbols +- slack. A constant is added to the centre, and the
+    slack covers the rounding of this sum.
     """
     if alpha != 1:
         if not isinstance(y, Form):
@@ -153,7 +154,7 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
 
 
 def _add_forms(x: Form, y: Form) -> Form:
-    """Return the sum of two forms: coefficients of the same symbol are added, and so is slack.
+    """Return the sum of two forms: centres, coefficients of the same symbol, and slacks are added.
 
     A form is centre + coefficients . symbols +- slack.
     """
@@ -164,7 +165,8 @@ def _add_forms(x: Form, y: Form) -> Form:
     blocks = join_blocks(x.blocks, y.blocks, torch.add)
     slack = round_up(x.slack + y.slack)
     total = Form(x.centre + y.centre, dense, slack, x.symbols, blocks=blocks)
-    # The sums of centres and of coefficients were rounded once: no map is applied, hence 0 more.
+    # The sums of centres and coefficients were rounded once, which `bound_input_error` includes:
+    # 0 further roundings.
     total.slack = total.bound_input_error(0)
     return total
 
@@ -173,14 +175,14 @@ def sub(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     """Return x - alpha y."""
     if isinstance(y, Form):
         return add(x, neg(y), alpha=alpha)
-    # As a constant y is a float: the negative of an unsigned integer would wrap around.
+    # `as_constant` makes y a float: the negative of an unsigned integer would wrap around.
     return add(x, -as_constant(y, x), alpha=alpha)
 
 
 def add_stacks(x: Tensor, y: Tensor) -> Tensor:
     """Return the sum of two stacks of coefficients, (symbols, *shape) each.
 
-    A stack has no rows for symbols created after its form: they count as zero.
+    A form has no rows for symbols that were created later: missing rows count as zero.
     """
     if len(x) < len(y):
         x, y = y, x
@@ -204,8 +206,9 @@ def align_blocks(x: Form, y: Form) -> None:
         if shared is not None and not block.has_layers_of(shared):
             x.make_dense()
             break
-    # A block of one form may be dense in the other: then both become dense. Making one form dense
-    # adds its blocks to `dense_keys`, which may concern the other form: hence twice.
+    # If a block of one form is dense in another form (`dense_keys`), it becomes dense here, too.
+    # `make_dense` adds the other blocks of the form to `dense_keys`, which may make the second
+    # form dense: so the loop runs twice.
     for _ in range(2):
         for form in (x, y):
             if any(block.key in form.symbols.dense_keys for block in form.blocks):
@@ -218,7 +221,7 @@ def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
     Args:
         x: a form.
         weight: the constant.
-        roundings: how many roundings the constant has already.
+        roundings: number of roundings that the constant had before.
     """
     weight = as_constant(weight, x)
     # A normalisation that is not multiplied out yet, numerator / root + constant, stays so.
@@ -234,8 +237,9 @@ def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
 def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     """Return input @ weight^T + bias.
 
-    A normalisation may be a pending quotient, numerator / root + constant, which is multiplied out
-    later. Then the weights act on its numerator and constant: its bounds are tighter that way.
+    A normalisation is a pending quotient, numerator / root + constant, whose numbers are computed
+    later. For such an input the weights are applied to the numerator and to the constant, and the
+    result is a pending quotient again: the bounds are tighter in this way.
     """
 
     def op(t: Tensor, w: Tensor) -> Tensor:
@@ -243,7 +247,7 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
 
     roundings = weight.shape[-1] + 1
     quotient = input.pending_quotient
-    # W (n / root) = (W n) / root needs one root for the whole row.
+    # W (n / root) = (W n) / root holds only if all entries of a row have the same root.
     if (
         quotient is None
         or not has_constant_rows(quotient.inverse)
@@ -251,7 +255,7 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     ):
         x = input.symbolize_slack()
         return linear_map(x, op, weight, roundings=roundings, constant=bias, mixes="rows")
-    # The row has another width from here on: one entry of the root per row is broadcast to it.
+    # The result has rows of another width: a single entry of the root per row is broadcast.
     inverse = cast("Form", quotient.inverse[..., :1])
     square = cast("Form", quotient.square[..., :1])
     x = quotient.numerator.symbolize_slack()
@@ -261,7 +265,10 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
 
 
 def has_constant_rows(x: Form) -> bool:
-    """Return whether each row of the last axis is one entry: alone, or expanded (stride 0)."""
+    """Return whether all entries of each row of the last axis are the same stored number.
+
+    This is so for a width of 1, or for an expanded axis (stride 0).
+    """
     if x.shape[-1] == 1:
         return True
     tensors = [x.centre, x.dense, x.slack]
@@ -281,11 +288,11 @@ def convolve(
 ) -> Form:
     """Return the convolution of a form over one or two axes, with options as in torch.
 
-    It is a linear map, applied to the centre and to the coefficients of every symbol.
+    A convolution is a linear map: it is applied to the centre and to all coefficients.
     """
     if input.ndim != weight.ndim:
         raise NoRuleError("a convolution without a batch axis")
-    if weight.ndim == 3:  # over one axis: as one over two, the first of size one
+    if weight.ndim == 3:  # over one axis: add another axis of size 1
         if not isinstance(padding, str):
             padding = (0, as_pair(padding)[1])
         stride = (1, as_pair(stride)[1])
@@ -296,7 +303,9 @@ def convolve(
     dilations = as_pair(dilation)
     pads = (0, 0)
     x: Any = input
-    if padding == "same":  # as many windows as pixels; an odd one is added behind, as in torch
+    # "same": as many windows as pixels. An odd number of rows or columns has the extra one at the
+    # end, as in torch.
+    if padding == "same":
         rows = dilations[0] * (weight.shape[-2] - 1)
         columns = dilations[1] * (weight.shape[-1] - 1)
         x = F.pad(x, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
@@ -324,8 +333,8 @@ def _multiply_patches(
 ) -> Tensor:
     """Return a convolution as products of patches and kernels.
 
-    Every entry is one sum of products, whose rounding has a known bound. Libraries may use other
-    algorithms (Winograd, FFT), for which that bound does not hold.
+    In this way every entry is a plain sum of products, and its rounding error has a known bound.
+    The convolutions of libraries may use other algorithms (Winograd, FFT) without this bound.
 
     Args:
         images: (images, channels, height, width), padded already.
@@ -370,7 +379,7 @@ def reduce_axes(
 ) -> Form:
     """Return the sum or the mean of a form over axes; numpy's name `axis` works, too.
 
-    It is a linear map, applied to the centre and to the coefficients of every symbol.
+    A sum is a linear map: it is applied to the centre and to all coefficients.
     """
     require_real(dtype)
     axes = read_axes(axis if dim is None else dim, input.ndim)
@@ -392,7 +401,7 @@ def reduce_axes(
 def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., Form]:
     """Return the rule of a torch function that averages over windows of the last `axes` axes.
 
-    A rule does to forms what the function does to tensors.
+    The rule computes the function on forms in place of tensors.
     """
 
     def pool(input: Form, *args: Any, **kwargs: Any) -> Form:

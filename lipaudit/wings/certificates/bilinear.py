@@ -45,10 +45,11 @@ _MOST_COEFFICIENTS = 2**24
 
 
 def matmul(x: Any, y: Any) -> Form:
-    """Return x @ y, where one or both factors are forms.
+    """Return the form of x @ y, where one or both factors are forms.
 
-    If x is a softmax (it has `weights`, ranges of attention weights whose rows sum to one), the
-    product with the values y is bounded more tightly.
+    A form bounds a tensor over all inputs of a ball: centre + coefficients . symbols +- slack. If
+    x is a softmax, `x.weights` has the ranges of its entries. Then the product with the values y
+    is bounded more tightly, because the rows of x sum to one.
     """
     if x.ndim == 1:
         row: Any = matmul(x[None], y)
@@ -83,10 +84,11 @@ def matmul(x: Any, y: Any) -> Form:
 
 
 def mul(x: Any, y: Any) -> Form:
-    """Return x y entry by entry, where one or both factors are forms.
+    """Return the form of x y, entry by entry, where one or both factors are forms.
 
-    A form is centre + coefficients . symbols +- slack. Times a constant it is scaled; the product
-    of two forms has products of symbols, which are kept (order 2) or bounded.
+    A form is centre + coefficients . symbols +- slack. If a factor is a constant, the other factor
+    is scaled. The product of two forms contains products of symbols: they are kept as coefficients
+    (order 2) or bounded.
     """
     if not isinstance(x, Form):
         return affine.scale(y, x)
@@ -107,12 +109,17 @@ def div(x: Any, y: Any) -> Form:
 
 
 def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
-    """Return the form f(x, y) of two forms, f being torch.matmul or torch.mul.
+    """Return the form of f(x, y) for two forms x and y; f is torch.matmul or torch.mul.
 
-    With x = c_x + dx and y = c_y + dy around shifted centres c, x y = c_x c_y + dx c_y + c_x dy +
-    dx dy. The second and third term are linear in the symbols. Of dx dy, order 2 keeps the product
-    of the parts that are linear in the input as coefficients. The rest of dx dy is bounded: by new
-    symbols if that pays (attention weights times values), else by an interval shift +- remainder.
+    A form is centre + linear part + quadratic part + errors +- slack. The quadratic part (order 2
+    only) has products of two input symbols. Its range is not symmetric: `centre_shift` is the
+    middle of this range, and `shifted_centre` is centre + centre_shift. With x = c_x + dx and
+    y = c_y + dy around the shifted centres,
+    f(x, y) = f(c_x, c_y) + f(dx, c_y) + f(c_x, dy) + f(dx, dy).
+    The second and third term are linear in the symbols of x and y. For the last term, order 2
+    keeps the product of the linear parts as coefficients. The rest of the last term is bounded: by
+    new symbols if they pay off (attention weights times values), else by an interval
+    shift +- remainder.
     """
     symbols = x.symbols
     n = symbols.inputs
@@ -127,8 +134,10 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
     y_size = y.shifted_centre.abs()
     radius = f(x_radius, y_size + y_radius) + f(x_size, y_radius)
 
-    # Remainders below this are bounded in the simplest way.
+    # If the sum of all remainders is below this, only the fastest bound is computed.
     worthwhile = _WORTHWHILE_SHARE * radius.sum()
+    # A mask of the entries for which coefficients hold the product of the linear parts (order 2).
+    # None: all entries.
     is_product_kept = product_symbols = None
     if is_matmul and symbols.order == 2 and x.weights:
         product_symbols = _add_rest_symbols(x, y, worthwhile)
@@ -140,35 +149,36 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
         blocks = [*blocks, block]
     if symbols.order == 2 and len(x.dense) and len(y.dense):  # constants may have no rows
         x_linear = x.dense[:n]
-        if is_product_kept is not None:  # elsewhere the remainder covers this product, too
+        if is_product_kept is not None:  # for other entries the remainder includes this product
             x_linear = x_linear * is_product_kept
         symbols.add_products(dense, x_linear, y.dense[:n], _multiply_stacks if is_matmul else f)
 
     terms = 1
     if is_matmul:
         terms = x.shape[-1]
-    # Slack of each factor times the centre of the other, and the rest of dx dy.
+    # Slack of x times the centre of y, slack of y times the centre of x, and the rest of dx dy.
     slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder
-    # A sum of so many products: coefficients in their dtype, centres in float64.
+    # Rounding of sums of `terms` products: of coefficients in their dtype, of centres in float64.
     rounding = gamma((2 * terms + 8) * symbols.order, symbols.dtype) * radius
     slack = slack + (rounding + gamma(terms + 4, DOUBLE) * f(x_size, y_size))
-    # Underflow: every product of every coefficient may lose the smallest normal number.
+    # Underflow: each product with a coefficient may be off by the smallest normal number.
     count = max(x.symbol_count, y.symbol_count, symbols.first_error)
     sizes = 1 + x_size.sum() + y_size.sum()
     slack = slack + 8 * count * terms * tiny(symbols.dtype) * sizes
     slack = slack + gamma(4, DOUBLE) * shift.abs()
-    # The coefficients are around the shifted centres. At e = 0 the forms are at their centres,
-    # dx = -centre_shift: c_x c_y + dx c_y + c_x dy is then this.
+    # The centre of the result is its value with all symbols 0. Then x and y are at their centres,
+    # so dx = -centre_shift, and c_x c_y + dx c_y + c_x dy is the following difference.
     centre = f(x.centre, y.centre) - f(x.centre_shift, y.centre_shift)
     slack = round_up(slack, terms + 16)
     return Form(centre + shift, dense, slack, symbols, blocks=blocks)
 
 
 def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
-    """Return the coefficients of dx @ c_y + c_x @ dy: dense ones (symbols, *shape) and blocks.
+    """Return the coefficients of dx @ c_y + c_x @ dy: dense (symbols, *shape), and blocks.
 
     The forms are x = c_x + dx and y = c_y + dy, around shifted centres. Blocks store error
-    coefficients sparsely: those of x stay blocks, because dx @ c_y works within rows of x.
+    coefficients sparsely. The blocks of x stay blocks, because dx @ c_y works within rows of x.
+    The blocks of y become dense, because c_x @ dy mixes rows of y.
     """
     x_centre = x.shifted_centre.to(x.symbols.dtype)
     y_centre = y.shifted_centre.to(x.symbols.dtype)
@@ -184,7 +194,7 @@ def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
 
 
 def _multiply_entries(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
-    """Return the coefficients of dx c_y + c_x dy, entry by entry: dense ones and blocks.
+    """Return the coefficients of dx c_y + c_x dy, entry by entry: dense, and blocks.
 
     The forms are x = c_x + dx and y = c_y + dy, around shifted centres. Blocks store error
     coefficients sparsely; `align_blocks` stores errors of both forms in the same way.
@@ -205,12 +215,13 @@ def _multiply_entries(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
 
 
 def _average_values(x: Form, y: Form) -> Form | None:
-    """Return x @ y for attention weights x and values y at order 1, or None if it would not pay.
+    """Return x @ y for attention weights x and values y at order 1; None if it does not pay off.
 
-    The range of x is m -+ r, c is the centre of y: x y = m y + (x - m) c + (x - m) (y - c). With
-    y_j - c_j = sum_s g_sj e_s and x_ij - m_ij = r_ij eta, eta in [-1, 1], the last term is the sum
-    of r_ij g_sj eta e_s. The products eta e_s are in [-1, 1]: they become new symbols, each for
-    all channels of a row. `_add_product_symbols` decides whether they pay.
+    Entry x_ij is in m_ij +- r_ij, and c is the centre of y:
+    x y = m y + (x - m) c + (x - m) (y - c). With y_j - c_j = sum_s g_sj e_s and
+    x_ij - m_ij = r_ij eta, the last term is a sum of r_ij g_sj eta e_s. The unknowns eta and e_s
+    are in [-1, 1], and so are their products: these become new symbols, each for all channels of a
+    row. `_add_product_symbols` decides whether new symbols pay off.
     """
     keys = x.shape[-1]
     low, high = x.range()
@@ -224,7 +235,7 @@ def _average_values(x: Form, y: Form) -> Form | None:
     if product_symbols is None:
         return None
     block, slack = product_symbols
-    # m y and (x - m) c.
+    # The first two terms, m y and (x - m) c.
     of_values = affine.linear_map(y, lambda t, w: w @ t, m, roundings=keys + 1)
     of_weights = affine.linear_map(
         affine.sub(x, m), torch.matmul, y.centre, roundings=keys + 1, mixes="rows"
@@ -236,11 +247,12 @@ def _average_values(x: Form, y: Form) -> Form | None:
 
 
 def _add_rest_symbols(x: Form, y: Form, worthwhile: Tensor) -> tuple[ErrorBlock, Tensor] | None:
-    """Return new symbols and slack that cover dx @ dy without L_x @ L_y; order 2.
+    """Return new symbols and slack that bound dx @ dy - L_x @ L_y; for order 2.
 
-    x are attention weights and y values, x = c + dx and dx = L_x + R_x with L linear in the
-    input; likewise y. Covered is R_x @ L_y + (L_x + R_x) @ R_y: coefficients hold L_x @ L_y.
-    None if `_add_product_symbols` finds that new symbols would not pay.
+    x are attention weights and y values. x = c_x + dx with dx = L_x + R_x, where L_x is linear in
+    the input symbols and R_x is the rest; likewise y. Coefficients of the caller hold L_x @ L_y,
+    so R_x @ L_y + (L_x + R_x) @ R_y is left to bound. None if `_add_product_symbols` finds that
+    new symbols do not pay off.
     """
     symbols = x.symbols
     x_radius = round_up(x.radii.linear + x.rest_radius)
@@ -256,31 +268,34 @@ def _add_product_symbols(
 ) -> tuple[ErrorBlock, Tensor] | None:
     """Return new symbols for the largest products r_ij g_sj, and slack for all other products.
 
-    r_ij is the radius of an attention weight, and g_sjd how symbol s moves channel d of the value
-    of key j. A new symbol acts on all channels of a row i alike; as slack, the errors of channels
-    would be independent and add up in the weights behind. Return None if symbols do not pay: few
-    fit, the sum of all products is below `worthwhile`, or the pass is to add few symbols. Balls
-    other than boxes get none: a symbol per product forgets that not all coordinates are largest
-    at once.
+    r_ij is the radius of an attention weight, and g_sjd is the coefficient of symbol s in channel
+    d of the value of key j. A new symbol moves all channels of row i together. As slack, errors of
+    the channels would be independent, and a later weight matrix would add up their sizes.
+    Return None if symbols do not pay off: few fit into memory, the sum of all products is below
+    `worthwhile`, or the pass adds few symbols (`many_symbols` is False). Return None also for
+    balls other than boxes: new symbols in [-1, 1] would lose that the coordinates of the input
+    cannot all be largest at once.
 
     Args:
         symbols: the symbols of the pass.
         pairs: one or two pairs of radii r, (*b, i, j), and coefficients g, (symbols, *b, j, d).
         radius: (*b, i, d), an upper bound of the sum of all products and of any other error.
-        worthwhile: the sum of `radius` from which symbols pay.
+        worthwhile: symbols pay off only if the sum of `radius` is larger than this.
     """
     dtype = symbols.dtype
     queries, keys = pairs[0][0].shape[-2:]
     width = radius.shape[-1]
     heads = radius.shape[:-2].numel()
-    # A layer has a symbol for every row of every head, and each symbol may later have a
+    # A layer is one new symbol for every row of every head. Later each symbol may have a
     # coefficient in every entry of the values of an attention: heads x keys x width.
     room = _MOST_COEFFICIENTS // (heads * queries * heads * keys * width)
     layers = min(room, keys * sum(len(coefficients) for _, coefficients in pairs))
-    # No more symbols per row than channels are too few to be better than slack.
+    # Slack is as good as symbols if there are no more symbols per row than channels.
     if symbols.norm != "linf" or layers <= width or not worthwhile < radius.sum() < math.inf:
         return None
-    if symbols.order == 1 and not symbols.many_symbols:  # at order 2 there are many without these
+    # `bound_margins` runs again with `many_symbols` if symbols were skipped. Order 2 always adds
+    # them: in comparison with the products of input symbols they are few.
+    if symbols.order == 1 and not symbols.many_symbols:
         symbols.skipped_symbols = True
         return None
     radii = []
@@ -313,12 +328,12 @@ def _choose_products(radii: list[Tensor], stacks: list[Tensor], layers: int) -> 
     # Products (s, j) of both pairs, one after the other.
     size_of_product = torch.cat(sizes, 2).flatten(2)
     largest = size_of_product.topk(layers, sorted=False).indices  # (heads, queries, layers)
-    # Their g_sj, (heads, queries, layers, width).
+    # The g_sj of the largest products, (heads, queries, layers, width).
     keys, width = stacks[0].shape[2:]
     index = largest.flatten(1)[..., None].expand(-1, -1, width)
     rows = torch.cat(stacks, 1).flatten(1, 2).gather(1, index)
     rows = rows.view(*largest.shape, width)
-    # Their r_ij: the radii of the second pair come behind those of the first.
+    # The r_ij of the largest products. The radii of the second pair follow the radii of the first.
     is_of_second_pair = largest >= keys * stacks[0].shape[1]
     column = largest % keys + keys * is_of_second_pair
     radius_of_row = torch.cat(radii, -1).gather(-1, column)
@@ -327,9 +342,9 @@ def _choose_products(radii: list[Tensor], stacks: list[Tensor], layers: int) -> 
 
 
 def _multiply_stacks(x: Tensor, y: Tensor) -> Tensor:
-    """Return the products of the matrices of two stacks (n, *b, i, k) and (n, *b, k, j).
+    """Return the matrix products of two stacks (n, *b, i, k) and (n, *b, k, j), where one n is 1.
 
-    One of the stacks has one matrix, n = 1, which is multiplied with all of the other.
+    The single matrix of one stack is multiplied with every matrix of the other stack.
     """
     if len(y) == 1:
         return _stack_times(x, y[0])
@@ -351,10 +366,11 @@ def _times_stack(x: Tensor, stack: Tensor) -> Tensor:
 
 
 def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
-    """Return P V as P (V - constant) + constant, which is the same: rows of P sum to one.
+    """Return the form of P (V - constant) + constant, which equals P V: rows of P sum to one.
 
-    Errors of P then act on V - constant, which is smaller than V. So (1 - sum_k P_k) constant is
-    added to the form of P V. It is zero for the true P, but not for its form, which has errors.
+    In this way errors of P act on V - constant, which is smaller than V, and the bounds are
+    tighter. The change of the form of P V is (1 - sum_k P_k) constant. This is zero for the true
+    P, but not for the form of P, which has errors.
 
     Args:
         product: the form of P V, (*b, i, d); its coefficients are changed in place.
@@ -373,8 +389,8 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     total = x.centre.sum(-1, keepdim=True)
     centre = product.centre + (1 - total) * constant
     constant = constant.abs()
-    # Rounding is a share of the radius of what was added, in the coefficients' dtype, and of the
-    # size of centres, in float64.
+    # Rounding: a share of the radius of the added coefficients, in the dtype of coefficients, and
+    # a share of the size of centres, in float64.
     radius = x.symbol_radius.sum(-1, keepdim=True) * constant
     size = 1 + x.centre.abs().sum(-1, keepdim=True)
     size = size * constant + product.centre.abs()
@@ -398,7 +414,7 @@ def einsum(equation: str, *operands: Any) -> Any:
     has_no_repeats = all(len(set(axes)) == len(axes) for axes in (x_axes, y_axes, result_axes))
     if not is_complete or not has_no_repeats or set(result_axes) - set(x_axes + y_axes):
         raise NoRuleError(f"einsum of {equation}")
-    # Axes that only one operand and not the result has are summed first. Then a matmul suffices.
+    # Axes that only one operand has, and not the result, are summed first. The rest is a matmul.
     x, x_axes = _sum_out(operands[0], x_axes, y_axes + result_axes)
     y, y_axes = _sum_out(operands[1], y_axes, x_axes + result_axes)
     shared = [axis for axis in x_axes if axis in y_axes]
@@ -445,7 +461,7 @@ def _fold_axes(t: Any, axes: str, batch: list[str], rows: list[str], columns: li
 def addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: float | int = 1, alpha: float | int = 1
 ) -> Form:
-    """Return beta input + alpha mat1 @ mat2, at least one of which is a form."""
+    """Return the form of beta input + alpha mat1 @ mat2; at least one argument is a form."""
     # If both matrices are constants, one becomes a form: its slack covers the product's rounding.
     mat1, mat2 = rearrangements.lift_first_constant(input, mat1, mat2)
     product: Any = mat1 @ mat2

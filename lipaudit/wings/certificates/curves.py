@@ -56,8 +56,8 @@ class SmoothFunction:
     def find_slopes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return f'(x) and f''(x), (*shape) each, by autograd.
 
-        They only choose the parabola next to f, so their rounding does not matter. Gradients are
-        switched on here: the model may run without them, or in inference mode.
+        The derivatives only choose the parabola next to f, so their rounding does not matter.
+        Gradients are enabled here, because the model may run in no-grad or inference mode.
         """
         with torch.inference_mode(mode=False), torch.enable_grad():
             x = x.clone().requires_grad_()
@@ -73,16 +73,17 @@ def relax(
     known_range: tuple[float, float] | tuple[Tensor, Tensor] = (-math.inf, math.inf),
     positive: bool = False,
 ) -> Form:
-    """Return a form of f(z), entry by entry: a parabola in z plus a bounded difference d.
+    """Return a form of f(z), entry by entry: a parabola in z plus a bounded difference.
 
-    A form is centre + coefficients . symbols +- slack. Order 1 has no squares of symbols: there
-    the parabola is a line. The range of the difference goes into centre and slack.
+    A form is centre + coefficients . symbols +- slack. At order 1 the parabola is a line, because
+    forms have no products of symbols. The difference f - parabola is bounded at grid points and
+    between them: the middle of its range is added to the centre, and the radius to the slack.
 
     Args:
         z: the argument, a form.
         f: the function.
-        known_range: known bounds of the argument, beside its form.
-        positive: f is only defined for numbers > 0.
+        known_range: bounds of the argument that are known in addition to the range of the form.
+        positive: whether f is only defined for numbers > 0.
 
     Raises:
         UnboundedError: the range of z is not finite, or not in the domain of f.
@@ -111,14 +112,16 @@ def relax(
 def _bound_between_points(
     f: SmoothFunction, low: Tensor, high: Tensor, bend: Tensor, parabola: Parabola
 ) -> Tensor:
-    """Return how far d = f - parabola leaves its chord between grid points: h^2 / 8 sup |d''|.
+    """Return how far d = f - parabola can leave its chord between grid points: h^2 / 8 sup |d''|.
 
-    d is evaluated at points h apart on [low, high] (`_bound_at_points`); this covers all points in
-    between. d'' = f'' - 2 b is bounded in two ways: by sup |f''| + 2 |b|, and by its value at the
-    middle m of the range, where f'' is `bend`, plus sup |f'''| times the distance from m.
+    d is evaluated at grid points with distance h on [low, high] (`_bound_at_points`). The result
+    extends these bounds to all points in between. d'' = f'' - 2 b is bounded in two ways: by
+    sup |f''| + 2 |b|, and by |d''(m)| + sup |f'''| |x - m| with the middle m of the range, where
+    f''(m) is `bend`.
     """
     bend_bound = f.second(low, high)
-    # f''(m) by autograd is rounded: 2^-30 covers that. 0.51 is half the width, rounded up.
+    # f''(m) by autograd is rounded: 2^-30 covers this error. No point is farther from m than half
+    # the width, and 0.51 is 1/2 rounded up.
     at_middle = (bend - 2 * parabola.b).abs() * (1 + 2.0**-30) + 2.0**-30 * bend_bound
     nearby = at_middle + f.third(low, high) * (high - low) * 0.51
     bend_bound = torch.minimum(bend_bound + 2 * parabola.b.abs(), nearby)
@@ -141,8 +144,8 @@ def _choose_parabola(
 
     Any a and b are valid, because the difference from f is bounded afterwards. m is the middle
     of the range, w half its width, and chord the slope between its ends.
-    Order 1: a = chord and b = 0. Order 2: b = (f(u) - 2 f(m) + f(l)) / 2 w^2 and
-    a = f'(m) + 3/4 (chord - f'(m)). Both are rounded to the dtype of the coefficients that they
+    Order 1: a = chord and b = 0. Order 2: b = (f(u) - 2 f(m) + f(l)) / (2 w^2), and the slope at m
+    is f'(m) + 3/4 (chord - f'(m)). a and b are rounded to the dtype of the coefficients that they
     multiply, so that the difference is taken from the parabola that is really used.
 
     Args:
@@ -170,7 +173,8 @@ def _choose_parabola(
     # The slope at m is 3/4 of the way from f'(m) to the chord; without a square it is the chord.
     part = torch.where(b == 0, 1.0, 0.75)
     a = slope + part * (chord - slope)
-    # So far a is the slope at m. At c, around which the parabola is written, it is another.
+    # So far a is the slope of the parabola at m. The formula a (z - c) + b (z - c)^2 needs the
+    # slope at c.
     a = a - 2 * b * (m - c)
     return Parabola(round_to(a, dtype), round_to(b, dtype))
 
@@ -222,12 +226,12 @@ def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor)
     if symbols.order == 2:
         # z - c = L + R, L linear in the input: b L^2 becomes coefficients.
         symbols.add_squares(dense, z.dense[: symbols.inputs], b.to(dtype))
-        # What is left of the square, b (2 L R + R^2), lies in b [-first, first + second].
+        # The rest of the square, b (2 L R + R^2), lies in b [-first, first + second].
         first, second = bound_square_rest(z.radii.linear, z.rest_radius)
         shift = a * z.centre_shift  # coefficients are around the centre of z, not around c
         offset = offset + b * second / 2 - shift
         slack = slack + b.abs() * (first + second / 2)
-        # Rounding and underflow of all of these.
+        # Rounding and underflow of the offset, the squares and the quadratic part.
         slack = slack + gamma(8, DOUBLE) * (offset.abs() + shift.abs())
         slack = slack + gamma(8, dtype) * b.abs() * z.radii.linear.square()
         slack = slack + gamma(1, dtype) * slope * z.radii.quadratic
@@ -251,9 +255,9 @@ def bound_square_rest(linear: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _constant(value: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of a range (low, high) that is `value` on every range.
+    """Return a function of the ends (low, high) of a range that is always `value`.
 
-    It bounds a derivative, as `second` or `third` of a `SmoothFunction`.
+    `SmoothFunction` needs such functions as bounds of its second and third derivative.
     """
     return lambda low, high: torch.full_like(low, value)
 
@@ -276,13 +280,20 @@ EXP = SmoothFunction(
 
 
 def _make_power(value: Function, p: float, factor: float) -> SmoothFunction:
-    """Return a `SmoothFunction` on x > 0 with |f''| = factor x^(p - 2), such as x^p with p < 1.
+    """Return a power x^p or the logarithm on x > 0, with bounds of its derivatives on a range.
 
-    For the logarithm p = 0 and factor = 1.
+    The bounds are for functions with |f''(x)| = factor x^(p - 2) and p < 1. A power has
+    factor = |p (p - 1)|; the logarithm has p = 0 and factor = 1.
+
+    Args:
+        value: the function f.
+        p: the exponent.
+        factor: the factor of |f''|.
     """
     return SmoothFunction(
         value,
-        # Both derivatives are largest at the lower end of the range.
+        # |f''| and |f'''| fall with x: on [low, high] they are largest at low. The 32 roundings
+        # cover the power of torch.
         lambda low, high: round_up(factor * low ** (p - 2), 32),
         lambda low, high: round_up(factor * (2 - p) * low ** (p - 3), 32),
     )
@@ -305,10 +316,10 @@ def silu(input: Form, inplace: bool = False) -> Form:
 
 
 def square(input: Form) -> Form:
-    """Return x^2 = c^2 + 2 c (x - c) + (x - c)^2 as a form; c is the shifted centre.
+    """Return x^2 = c^2 + 2 c (x - c) + (x - c)^2 as a form.
 
-    At order 2 (x - c)^2 becomes coefficients; at order 1 it is bounded by [0, reach^2], where
-    reach >= |x - c|.
+    c is the shifted centre of x: the centre plus the middle of the range of the quadratic part. At
+    order 2 (x - c)^2 becomes coefficients. At order 1 it is in [0, reach^2] with reach >= |x - c|.
     """
     symbols = input.symbols
     c = input.shifted_centre
@@ -322,16 +333,16 @@ def square(input: Form) -> Form:
         b = torch.zeros_like(c)
         offset = c.square() + reach.square() / 2
         radius = round_up(reach.square() / 2)
-    # a is 2 c rounded: the difference is multiplied by x - c.
+    # a is the rounded 2 c: the term a (x - c) has an error of |2 c - a| |x - c|.
     rounding = (2 * c - a).abs() * (reach + input.centre_shift.abs())
     rounding = rounding + gamma(4, DOUBLE) * (offset.abs() + c.square())
     return _apply_parabola(input, Parabola(a, b), offset, round_up(radius + rounding))
 
 
 def make_unary(f: SmoothFunction, *, positive: bool = False) -> Callable[[Form], Form]:
-    """Return the rule of a smooth function: it takes and returns a form.
+    """Return the rule of a smooth function f: a function that takes and returns a form.
 
-    With `positive` f is only defined for numbers > 0.
+    `positive` says that f is only defined for numbers > 0.
     """
     return lambda input: relax(input, f, positive=positive)
 
@@ -385,7 +396,7 @@ def raise_power(input: Any, exponent: Any) -> Form:
 
 
 def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) -> Form:
-    """Return log(1 + e^(beta x)) / beta; like torch, x where beta x is above the threshold."""
+    """Return the form of log(1 + e^(beta x)) / beta, or of x if beta x is above the threshold."""
     z = scale(input, float(beta))
     result = relax(z, SOFTPLUS)
     # Above the threshold torch returns z, which is log(1 + e^z) to within e^-threshold.

@@ -45,20 +45,21 @@ class ErrorBlock:
     def map_coefficients(self, op: Callable[[Tensor], Tensor]) -> ErrorBlock:
         """Return the block with an operation applied to its coefficients (layers, *shape).
 
-        It works entry by entry, or within rows of the last axis. Within rows it may change their
-        width, such as a product with weights.
+        The operation works entry by entry, or within rows of the last axis. An operation within
+        rows, such as a product with weights, may change the width of the rows.
         """
         coefficients = op(self.coefficients)
         if coefficients.shape == self.coefficients.shape:
             return replace(self, coefficients=coefficients)
-        # Each row is one group (after `split_by_row`): its first entry has the group of all.
+        # After `split_by_row` all entries of a row have the same group: read the first one.
         group = self.group[..., :1].expand(coefficients.shape[1:])
         return replace(self, coefficients=coefficients, group=group)
 
     def rearrange(self, move: Callable[[Tensor], Any]) -> list[ErrorBlock]:
         """Return a block for each result of a rearrangement: one for transpose, several for chunk.
 
-        `move` is applied to tensors (*shape): to each layer of coefficients, and to the groups.
+        `move` takes a tensor (*shape). It is applied to each layer of coefficients, and to the
+        groups of the entries.
         """
         stacks = move_stack(move, self.coefficients)
         groups = move(self.group)
@@ -72,7 +73,7 @@ class ErrorBlock:
     def has_layers_of(self, other: ErrorBlock) -> bool:
         """Return whether both blocks have the same symbol in each layer and entry.
 
-        Their coefficients can then be added layer by layer.
+        If so, the coefficients of the two blocks can be added layer by layer.
         """
         same_groups = torch.equal(self.group, other.group)
         return same_groups and torch.equal(self.numbers, other.numbers)
@@ -80,9 +81,13 @@ class ErrorBlock:
     def split_by_row(self) -> ErrorBlock | None:
         """Return the block with one group per row of the last axis; None if that is impossible.
 
-        A group is the set of entries on which one symbol per layer acts. If m groups share a row,
-        every layer becomes m layers, one for each group. For that all rows need equally many
-        groups, and no group may reach over two rows.
+        A block has coefficients (layers, *shape) and the group of each entry, (*shape). In layer l
+        all entries of group g have the same symbol, whose number is numbers[l, g]. If a row has m
+        groups, every layer is replaced by m layers: in each of them only the entries of one group
+        keep their coefficients. Example: a row has entries of groups 4, 4, 9 and one layer with
+        coefficients a, b, c. The result has the layers (a, b, 0) and (0, 0, c), and the row is one
+        group. All rows need the same number m of groups, and no group may have entries in two
+        rows; otherwise the result is None.
         """
         if bool((self.group == self.group[..., :1]).all()):
             return self
@@ -95,8 +100,8 @@ class ErrorBlock:
         if len(torch.unique(groups_of_row)) < groups_of_row.numel():
             return None
         row_count, m = groups_of_row.shape
-        # Every old layer becomes m new ones; an entry keeps its coefficient in only one of them,
-        # that of its group among the m groups of the row.
+        # Every old layer becomes m new layers. An entry keeps its coefficient in only one of them:
+        # its index is the position of the entry's group among the m groups of the row.
         is_group = groups[..., None] == groups_of_row[:, None]  # (rows, width, m)
         new_layer = is_group.long().argmax(-1).view(shape)
         layer = torch.arange(m, device=groups.device)
@@ -119,17 +124,23 @@ class ErrorBlock:
         flat.scatter_add_(0, numbers.clamp_min(0), coefficients)
 
     def select_entries(self, mask: Tensor) -> ErrorBlock:
-        """Return the entries where a mask (*shape) holds, along one axis."""
+        """Return the block of the entries where a mask (*shape) is True, along one axis."""
         return replace(self, coefficients=self.coefficients[:, mask], group=self.group[mask])
 
 
 def join_blocks(
     x: Sequence[ErrorBlock], y: Sequence[ErrorBlock], combine: Callable[[Tensor, Tensor], Tensor]
 ) -> list[ErrorBlock]:
-    """Return the blocks of a result of two forms, such as a sum.
+    """Return the blocks of the result of two forms, such as a sum.
 
-    A block that both forms have, by its key, gets `combine` of both coefficients; a block that
+    Blocks with equal keys have the same symbols: their coefficients are combined. A block that
     only one form has stays as it is.
+
+    Args:
+        x: the blocks of the first form.
+        y: the blocks of the second form.
+        combine: maps the coefficients of two blocks to the coefficients of the result, such as
+            torch.add.
     """
     joined = {block.key: block for block in x}
     for block in y:
@@ -154,10 +165,10 @@ def move_stack(move: Callable[[Tensor], Any], stack: Tensor) -> Any:
 
 
 def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
-    """Return a separate error symbol for every entry of positive radius, numbered from `first`.
+    """Return a block with a separate error symbol for every entry of positive radius.
 
-    They are stored as a block: one symbol per layer and row of the last axis, so the r-th
-    positive entry of a row is in layer r.
+    The symbols are numbered from `first` on. A layer of the block has at most one symbol per row
+    of the last axis: the r-th positive entry of each row is in layer r.
 
     Args:
         radius: (*shape), the coefficient of each new symbol.

@@ -33,11 +33,12 @@ from lipaudit.wings.certificates.symbols import ReluCall
 
 
 def relu(input: Form, inplace: bool = False) -> Form:
-    """Return max(z, 0) as the form h = a z + m (1 + eps) of z = input.
+    """Return max(z, 0) as the form h = a z + m (1 + eps) with z = input.
 
-    If z has both signs on the ball, l < 0 < u, max(z, 0) lies between a z and a z + 2 m, with
-    a = u / (u - l) and 2 m = max(-a l, (1 - a) u); eps in [-1, 1] is a new symbol. Otherwise a is
-    0 or 1 and m = 0. The ReLUs of both signs are recorded for branch and bound (`branch`).
+    z is in [l, u] on the ball. If l < 0 < u, max(z, 0) lies between a z and a z + 2 m with
+    a = u / (u - l) and 2 m = max(-a l, (1 - a) u), and eps in [-1, 1] is a new symbol. Otherwise
+    the sign of z is known: a is 0 or 1, and m = 0. ReLUs with an unknown sign are recorded for
+    branch and bound (`branch`).
     """
     symbols = input.symbols
     dtype = symbols.dtype
@@ -52,7 +53,9 @@ def relu(input: Form, inplace: bool = False) -> Form:
     is_mixed = m > 0
     slope = a.to(dtype)
     dense, blocks = input.map_coefficients(lambda t: t * slope)
-    if is_mixed.any():  # a block without symbols would get the key of the next block
+    # The key of a block is the number of its first symbol. So no empty block is made: it would
+    # have the key of the next block.
+    if is_mixed.any():
         errors = symbols.add_errors(m)
         blocks = [*blocks, errors]
         # Branch and bound needs z as a function of the symbols.
@@ -121,7 +124,7 @@ def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
     """Return the largest value of a form over axes, by default over all."""
     axes = read_axes(dim, input.ndim)
     others = [axis for axis in range(input.ndim) if axis not in axes]
-    # `find_largest` works on the last axis: the axes become one there.
+    # `find_largest` works on the last axis: the axes are moved to the end and joined.
     if axes:
         rows: Any = input.permute(*others, *axes).flatten(len(others))
     else:
@@ -146,7 +149,7 @@ Extreme = namedtuple("Extreme", ("values", "indices"))
 def make_extreme(
     of_two: Callable[..., Form], over_axes: Callable[..., Form]
 ) -> Callable[..., Any]:
-    """Return the rule of torch.max or torch.min, which do three things by their arguments.
+    """Return the rule of torch.max or torch.min, whose meaning depends on the second argument.
 
     Args:
         of_two: the rule for two tensors, entry by entry.
@@ -159,7 +162,8 @@ def make_extreme(
             return of_two(input, dim)
         if dim is None:
             return over_axes(input)
-        # The indices may differ between inputs of the ball: a model that uses them fails.
+        # The indices may differ between inputs of the ball: they are None, and a model that uses
+        # them fails.
         return Extreme(over_axes(input, dim, keepdim), None)
 
     return find_extreme
@@ -168,13 +172,13 @@ def make_extreme(
 def find_largest(x: Form) -> Form:
     """Return the form of the largest value over the last axis, as x_i + [0, h].
 
-    i is the entry that is largest at the centre of the ball, and h the largest x_j - x_i on the
-    ball: 0 if i is the largest everywhere.
+    i is the index of the largest entry at the centre of the ball. h is an upper bound of all
+    x_j - x_i on the ball: 0 if entry i is proven to be the largest everywhere.
     """
     top = x.centre.argmax(-1, keepdim=True)
     chosen = make_rearrangement("gather")(x, -1, top)
     _, high = sub(x, chosen).range()
-    # Entry i itself, and masked entries (-inf), are not compared.
+    # Entry i itself, and masked entries (-inf), are left out of the comparison.
     is_out = (x.centre == -torch.inf).scatter(-1, top, True)
     # h / 2, where h is the largest x_j - x_i on the ball.
     half = round_up(high.masked_fill(is_out, 0.0).amax(-1).clamp_min(0.0) / 2)
@@ -207,8 +211,9 @@ def max_pool2d(
         step = as_pair(stride)
     pad = as_pair(padding)
     gap = as_pair(dilation)
-    # Unfold the numbers of the pixels, from 1 on: that gives the pixels of every window. Padding
-    # has the number 0: it is replaced by a pixel of the same window, which changes no maximum.
+    # To find the pixels of every window, an image of the numbers 1, 2, ... of its pixels is
+    # unfolded. Padding has the number 0. It is replaced by another pixel of the same window, which
+    # does not change the maximum.
     height, width = input.shape[-2:]
     numbers = torch.arange(1.0, height * width + 1, dtype=DOUBLE, device=input.device)
     numbers = numbers.view(1, 1, height, width)

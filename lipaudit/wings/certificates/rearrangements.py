@@ -20,7 +20,7 @@ from lipaudit.wings.certificates.symbols import PartRadii
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
-    """Return the broadcast shape; not by torch's function, which imports sympy."""
+    """Return the broadcast shape by numpy: torch's function is slow, as it imports sympy."""
     return torch.Size(np.broadcast_shapes(*(tuple(shape) for shape in shapes)))
 
 
@@ -30,8 +30,8 @@ def broadcast(x: Form, other: Sequence[int]) -> Form:
     if x.shape == shape:
         return x
     if x.centre.numel() < shape.numel():
-        # All copies have the same error. A symbol keeps that; as slack, the errors of copies would
-        # be independent.
+        # All copies of an entry have the same error. A symbol keeps this fact. As slack, the
+        # errors of the copies would count as independent.
         x = x.symbolize_slack()
     x.quadratic_range  # noqa: B018 - cached now: after the expansion it would be computed per copy
     return cast("Form", rearrange(x, lambda t: t.expand(shape)))
@@ -60,11 +60,11 @@ def as_constant(value: Any, x: Form) -> Tensor:
 def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule of a function of tensors, or of a method by name, that moves entries.
 
-    It may also repeat entries and add zeros. A rule does to forms what the function does to
-    tensors: it moves the centre, the slack, and every row of coefficients in the same way.
+    The function may also repeat entries and add zeros. The rule computes the function on forms:
+    centre, slack, and every row of coefficients are moved in the same way.
     """
     if not isinstance(function, str):
-        # A function may mix axes in ways that sparse coefficients do not follow: dense ones do.
+        # Sparse coefficients (blocks) cannot follow every function: make them dense.
         return lambda x, *args, **kwargs: rearrange(
             x.make_dense(), lambda t: function(t, *args, **kwargs)
         )
@@ -108,12 +108,15 @@ def _rearrange_all(
 ) -> list[Form]:
     """Return a form for each result of `move`, which rearranges entries of tensors (*shape).
 
-    `stacks` are its results on the coefficients, one (symbols, *new shape) for each.
+    Args:
+        x: the form.
+        move: returns one or several tensors, such as chunk.
+        stacks: the moved coefficients, (symbols, *new shape) for each result of `move`.
     """
     centres = move(x.centre)
     slacks = move(x.slack)
-    # Radii and ranges belong to entries, so they are moved, too: it is cheaper than to compute
-    # them again from all coefficients.
+    # Radii and ranges of entries are moved, too: this is cheaper than to compute them again from
+    # all coefficients.
     linear = move(x.radii.linear)
     quadratic = move(x.radii.quadratic)
     errors = move(x.radii.errors)
@@ -134,8 +137,8 @@ def _rearrange_all(
 def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
     """Concatenate forms and constants along an axis, like torch.cat.
 
-    A form has a centre (*shape), coefficients (symbols, *shape) and a slack (*shape): each of the
-    three is concatenated. As in torch, tensors of shape (0,) are ignored.
+    Centres (*shape), coefficients (symbols, *shape) and slacks (*shape) of the forms are
+    concatenated. As in torch, tensors of shape (0,) are ignored.
     """
     tensors = [tensor for tensor in tensors if tensor.shape != (0,)]
     first_form = next(tensor for tensor in tensors if isinstance(tensor, Form))
@@ -164,9 +167,9 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
 
 
 def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
-    """Return a form with a constant in the entries where a mask is True.
+    """Return a form with the constant `value` in the entries where a mask is True.
 
-    There its coefficients and slack are 0.
+    Coefficients and slack of these entries are 0.
     """
     mask = mask.bool()
     unchanged = ~mask
@@ -188,13 +191,14 @@ def lift_constant(value: Any, like: Form) -> Form:
 
 
 def lift_first_constant(like: Any, *constants: Any) -> tuple[Any, ...]:
-    """Return factors of a product; if all are constants, the first becomes a form.
+    """Return the factors of a product; if all factors are constants, the first becomes a form.
 
-    The product of two constants is rounded, too. As a form it has slack for that.
+    A product of two constants has a rounding error. Only a form has slack for this error.
 
     Args:
-        like: what the product is combined with later; if it is no form, nothing is changed.
-        constants: the factors; if one of them is a form, nothing is changed.
+        like: the form that the product is combined with later; if `like` is not a form, the
+            factors are returned unchanged.
+        constants: the factors; if one of them is a form, all are returned unchanged.
     """
     if not isinstance(like, Form) or any(isinstance(value, Form) for value in constants):
         return constants
@@ -215,7 +219,7 @@ def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None
 def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
     """Return patches as columns (F.unfold), or windows of an axis (Tensor.unfold).
 
-    Both arrive under one name. F.unfold is called with the keyword `stride`, the method without.
+    Both functions have the name "unfold". F.unfold is recognised by its keyword `stride`.
     """
     rule = make_rearrangement(F.unfold if "stride" in kwargs else "unfold")
     return rule(input, *args, **kwargs)
@@ -224,13 +228,13 @@ def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
 def make_constant(name: str) -> Callable[..., Tensor]:
     """Return the rule of a function, such as zeros_like, that creates a constant tensor.
 
-    A rule takes a form in place of a tensor.
+    The rule takes a form in place of the tensor argument.
     """
 
     def create(input: Form, *args: Any, **kwargs: Any) -> Tensor:
         """Call torch's function with a plain tensor of the form's shape, dtype and device.
 
-        It needs no more of the form. The tensor is one number, expanded to the shape.
+        The plain tensor is a single number that is expanded to the shape, so it takes no memory.
         """
         like = torch.empty(1, dtype=input.dtype, device=input.device).expand(input.shape)
         function = getattr(torch, name, None) or getattr(Tensor, name)

@@ -48,10 +48,11 @@ class Remainder(NamedTuple):
 def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remainder:
     """Bound f(dx, dy) of forms x = c_x + dx and y = c_y + dy, around shifted centres.
 
-    f is torch.matmul or torch.mul. With dx = L_x + R_x and dy = L_y + R_y, L linear in the input,
-    the bound is the sum of those of L_x L_y (only at order 1: at order 2 coefficients hold it),
-    L_x R_y, R_x L_y and R_x R_y. If the sum over all entries is above `worthwhile`, a second bound
-    is tried: by polarisation, dx dy = ((dx + dy)^2 - (dx - dy)^2) / 4.
+    f is torch.matmul or torch.mul. dx = L_x + R_x and dy = L_y + R_y, where L is linear in the
+    input symbols and R is the rest. The first bound adds the bounds of L_x L_y, L_x R_y, R_x L_y
+    and R_x R_y. Order 2 leaves out L_x L_y, because coefficients of the caller hold this product.
+    If the first bound, summed over all entries, is above `worthwhile`, a second bound is tried: by
+    polarisation, dx dy = ((dx + dy)^2 - (dx - dy)^2) / 4. Each entry takes the tighter bound.
     """
     order = x.symbols.order
     is_matmul = f is torch.matmul
@@ -62,7 +63,7 @@ def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remain
         y_lengths = bound_lengths(y, -2, around=y.centre_shift)
     zero = torch.zeros((), dtype=DOUBLE, device=x.device)
     radius = zero
-    # (0, 0) is L_x L_y, (0, 1) is L_x R_y and so on; order 2 begins with the second.
+    # Index 0 is L and 1 is R: (0, 1) is L_x R_y. Order 2 skips the first pair, L_x L_y.
     for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[order - 1 :]:
         part = f(x_radii[i], y_radii[j])
         if is_matmul:
@@ -84,14 +85,14 @@ def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remain
 
 
 def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
-    """Return l, m >= 0, (*shape) each: dx dy lies in [-l, m], entry by entry; for order 2.
+    """Return l, m >= 0, (*shape) each, such that dx dy is in [-l, m] in each entry; for order 2.
 
     The forms are x = c_x + dx and y = c_y + dy, around shifted centres. With u = s dx and
     v = t dy for any s, t > 0, dx dy = ((u + v)^2 - (u - v)^2) / (4 s t). u + v and u - v are
     forms, in which symbols that both x and y have add up or cancel: their ranges are tighter than
     the product of the radii.
     """
-    # The reciprocals of the radii, so that u and v are of one size.
+    # Any s and t are valid. The reciprocals of the radii make u and v equally large.
     s = (x.radii.linear + x.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
     t = (y.radii.linear + y.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
     u = affine.scale(_subtract_centre(x), s)
@@ -104,7 +105,7 @@ def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
 
 
 def _subtract_centre(x: Form) -> Form:
-    """Return x minus its shifted centre."""
+    """Return x minus its shifted centre (centre + middle of the range of the quadratic part)."""
     slack = x.slack + gamma(4, DOUBLE) * x.centre_shift.abs()
     return Form(-x.centre_shift, x.dense, slack, x.symbols, blocks=x.blocks)
 
@@ -116,19 +117,19 @@ def _bound_size(x: Form) -> Tensor:
 
 
 def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
-    """Return l, m >= 0, (*b, i, d): sum_j dx_ij dy_jd lies in [-l, m] on the ball; order 1.
+    """Return l, m >= 0, (*b, i, d), such that sum_j dx_ij dy_jd is in [-l, m]; for order 1.
 
-    x (*b, i, j) and y (*b, j, d) are c + dx and c + dy. With u = s dx and v = t dy for any
-    s, t > 0, dx dy = ((u + v)^2 - (u - v)^2) / (4 s t): l is the sum over j of
-    max |u_ij - v_jd|^2 / (4 s_ij t_jd), and m that of u + v. In u - v and u + v symbols that both
-    forms have cancel or add up.
+    The forms are x = c_x + dx, (*b, i, j), and y = c_y + dy, (*b, j, d). With u = s dx and
+    v = t dy for any s, t > 0, dx dy = ((u + v)^2 - (u - v)^2) / (4 s t). So l is the sum over j of
+    max |u_ij - v_jd|^2 / (4 s_ij t_jd), and m is the same sum with u + v. Symbols of both forms
+    cancel or add up in u - v and u + v, so the bounds are tighter than products of radii.
     """
     symbols = x.symbols
     n = symbols.inputs
     dtype = symbols.dtype
     rows = max(len(x.dense), len(y.dense))
-    # Any scales are valid. The reciprocals of the radii, which make u and v of one size, give the
-    # tightest bounds.
+    # Any scales s and t are valid. The reciprocals of the radii make u and v equally large, which
+    # gives tight bounds.
     s = (x.symbol_radius + x.slack).clamp_min(_SMALLEST_RADIUS)
     s = s.to(dtype).reciprocal()
     t = (y.symbol_radius + y.slack).clamp_min(_SMALLEST_RADIUS)
@@ -149,9 +150,9 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     def bound_squares(v: Tensor) -> Tensor:
         """Return upper bounds of sum_j |u_ij - v_jd|^2 / (4 s_ij t_jd), (*b, i, d).
 
-        u (b j, i, symbols) and v (b j, d, symbols) are coefficients, scaled by s and t. First come
-        the n symbols of the input, in a ball; the others are in [-1, 1]. `independent` is the
-        radius of the errors that only one of the forms has.
+        u (b j, i, symbols) and v (b j, d, symbols) are scaled coefficients. The first n symbols
+        are the input, in a ball; the other symbols are in [-1, 1]. `independent` is the radius of
+        errors that only one of the forms has, so that they cannot cancel.
         """
         size = _bound_differences(symbols, u[..., :n], v[..., :n])
         size = size + _one_norm_distance(u[..., n:], v[..., n:])

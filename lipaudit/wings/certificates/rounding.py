@@ -38,7 +38,7 @@ def gamma(n: int, dtype: torch.dtype) -> float:
     error = n * unit_roundoff
     if error >= 1:
         return float("inf")
-    # The last factor covers the rounding of this formula itself.
+    # The last factor covers the rounding errors of the formula itself.
     return error / (1 - error) * (1 + 2.0**-50)
 
 
@@ -61,7 +61,7 @@ def round_up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*
 
 
 def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """Cast numbers >= 0 to `dtype` without making any smaller.
+    """Cast numbers >= 0 to `dtype`, rounded up: no result is smaller than the number.
 
     >>> cast_up(torch.tensor(0.1, dtype=torch.float64), torch.float32).double() >= 0.1
     tensor(True)
@@ -85,15 +85,16 @@ def round_up_sum(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*
 def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tensor, " b"]:
     """Return upper bounds of the spectral norms of symmetric matrices, in float64.
 
-    ||Q|| <= ||Q^k||_F^(1/k) with k = 2^squarings. The power is computed by repeated squaring, with
-    a bound of its rounding error: the computed power A is off by some E with ||E|| <= error.
-    Squaring it adds A E + E A + E^2, and the product A A itself is off by gamma ||A||_F^2.
+    ||Q|| <= ||Q^k||_F^(1/k) with k = 2^squarings. The power is computed by repeated squaring, and
+    `error` bounds its rounding error: the computed power A is the true power plus some E with
+    ||E|| <= error. A squaring adds the errors A E + E A + E^2, and a rounding error of the product
+    A A of at most gamma ||A||_F^2.
     """
     n = matrices.shape[-1]
     dtype = matrices.dtype
     underflow = n * n * tiny(dtype)
     size = _bound_row_norms(matrices.flatten(1))  # ||A||_F
-    # Divided by about its norm, no power of Q overflows or underflows.
+    # Q is divided by about its norm, so that no power overflows or underflows.
     divisor = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
     power = matrices / divisor[:, None, None]
     size = round_up(size / divisor.to(DOUBLE))

@@ -112,20 +112,23 @@ class Symbols:
         groups: Sequence[int] = (),
         max_words: int = 1,
     ) -> None:
-        """Number the symbols that exist from the start: e_i, and at order 2 products e_i e_j.
+        """Number the symbols of the input: e_i, and at order 2 also the products e_i e_j.
+
+        Error symbols are added later, during the pass through the model.
 
         Args:
             inputs: dimension of the input: the number of symbols e_i.
             norm: norm of the ball.
             order: 1 for affine forms, 2 for quadratic ones.
-            dtype: of the coefficients; centres and slack are float64 in any case.
-            rules: what every operation does to forms, by name.
-            model_dtype: dtype that the model sees.
-            slack_share: slack above this share of a radius becomes symbols; affects tightness and
-                size of forms, never validity.
-            groups: for the norm words, the number of coordinates in each group of the input: they
-                are in [0, 1] and add up to at most 1. A group is a word with its replacements.
-            max_words: number of groups that may differ from 0 at once, for the norm words.
+            dtype: dtype of the coefficients; centres and slack are always float64.
+            rules: for each operation, by name, the function that computes with forms.
+            model_dtype: dtype of the tensors that the model sees.
+            slack_share: slack above this share of a radius becomes symbols. This changes tightness
+                and size of forms, never validity.
+            groups: for the norm words, the number of coordinates in each group. A group is a word,
+                with a coordinate for each replacement. Its coordinates are >= 0, and their sum is
+                at most 1.
+            max_words: for the norm words, the number of groups that may be nonzero at once.
         """
         self.inputs = inputs
         self.norm = norm
@@ -147,7 +150,8 @@ class Symbols:
     def restart(self, *, many_symbols: bool) -> None:
         """Forget all error symbols, for another pass over the ball.
 
-        With `many_symbols` rules may add symbols that make bounds tighter and the pass slower.
+        With `many_symbols`, rules may add optional symbols: bounds are tighter, and the pass is
+        slower.
         """
         self.many_symbols = many_symbols
         self.skipped_symbols = False
@@ -158,7 +162,7 @@ class Symbols:
     def bound_parts(
         self, coefficients: Float[Tensor, "rows ..."], blocks: Sequence[ErrorBlock] = ()
     ) -> PartRadii:
-        """Bound how far the input's, the products' and the errors' symbols each move every entry.
+        """Bound the change of each entry by input symbols, by products of them, and by errors.
 
         On the L2 ball |sum g_i e_i| <= ||g||_2, and |sum q_ij e_i e_j| <= ||q||_2, because the
         products e_i e_j of a unit vector have norm <= 1. On boxes both are bounded by 1-norms.
@@ -168,7 +172,7 @@ class Symbols:
             blocks: further coefficients of errors, stored sparsely.
         """
         linear, quadratic, errors = coefficients.tensor_split((self.inputs, self.first_error))
-        # Errors stay in a box, whatever the norm of the input.
+        # Every error symbol is in [-1, 1], whatever the norm of the input.
         error_radius = _sum_absolute(errors)
         for block in blocks:
             error_radius = round_up(error_radius + _sum_absolute(block.coefficients))
@@ -183,8 +187,8 @@ class Symbols:
     def maximise_over_words(self, linear: Float[Tensor, "n ..."]) -> Float[Tensor, "*shape"]:
         """Return the largest value >= 0 of linear parts if at most `max_words` words change.
 
-        Each word has a group of coefficients, one per replacement. It moves to a convex
-        combination of its replacements, which adds no more than the largest of these.
+        Each word has a group of coefficients, one per replacement. A changed word is a convex
+        combination of its replacements, so it adds at most its largest coefficient.
         """
         if not len(linear):  # a constant
             return torch.zeros(linear.shape[1:], dtype=DOUBLE, device=linear.device)
@@ -195,14 +199,14 @@ class Symbols:
     def find_best_words(self, linear: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
         """Return the symbols at which linear parts are largest if `max_words` words may change.
 
-        1 for the best replacement of each of the best words, else 0. The largest values are those
-        of `maximise_over_words`.
+        A symbol is 1 for the best replacement of each of the best words, else 0. At these symbols
+        the linear parts have the values of `maximise_over_words`.
         """
         groups, largest_of_words = self._split_words(linear)
         count = min(self.max_words, len(largest_of_words))
         best_words = largest_of_words.topk(count, 0).indices
         is_best = torch.zeros_like(largest_of_words).scatter_(0, best_words, 1.0)
-        # A word whose replacements all lower the value stays as it is.
+        # A word is not replaced if all its replacements lower the value: its largest gain is 0.
         is_best = is_best * largest_of_words.sign()  # (words, m)
         symbols = []
         for group, is_best_word in zip(groups, is_best, strict=True):
@@ -211,10 +215,10 @@ class Symbols:
         return torch.cat(symbols)
 
     def _split_words(self, linear: Float[Tensor, "n ..."]) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the coefficients of each word's replacements, and each word's largest gain.
+        """Return the coefficients of the replacements of each word, and the gain of each word.
 
-        The gain is the largest coefficient of a replacement; 0 if all lower the value, because
-        the word may stay as it is.
+        The gain is the largest coefficient of a replacement, and at least 0: if all replacements
+        lower the value, the word is not replaced.
         """
         groups = linear.split([*self.groups])  # type: ignore[no-untyped-call]
         largest = torch.stack([group.amax(0) for group in groups])
@@ -225,9 +229,10 @@ class Symbols:
     ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
         """Return bounds of the least and the largest value of the quadratic part e^T Q e.
 
-        The rows of the products e_i e_j, i <= j, are the entries of Q. Eigenvalues bound it
-        (`_bound_quadratic`). On the box so does the sum of the ranges of its terms, with e_i^2 in
-        [0, 1] and e_i e_j in [-1, 1]: the tighter of both is returned.
+        The coefficients of the products e_i e_j, i <= j, are the entries of the matrix Q. A first
+        bound uses eigenvalues of Q (`_bound_quadratic`). On a box, a second bound is the sum of
+        the ranges of all terms, with e_i^2 in [0, 1] and e_i e_j in [-1, 1]. The tighter of the
+        two bounds is returned.
         """
         q = coefficients[self.inputs : self.first_error]  # (pairs, *shape)
         if not len(q):
@@ -247,7 +252,7 @@ class Symbols:
         high, minus_low = torch.cat(bounds, 1).view(2, *q.shape[1:])
         if self.norm == "l2":
             return -minus_low, high
-        # On the box, term by term.
+        # The second bound, on the box: the sum of the ranges of all terms.
         mixed = _sum_absolute(q[~is_square])
         squares = q[is_square]
         high = torch.minimum(mixed + _sum_absolute(squares.clamp_min(0)), high)
@@ -257,12 +262,13 @@ class Symbols:
     def _bound_quadratic(self, q: Float[Tensor, "b n n"]) -> Float[Tensor, "2 b"]:
         """Return upper bounds of max e^T Q e and of -min e^T Q e over the unit ball.
 
-        L2 ball: the largest eigenvalue of Q. Box: with any w_i > 0, the largest eigenvalue of
-        Q_ij / (w_i w_j), if positive, times sum w_i^2, as e_i^2 <= 1. For w_i^2 = sum_j |Q_ij| no
-        eigenvalue is above 1: the bound is no worse than sum |Q_ij|, and exact for a square.
+        On the L2 ball the maximum is the largest eigenvalue of Q. On the box, for any w_i > 0, it
+        is at most the largest eigenvalue of Q_ij / (w_i w_j), if positive, times sum w_i^2, as
+        e_i^2 <= 1. With w_i^2 = sum_j |Q_ij| no eigenvalue is above 1: the bound is at most
+        sum |Q_ij|, and it is exact for a square.
 
-        `bound_norms` bounds the largest |eigenvalue|. For the largest eigenvalue Q is shifted: it
-        is at most ||Q + m I|| - m for any m > 0.
+        `bound_norms` bounds the largest absolute value of an eigenvalue. To bound the largest
+        eigenvalue, Q is shifted: it is at most ||Q + m I|| - m for any m > 0.
         """
         dtype = q.dtype
         sum_of_weights = torch.ones(len(q), dtype=DOUBLE, device=q.device)
@@ -278,7 +284,7 @@ class Symbols:
         m = m.to(DOUBLE)
         norms = bound_norms(torch.cat((q + shift, shift - q)), _SQUARINGS).view(2, -1)
         largest = (norms - m).clamp_min(0)
-        # Weights and shifts are rounded by a share of the Frobenius norm, which is m / _SHIFT.
+        # The rounding of weights and shifts is a share of the Frobenius norm, m / _SHIFT.
         rounding = gamma(8 + self.inputs, dtype) * 8 * m + self.inputs * tiny(dtype) ** 0.5
         return round_up((largest + rounding) * sum_of_weights)
 
@@ -306,8 +312,8 @@ class Symbols:
             stack: coefficients of the product, one row per symbol.
             x: (inputs, *shape), the coefficients x_i.
             y: (inputs, *shape), the coefficients y_j.
-            multiply: the product of two such stacks, one of which may have one row: entry by
-                entry, or of matrices.
+            multiply: the product of two stacks, entry by entry or as matrices. One of the stacks
+                may have a single row.
         """
         first = self.inputs
         for i in range(self.inputs):
@@ -356,7 +362,7 @@ class Symbols:
     def _pair_of_entry(self) -> Tensor:
         """Return, for each entry (i, j) of an n x n matrix, the row of the product e_i e_j.
 
-        Rows are counted among the products; (i, j) and (j, i) have the same. The result is flat.
+        The first product has row 0; (i, j) and (j, i) have the same row. The result is (n * n,).
         """
         i, j = self.pairs
         index = torch.arange(len(i))
@@ -387,5 +393,5 @@ def _sum_over_symbols(coefficients: Tensor, function: Callable[[Tensor], Tensor]
     for part in coefficients.split(chunk):  # type: ignore[no-untyped-call]
         total += function(part).sum(0)
     symbols = len(coefficients)
-    # Roundings in a row: those within a chunk, those of adding chunks, and a few more.
+    # Number of roundings of a sum: within a chunk, plus the additions of chunks, plus a few.
     return round_up_sum(total, min(chunk, symbols) + symbols // chunk + 4)

@@ -59,7 +59,7 @@ class Bracket:
         seed: int,
         texts: Texts | None = None,
     ) -> None:
-        """Run the model on the sample without an attack, and begin without known radii.
+        """Run the model on the sample without an attack; no radius is known yet.
 
         Args:
             net: a classifier.
@@ -94,11 +94,11 @@ class Bracket:
         return self.label if self.label >= 0 else self.predicted
 
     def decide_balls(self, radii: Sequence[Radius]) -> Iterator[None]:
-        """Attack and prove some balls; yield after the attacks and after each proof.
+        """Attack and prove some balls; yield None after the attacks and after each proof.
 
-        The caller can report progress at each `yield`; results are in the attributes.
-        Attacks begin with the smallest ball; a success breaks all larger balls. Proofs begin with
-        the largest ball; a success holds for all smaller ones.
+        The results are in the attributes; at each `yield` the caller can report progress. Attacks
+        begin with the smallest ball, because a broken ball breaks all larger balls. Proofs begin
+        with the largest ball, because a proof holds for all smaller balls.
         """
         ordered = sorted(radii, key=float)
         for radius in ordered:
@@ -114,14 +114,15 @@ class Bracket:
         """Search the smallest adversarial radius, then the largest certified one.
 
         Args:
-            tol: relative width between the known limits of a radius at which its search ends.
+            tol: a search ends when the lower and upper limit of the radius differ by this share.
         """
         if not self.correct:
             return
         largest = self._find_largest_radius()
 
-        # The largest radius known to withstand attacks or to be proven, and the smallest that is
-        # known not to.
+        # The two limits of each search: the largest radius that attacks did not break and the
+        # smallest radius that they broke; the largest proven radius and the smallest one that was
+        # not proven or is broken.
         def read_attacks() -> tuple[float, float]:
             return self.unbroken_radius, self.adversarial_radius
 
@@ -138,8 +139,8 @@ class Bracket:
     def _find_largest_radius(self) -> float:
         """Return the largest radius to search.
 
-        It is the diameter of the box of valid inputs in the norm, or without a box the norm of the
-        sample.
+        This is the diameter of the box of valid inputs in the norm of the proof. For a model
+        without a box, it is the norm of the sample.
         """
         x = self.net.point(self.sample)
         is_linf = self.proof.norm == "linf"
@@ -151,10 +152,11 @@ class Bracket:
         return float(size)
 
     def _attack_and_approach(self, eps: float) -> None:
-        """Attack one ball; then move the adversarial example, if there is one, near the sample.
+        """Attack one ball; if that succeeds, look for a nearer adversarial example.
 
-        On the line from the sample to the example, bisection finds the nearest point that is
-        misclassified. Its distance becomes the adversarial radius, so fewer balls are attacked.
+        Bisection on the line from the sample to the example finds a misclassified point near the
+        sample. The distance of this point becomes the adversarial radius, so that fewer balls have
+        to be attacked.
         """
         before = self.adversarial_radius
         self.attack(Radius(f"{eps:.6g}", Fraction(eps)))
@@ -162,7 +164,7 @@ class Bracket:
             return
         x = self.net.point(self.sample)
         low = 0.0
-        high = 1.0  # share of the way to the example at which the class is wrong
+        high = 1.0  # as a share of the line from sample to example; the class is wrong at `high`
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             with torch.no_grad():
@@ -175,11 +177,12 @@ class Bracket:
         self.adversarial_radius = min(self.adversarial_radius, float(moved))
 
     def attack(self, radius: Radius) -> None:
-        """Attack one ball until an attack succeeds, and record the radius.
+        """Run attacks on one ball until one succeeds, and record the radius.
 
-        A success lowers `adversarial_radius`; without one, `unbroken_radius` rises.
+        If an attack succeeds, `adversarial_radius` is lowered. If all fail, `unbroken_radius` is
+        raised.
         """
-        # The first outcome is that without an attack.
+        # The first outcome is the sample without an attack.
         _, *outcomes = self._run_attacks(self.trials([radius]))
         for outcome in outcomes:
             self.notes += outcome.notes
@@ -205,9 +208,9 @@ class Bracket:
             self.adversarial_radius = min(self.adversarial_radius, eps)
 
     def _run_attacks(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
-        """Yield the outcome without an attack, then that of each attack on the sample.
+        """Yield the outcome without an attack, then the outcome of each attack on the sample.
 
-        Attacks draw from the random stream of `seed`, which is the sample's own.
+        Random numbers of the attacks come from `self.seed`, which differs between samples.
         """
         y = torch.tensor([self.label_to_prove], device=self.sample.x.device)
         point = self.net.point(self.sample)
@@ -237,7 +240,8 @@ def _search_radius(
         tol: relative width at which the search ends.
     """
     low, high = read_limits()
-    # Double the radius as long as it holds, halve it as long as it never held, then bisect.
+    # Double the radius while the property holds. Halve the radius while it never held. Then
+    # bisect, by the geometric mean of the limits.
     while low < largest and high > max(low * (1 + tol), SMALLEST_SHARE * largest):
         if low:
             examine(min(2 * low, math.sqrt(low * high), largest))

@@ -110,8 +110,8 @@ def certify_ball(
         net: a classifier.
         sample: one sample; for texts the ball is in the embeddings.
         label: the class to prove.
-        eps: radius of the ball in the attacked space; the L-inf ball is intersected with the box.
-            For the norms patch and words the number of changes.
+        eps: radius of the ball in the attacked space; an L-inf ball is intersected with the box of
+            valid inputs. For the norms patch and words, the number of patches or words.
         proof: the settings of the proof.
         texts: the sample as a text, for the norm words.
 
@@ -128,7 +128,7 @@ def certify_ball(
     moving = net.free(sample)
     if moving is not None:
         moving = moving[..., None]  # all entries of the embedding of a token that may change
-    # The form that stands for all inputs of the ball.
+    # A form (centre + coefficients . symbols) that represents all inputs of the ball.
     start = ball(
         net.point(sample),
         eps,
@@ -152,9 +152,10 @@ def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) 
         decision = decide(margins, nodes=proof.nodes, seconds=proof.seconds, leaves=proof.leaves)
     except UnboundedError:
         return Certificate(certified=False, why="unbounded")
-    # `limit` is why the search ended: "nodes", "seconds" or "signs" (all ReLUs have been split).
+    # `limit` is the reason why the search ended: "nodes", "seconds" or "signs" (all ReLUs were
+    # split).
     why: Why = "" if decision.certified else decision.limit  # type: ignore[assignment]
-    if why == "signs" and not decision.relus:  # there was no ReLU to split: the bounds are loose
+    if why == "signs" and not decision.relus:  # no ReLU to split: the bounds alone fail
         why = "bound"
     leaves = decision.leaves
     return Certificate(decision.certified, why, decision.bound, decision.nodes, leaves=leaves)
@@ -163,10 +164,11 @@ def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) 
 def _prove_words(
     net: Net, sample: Batch, label: int, k: int, proof: Proof, texts: Texts
 ) -> Certificate:
-    """Try to prove the label for all replacements of at most k words by near ones, in one pass.
+    """Try to prove the label for all texts with at most k words replaced by near words.
 
-    Texts with a single replaced word are run first: one that gets another class breaks the sample.
-    Their embeddings then span a hull that holds all combinations of k replacements.
+    The texts with a single replaced word are run first. If one of them gets another class, the
+    sample is broken. The embeddings of these texts then span a set (`hull`) that contains all
+    combinations of k replacements, and one pass through the model tries to prove this set.
     """
     substitutes = list_substitutes(texts.reader, texts.drafts[0], k)
     if substitutes is None:  # replacements change how the text is tokenized
@@ -177,7 +179,7 @@ def _prove_words(
     for row, (_, ids) in zip(variants.x[1:], substitutes, strict=True):
         row[token_mask] = torch.tensor(ids, device=row.device)
     x = net.point(sample)
-    moves = []  # what each replacement adds to the embeddings; that of the sample is 0
+    moves = []  # change of the embeddings by each replacement; 0 for the sample, the first one
     margin = math.inf  # smallest logit of the label minus the largest other logit
     for batch in variants.split(TEXTS_PER_PASS):
         z = net.point(batch)
@@ -199,7 +201,7 @@ def _prove_words(
         return Certificate(certified=False, why="broken", bound=margin)
     if not margin > 0:  # 0 or NaN
         return Certificate(certified=False, why="bound", bound=margin)
-    if not substitutes:  # no word has a near one: the text itself is all there is to prove
+    if not substitutes:  # no word can be replaced: only the text itself had to be checked
         return Certificate(certified=True, bound=margin)
     counts = Counter(word for word, _ in substitutes)  # replacements of each word, in order
     start = hull(x, torch.cat(moves)[1:, None], [*counts.values()], k, dtype=net.dtype)
@@ -209,8 +211,8 @@ def _prove_words(
 def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> Certificate:
     """Try to prove the label for any pixel values in any k patches of an image.
 
-    Every choice of k places on the grid of patches is a box of inputs, which is proven on its own.
-    The result is certified if all are; `places` is the share of the proven ones.
+    Every choice of k places on the grid of patches is a box of inputs, and each box has a separate
+    proof. The result is certified if all boxes are; `places` is the share of proven boxes.
     """
     assert proof.patch is not None
     x = net.point(sample)
@@ -219,7 +221,7 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
     certificates = []
     for choice in combinations(range(places), k):
         inside = select_places(torch.tensor([choice], device=x.device), x, proof.patch)
-        # Any values inside the chosen patches, the image outside of them.
+        # The box has any values inside the chosen patches, and the image elsewhere.
         low = torch.where(inside, lowest, x)
         high = torch.where(inside, highest, x)
         certificate = _prove_box(net, sample, label, low, high, proof)
@@ -242,11 +244,12 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
 def _prove_box(
     net: Net, sample: Batch, label: int, low: Tensor, high: Tensor, proof: Proof
 ) -> Certificate:
-    """Try to prove the label for a box of inputs, which is bisected where its bounds are loose.
+    """Try to prove the label for a box of inputs, by cutting the box into smaller boxes.
 
-    Every part gets one pass and a few splits of ReLUs; if that fails, it is cut in two. It is cut
-    in the pixel that moves the smallest margin most: half its width times the gradient at the
-    centre. The mean gradient is added, as a wide pixel may be flat at the centre.
+    Every box gets one pass and a few splits of ReLUs. If the proof fails, the box is cut in two
+    at the centre of one pixel: the pixel with the largest effect on the smallest margin, half the
+    width of the pixel times the gradient at the centre of the box. The mean gradient is added,
+    because the gradient of a wide pixel may be 0 at the centre.
     """
     parts = [(low, high)]  # boxes that are still to be proven
     nodes = 0
@@ -261,7 +264,7 @@ def _prove_box(
         low, high = parts.pop()
         centre = (low + high) / 2
         nodes += 1
-        # In double precision: a radius that was rounded down would not reach the ends of the box.
+        # In double precision: a radius that is rounded down would not cover the ends of the box.
         middle = centre.to(torch.float64)
         radius = torch.maximum(middle - low.to(torch.float64), high.to(torch.float64) - middle)
         start = ball(centre, radius, order=proof.order, moving=radius > 0, dtype=net.dtype)
@@ -287,10 +290,16 @@ def _prove_box(
 
 
 def choose_order(net: Net, sample: Batch, order: str = "auto", inputs: int = 0) -> int:
-    """Return the order of the proof: the given one, or for auto 2 if there are few inputs.
+    """Return the order of the proof: 1 or 2 as given, or for "auto" 2 if there are few inputs.
 
-    Order 1 uses affine functions of the input. Order 2 adds products of each pair of inputs, which
-    is tighter and slower. `inputs` may state how many entries of the sample change at once.
+    Order 1 uses affine functions of the input. Order 2 adds products of pairs of inputs: it is
+    tighter and slower.
+
+    Args:
+        net: a classifier.
+        sample: one sample.
+        order: "1", "2" or "auto".
+        inputs: number of entries of the sample that change at once; 0: count them.
     """
     if order != "auto":
         return int(order)
@@ -312,9 +321,9 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
     """Refuse a proof whose pass through the model does not fit into the memory of its device.
 
     Every tensor is stored with a row of coefficients for each symbol that exists so far, and
-    several tensors exist at once. Symbols are the inputs (at order 2 also pairs of them), and at
-    most one error for each number that an innermost module returns. `inputs` may state how many
-    entries change at once.
+    several tensors exist at once. Symbols are the inputs (at order 2 also pairs of inputs), and at
+    most one error for each number that an innermost module returns. `inputs` is the number of
+    entries that change at once (0: count them).
 
     Raises:
         InputError: the message states the memory needed.

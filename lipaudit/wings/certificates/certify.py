@@ -67,7 +67,7 @@ def _make_bracket(
 ) -> Bracket:
     """Return the `Bracket` that runs the attacks and proofs of a sample.
 
-    `reader`, which tokenizes texts, is needed to replace words by near ones; else it is None.
+    `reader` tokenizes texts. It is only needed to replace words by near words, else None.
     """
     from lipaudit.measures.texts import read_texts
     from lipaudit.wings.certificates.bracket import Bracket
@@ -88,9 +88,10 @@ def _make_bracket(
 def _make_part(
     net: Net, batch: Batch, brackets: Sequence[Bracket], options: CertifyOptions
 ) -> Part:
-    """Return the results of a batch, one bracket per sample.
+    """Return the results of a batch as a `Part`.
 
-    Values become arrays (samples, ...) by name; exported files and proofs become facts, as text.
+    A bracket has the results of one sample. Values become arrays (samples, ...) by name. Exported
+    files and proofs become texts among the facts of the part.
     """
     import numpy as np
 
@@ -118,11 +119,14 @@ def _make_part(
 
 
 def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
-    """Report how many passes the proofs of a sample will take, and the seconds of each.
+    """Report how many passes the proofs of a sample need, and the seconds of a pass.
 
-    With several patches there is a pass for every choice of their places, which can be very many.
-    A trial proof of one node measures the time. Return False if nothing was reported, as the
-    sample is misclassified, or attacks broke it with all numbers of patches above one.
+    With several patches there is a pass for every choice of places, possibly very many passes. A
+    trial proof of one node measures the time.
+
+    Returns:
+        Whether a cost was reported. It is not if the sample is misclassified, or if attacks broke
+        the sample with every number of patches above one.
     """
     from lipaudit.wings.certificates.certificate import certify_ball
 
@@ -130,7 +134,7 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
     if not bracket.correct:
         return False
     radii = [float(eps) for eps in options.eps]
-    # The numbers of patches for which no attack succeeded: those are proven.
+    # The numbers of patches for which no attack succeeded, so that a proof will be tried.
     counts = sorted(int(eps) for eps in radii if bracket.adversarial_radius > eps)
     if not counts or counts[-1] == 1:
         return False
@@ -141,8 +145,8 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
     seconds = (time.monotonic() - began) / max(certificate.nodes, 1)
     limit = "at most"
     if bracket.proof.nodes > 1:
-        # Boxes may be split, which takes more passes. But the proof for the largest number of
-        # patches, which comes first, holds for fewer patches, too.
+        # A box may be split, so that more passes are needed. The proof for the largest number of
+        # patches comes first. If it succeeds, it holds for fewer patches, too.
         limit = "at least, unless one breaks it"
         counts = [patches]
     places = math.prod(net.input_shape[1:]) // math.prod(bracket.proof.patch or (1, 1))
@@ -153,7 +157,7 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
 
 
 def make_proof(net: Net, sample: Batch, options: CertifyOptions, seconds: float) -> Proof:
-    """Return the settings of a sample's proofs, whose time limit of `seconds` starts now."""
+    """Return the settings for proofs of a sample; the time limit of `seconds` starts now."""
     from lipaudit.wings.certificates.certificate import Proof, choose_order
 
     return Proof(
@@ -169,10 +173,10 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     """Refuse a model, samples or options that cannot be certified.
 
     Raises:
-        InputError: a model with fewer than two classes or with scored continuations, token ids
-            without a known embedding table, or a pass that needs more memory than is free.
+        InputError: the model has fewer than two classes or scores continuations, the embedding
+            table of token ids is unknown, or a pass needs more memory than is free.
         NoRuleError: the model uses an operation that has no rule.
-        UsageError: a radius beyond the box, or a model that computes on several devices.
+        UsageError: a radius is too large for the box, or the model computes on several devices.
     """
     from lipaudit.attacks.evaluate import require_radius
     from lipaudit.models.precision import devices
@@ -197,15 +201,15 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     first = batch[:1].trim().to(net.device, net.dtype)
     require_rules(net, first)
     if options.export is not None:
-        # Fail before the proofs, not after them, if the model cannot be exported.
+        # A trial export: if the model cannot be exported, fail before the proofs.
         export_onnx(net, first)
 
 
 def _require_memory(net: Net, batch: Batch, options: CertifyOptions) -> None:
     """Refuse samples whose proofs need more memory than is free.
 
-    Memory grows with the length of a text and with the order of the proof, which is chosen by
-    length. So the longest sample of each order is checked.
+    Memory grows with the length of a text and with the order of the proof. The order depends on
+    the length, too. So the longest sample of each order is checked.
     """
     from lipaudit.wings.certificates.certificate import choose_order, require_room
 
@@ -224,11 +228,11 @@ def _require_memory(net: Net, batch: Batch, options: CertifyOptions) -> None:
 
 
 def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
-    """Return the results of a sample by name; a list has a value per radius of --eps."""
+    """Return the results of a sample by name; lists have a value for each radius of --eps."""
     from lipaudit.wings.certificates.certificate import Certificate
 
-    # No proof was tried for a ball inside a certified one (certified, too), or around a broken one
-    # (where these values are not read).
+    # No proof was tried for a ball inside a certified ball, which is certified, too; nor for a
+    # ball that contains a broken ball, for which these values are not read.
     untried = Certificate(certified=True, places=1.0)
     certificates = []
     robust = []
@@ -306,7 +310,12 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
 
 
 def _summarise_radii(arrays: dict[str, Values], options: CertifyOptions) -> Section:
-    """Return the section of radii: one row, from the results of all samples by name."""
+    """Return the section of radii with one row: statistics of the radii of all samples.
+
+    Args:
+        arrays: the results of the samples, by name; repeated samples are left out.
+        options: the options of the run.
+    """
     import numpy as np
 
     correct = arrays["correct"]
@@ -328,7 +337,7 @@ def _summarise_radii(arrays: dict[str, Values], options: CertifyOptions) -> Sect
 
 
 def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, Values]:
-    """Return the columns of the table of samples by name; a ball is named by norm and radius.
+    """Return the per-sample columns by name; columns of a ball end in its norm and radius.
 
     Args:
         arrays: the results of all samples by name.
@@ -346,7 +355,8 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, V
     for i, row in enumerate(rows):
         robust = arrays["robust"][:, i]
         certified = arrays["certified"][:, i]
-        # The first verdict that applies: a wrong sample is neither attacked nor proven.
+        # The first condition that holds gives the verdict: a misclassified sample is "wrong", even
+        # though it was neither attacked nor proven.
         verdict = np.select(
             [~correct, ~robust, certified], ["wrong", "broken", "certified"], "undecided"
         )
@@ -366,9 +376,9 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, V
 def _write_notes(
     parts: Sequence[Part], arrays: dict[str, Values], options: CertifyOptions
 ) -> Iterator[Note]:
-    """Yield notes on rounding, on samples without a label, and on proofs that ran out of time.
+    """Yield the notes of the section: on masked gradients, rounding, labels and the time limit.
 
-    Notes of the attacks and on repeated samples follow.
+    The notes of the attacks, and a note on repeated samples, come last.
     """
     from lipaudit.attacks.signs import note_signs
 

@@ -31,7 +31,7 @@ OLDEST = 13
 class Graph:
     """A network from one flat input, (batch, inputs), to one flat output, (batch, outputs).
 
-    What does not depend on the input is computed in the dtype of the network, as runtimes do.
+    Values that do not depend on the input have the dtype of the network, as in runtimes.
 
     Args:
         path: the file.
@@ -45,7 +45,7 @@ class Graph:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read a file: weights, the input and the output, then the steps in order."""
+        """Read an ONNX file: the weights, the input, the output, and the steps in order."""
         advice = "pip install 'lipaudit[onnx]'"
         with explain_failure("ONNX needs the library `onnx`", advice, ImportError):
             import onnx
@@ -53,7 +53,8 @@ class Graph:
         advice = "Give a network with one input and one output."
         with explain_failure(f"{path} cannot be read as ONNX", advice, Exception):
             model = onnx.load(path)
-            # One version of the standard operators, one input and one output: else an error.
+            # Each tuple must have one entry: one version of the standard operators, one input, one
+            # output. Otherwise the unpacking raises an error.
             (version,) = (o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
             graph = model.graph
             self.weights = {tensor.name: _read_value(tensor) for tensor in graph.initializer}
@@ -67,7 +68,8 @@ class Graph:
 
         advice = f"Export the network with other operators, in version 17 (not {version})."
         self.steps = []
-        # The last step that uses a value, which is then dropped: tensors of forms are large.
+        # Index of the last step that uses a value. After this step the value is deleted, because
+        # forms take much memory.
         self.last_step: dict[str, int] = {}
         for i, node in enumerate(graph.node):
             attributes = _read_attributes(node)
@@ -81,7 +83,7 @@ class Graph:
     def __call__(self, x: Any) -> Any:
         """Run the network on tensors or forms (batch, inputs); return (batch, outputs).
 
-        It runs row by row, because the shapes in the file may be fixed to one sample.
+        Samples run one by one, because the shapes in the file may be fixed to a batch of 1.
         """
         if len(x) > 1:
             return torch.cat([self(row[None]) for row in x])
@@ -92,7 +94,8 @@ class Graph:
             if not isinstance(results, tuple | list):
                 results = (results,)
             values.update(zip(outputs, results, strict=False))
-            # Unused outputs are named "" in the file, like absent inputs, whose value is None.
+            # In the file, unused outputs and absent inputs are both named "". An absent input must
+            # have the value None.
             values[""] = None
             for name in {*inputs} - {""}:
                 if self.last_step[name] == i:
@@ -101,7 +104,7 @@ class Graph:
 
 
 def _read_value(value: Any) -> Any:
-    """Return a value of an ONNX file: tensors for torch, bytes as text, others as they are."""
+    """Return a value of an ONNX file: tensors as torch tensors, bytes as text, or unchanged."""
     import onnx
 
     if isinstance(value, onnx.TensorProto):
@@ -124,15 +127,16 @@ def _read_attributes(node: Any) -> dict[str, Any]:
 
 
 def _find_unread(node: Any, attributes: Mapping[str, Any], version: int) -> str:
-    """Return the operator, or operator and attribute, that cannot be read; "" if all can be.
+    """Return the name of an operator, or of its attribute, that is not supported; "" otherwise.
 
     Args:
         node: a node of the ONNX graph.
-        attributes: its attributes by name.
+        attributes: the attributes of the node, by name.
         version: version of the operators (opset).
     """
     name = node.op_type
-    # Before version 13 a softmax runs over all axes from `axis` on: only the last one is the same.
+    # Before version 13 a softmax runs over all axes from `axis` on. This equals torch's softmax
+    # only for the last axis.
     if "Softmax" in name and version < OLDEST and attributes.get("axis") != -1:
         return f"{name} with axis"
     if node.domain or name not in OPERATORS:
@@ -158,16 +162,17 @@ class Query(nn.Module):
     """
 
     def __init__(self, graph: Graph, goal: Property) -> None:
-        """Store the map of u in [-1, 1] to the input centre + u radius, and that of y to logits.
+        """Store the map of u in [-1, 1] to the input centre + u radius, and the map to logits.
 
-        The logits are limits - rows @ y: one for each condition, behind zeros for class 0.
+        For outputs y of the network, the logits are limits - rows @ y, one for each condition.
+        Zeros for class 0 come first.
         """
         super().__init__()
         self.graph = graph
         self.goal = goal
         _, self.conditions, outputs = goal.rows.shape
         centre = ((goal.low + goal.high) / 2).to(graph.dtype)
-        # Rounding moves the centre: the radius covers it.
+        # The centre is rounded: the radius is chosen so that the box is still covered.
         radius = round_up(torch.maximum(goal.high - centre, centre - goal.low))
         zeros = torch.zeros(self.conditions, outputs, dtype=graph.dtype)  # of class 0
         limits = cast_up(goal.limits, graph.dtype).flatten()
@@ -185,21 +190,23 @@ class Query(nn.Module):
     def forward(self, u: Tensor) -> Tensor:
         """Return the logits (batch, 1 + clauses) of inputs u in [-1, 1], (batch, inputs).
 
-        The logit of a clause is the least of its conditions; that of class 0 is 0.
+        The logit of class 0 is 0. The logit of a clause is the smallest logit of its conditions.
         """
         x = self.centre + u * self.radius
         y = F.linear(self.graph(x), self.rows, self.limits)
-        if self.conditions == 1:  # per clause: y has one entry for each class
+        if self.conditions == 1:  # one condition per clause: y has one entry for each class
             return y
         return y.reshape(len(y), -1, self.conditions).amin(2)
 
     def find_example(self, u: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the input for u and its outputs if they break the property, else None.
+        """Return the input of the network for u, and the outputs, if they break the property.
+
+        Return None otherwise.
 
         Args:
             u: (1, inputs) in [-1, 1], an adversarial example of the classifier.
         """
-        # The ends of the box are rounded inwards, so that the input is in the box.
+        # The ends of the box are rounded inwards, so that the input is inside the exact box.
         low = cast_up(self.goal.low, self.graph.dtype)
         high = -cast_up(-self.goal.high, self.graph.dtype)
         with torch.no_grad():
@@ -223,7 +230,8 @@ SPELLINGS = {"Erf", "Tanh"}
 def export_onnx(net: Net, sample: Batch) -> bytes:
     """Return the function from the attacked space to the logits (`Net.forward`) as ONNX.
 
-    Of a text, ids, positions and mask are constants: the file belongs to this sample.
+    For a text, the ids, positions and mask are constants in the file, so the file holds only for
+    this sample.
 
     Args:
         net: a model.
@@ -239,7 +247,7 @@ def export_onnx(net: Net, sample: Batch) -> bytes:
     text = f"{net.architecture} cannot be written as ONNX"
     advice = "Leave --export out."
     content = b""
-    # A newer version of the operators only if the older one cannot express GELU exactly.
+    # The newer version of the operators is tried only if GELU has no operator in the older one.
     for version in (OPSET, GELU_OPSET):
         with explain_failure(text, advice):
             content = _export_version(net, sample, version)
@@ -250,7 +258,7 @@ def export_onnx(net: Net, sample: Batch) -> bytes:
 
 
 def _export_version(net: Net, sample: Batch, version: int) -> bytes:
-    """Return `Net.forward` around a sample as ONNX of a version of its operators."""
+    """Return `Net.forward` for a sample as ONNX, with this version of the operators (opset)."""
 
     class Forward(nn.Module):
         """`Net.forward` with the parameters of the model."""
@@ -264,10 +272,11 @@ def _export_version(net: Net, sample: Batch, version: int) -> bytes:
             return net.forward(z, sample)
 
     file: Any = io.BytesIO()
-    # If torch's exporter fails, it prints the graph: the patch silences that.
+    # If torch's exporter fails, it prints the graph. The patch prevents this output.
     quiet = patch.object(torch._C, "_jit_onnx_log", create=True)
     with warnings.catch_warnings(action="ignore"), quiet:
-        # The exporter by tracing: the newer one takes 25 times as long and rewrites the graph.
+        # dynamo=False is the exporter by tracing: the newer one takes 25 times as long and
+        # rewrites the graph.
         torch.onnx.export(
             Forward(),
             (net.point(sample),),
@@ -276,7 +285,7 @@ def _export_version(net: Net, sample: Batch, version: int) -> bytes:
             opset_version=version,
             input_names=["X"],
             output_names=["Y"],
-            # With the mode EVAL it would merge normalisations into weights, which rounds them.
+            # In the mode EVAL the exporter would merge normalisations into weights and round them.
             training=torch.onnx.TrainingMode.PRESERVE,
         )
     return bytes(file.getvalue())

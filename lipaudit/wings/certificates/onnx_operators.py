@@ -34,7 +34,7 @@ def _slice(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) 
 
 
 def _take(x: Any, index: Any, axis: int) -> Any:
-    """Return x[..., index, ...], with the index (integer, slice or list) on one axis."""
+    """Return x with an index (integer, slice or list) applied to one axis."""
     before = [slice(None)] * (axis % x.ndim)
     return x[*before, index]
 
@@ -88,7 +88,7 @@ def _clip(x: Any, min: Any = None, max: Any = None) -> Any:
 
 def _pad(x: Any, pads: Any, value: Any = 0.0, mode: str = "constant") -> Any:
     """Add entries at the ends of axes; `pads` has the sizes at beginnings, then at ends."""
-    # torch wants pairs of beginning and end, the last axis first.
+    # torch expects a pair (beginning, end) for each axis, the last axis first.
     ends = torch.tensor(_integers(pads)).view(2, -1)
     pairs = ends.flip(1).mT.flatten().tolist()
     # Some modes of torch cannot pad the first axes: leave them out if nothing is added there.
@@ -123,12 +123,13 @@ def _place_windows(
     kind = attributes.get("auto_pad", "")
     if not kind.startswith("SAME"):
         return strides, dilations, attributes.get("pads", [0] * 2 * n)
-    # SAME: the number of windows is size / stride, rounded up; padding makes room for the last.
+    # SAME: the number of windows is size / stride, rounded up. Padding makes room for the last
+    # window.
     first = []
     last = []
     for i in range(n):
-        needed = dilations[i] * (size[i] - 1)  # entries behind the first of a window
-        available = (x.shape[2 + i] - 1) % strides[i]  # behind the first of the last window
+        needed = dilations[i] * (size[i] - 1)  # entries after the first entry of a window
+        available = (x.shape[2 + i] - 1) % strides[i]  # such entries for the last window
         padding = max(needed - available, 0)
         smaller = padding // 2
         larger = padding - smaller
@@ -151,7 +152,7 @@ def _convolve(x: Any, w: Any, b: Any = None, group: int = 1, **how: Any) -> Any:
 def _pool_largest(x: Any, kernel_shape: Any, storage_order: int = 0, **how: Any) -> Any:
     """Return the largest value of every window; `how` has strides, dilations and padding.
 
-    `storage_order` is only about the indices, which are not computed.
+    `storage_order` concerns only the indices of the values, which are not returned: it is ignored.
     """
     strides, dilations, pads = _place_windows(x, kernel_shape, how)
     padded = _pad(x, pads, -math.inf)
@@ -162,7 +163,8 @@ def _pool_largest(x: Any, kernel_shape: Any, storage_order: int = 0, **how: Any)
 def _pool_mean(x: Any, kernel_shape: Any, count_include_pad: int = 0, **how: Any) -> Any:
     """Return the mean of every window: a convolution with ones, divided by a count of entries.
 
-    Without `count_include_pad` padding does not count. `how` has strides, dilations and padding.
+    Entries of padding are counted only with `count_include_pad`. `how` has strides, dilations and
+    padding.
     """
     w = torch.ones(x.shape[1], 1, *kernel_shape, dtype=x.dtype)
     channels = len(w)
@@ -183,9 +185,10 @@ def _multiply(
     transA: int = 0,  # noqa: N803  (the attribute's name)
     transB: int = 0,  # noqa: N803
 ) -> Any:
-    """Return alpha a @ b + beta c, the operator Gemm; factors of 1 are left out.
+    """Return alpha a @ b + beta c, the operator Gemm.
 
-    A product with 1 would take time and rounding on forms.
+    Factors alpha = 1 and beta = 1 are not multiplied: on forms, a product takes time and adds
+    rounding errors.
     """
     if transA:
         a = a.mT
@@ -223,9 +226,10 @@ def _find_remainder(x: Any, y: Any, fmod: int = 0) -> Any:
 
 
 def _cast(x: Any, to: int) -> Any:
-    """Return x in another type, by its number in ONNX.
+    """Return x cast to the type with the number `to` in ONNX.
 
-    A cast between floating-point types does nothing: the network is a real-valued function.
+    A cast between floating-point types is ignored, because certificates treat the network as a
+    function of real numbers.
     """
     dtype = CASTS[to]
     if x.is_floating_point() and dtype.is_floating_point:
@@ -236,7 +240,7 @@ def _cast(x: Any, to: int) -> Any:
 def _rectify(x: Any, slope: Any) -> Any:
     """Return x where x > 0, else slope x: the operator PRelu."""
     positive = x.relu()
-    # Not slope x + (1 - slope) relu(x): 1 - slope would be rounded.
+    # The formula slope x + (1 - slope) relu(x) is not used, because 1 - slope would be rounded.
     return positive + (x - positive) * slope
 
 
@@ -249,11 +253,13 @@ def _drop(x: Any, ratio: Any = None, training: Any = None, seed: int = 0) -> Any
 def _reduce(name: str, *order: int) -> Any:
     """Return the operator that reduces axes by a method of tensors, such as "sum".
 
-    `order` is the first argument of the method "norm", else nothing.
+    Args:
+        name: the method.
+        order: the order of the norm for the method "norm"; nothing for other methods.
     """
 
     def reduce_axes(x: Any, axes: Any = None, keepdims: int = 1) -> Any:
-        """Return x reduced over axes, by default all, by its method `name`."""
+        """Return x reduced over axes (by default all) by the tensor method `name`."""
         if axes is None:
             axes = range(x.ndim)
         method = getattr(x, name)

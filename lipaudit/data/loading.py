@@ -242,7 +242,7 @@ def _make_random(net: Taker, options: DataOptions) -> Samples:
     elif net.tokenize is not None:
         story = (files("lipaudit.data") / "assets" / "text.txt").read_text("utf-8")
         what = "a text that comes with lipaudit"
-        # `after` appends the text to itself, so that windows at the end have the full length, too.
+        # `after` appends the text to itself, so that windows at its end are as long as others.
         x, origins, notes = tables.cut_windows(story, net, options, origin="random", after=story)
     else:
         what = "random token ids"

@@ -60,7 +60,9 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
         text += f"; next {', '.join(listed)}; median {format_significant(median(norms))}"
     text += count_measured(section, report)
     norm = format_significant(first.exact)
-    sentence = f"The steepest head is layer {first.layer}, head {first.head} (‖J‖ {norm})."
+    sentence = (
+        f"Layer {first.layer}, head {first.head} amplifies a small change most (‖J‖ {norm})."
+    )
     yield headline.row(section, first.exact, text=text, sentence=sentence)
 
 

@@ -47,10 +47,12 @@ class Card:
     Attributes:
         rows: (name, text) of a fact; (name, figure, text) of a scorecard.
         note: status and domain of the figures.
+        meanings: what each figure means, which only pages with room show.
     """
 
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    meanings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

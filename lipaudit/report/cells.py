@@ -67,50 +67,9 @@ def list_footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
 # Columns of pages
 
 
-FORMATS = {
-    "texts": "s",
-    "counts": "d",
-    "others": "",
+HEADINGS: Mapping[str, Column] = {
+    label: Column(label, **how) for label, how in read_words()["headings"].items()
 }
-"""Formats of the headings of words.toml, by the name of their table."""
-HEADINGS: dict[str, Column] = {
-    column.label: column
-    for column in (
-        # bounds
-        Column("median", "Median of bound / exact over the heads.", unit="×", domain=""),
-        Column("largest", "Largest bound / exact over the heads.", unit="×", domain=""),
-        # attention maps
-        Column("P", "The attention map: a row per query, a column per key, rows adding up to 1."),
-        Column("mean P", "The attention that a key receives: mean over the queries."),
-        Column("rows", "Share of the attention rows of a layer.", format=".0%"),
-        Column(
-            "share of the gradient",
-            "||grad_t m||^2 / sum_s ||grad_s m||^2 of token t, for the gradient of the margin "
-            "m = f_y - max_(j != y) f_j. A small change of a token with a large share changes "
-            "the decision most. It does not explain the decision.",
-            format=".1%",
-        ),
-        Column(
-            "share of the steepest direction",
-            "||v_t||^2 of token t, where the output changes most along the unit change v. "
-            "v converges later than the norm.",
-            format=".1%",
-            status="estimate",
-        ),
-        # comparisons
-        Column("p (groups)", "p-value of: no change, for all groups.", format=".2g", domain=""),
-        Column("McNemar", "Exact p-value of: as many lost as gained.", format=".2g", domain=""),
-        Column("p (Holm)", "p-value of: no change, for all heads.", format=".2g", domain=""),
-        Column("difference", "Paired, from the best model, with corrected limits.", domain=""),
-    )
-}
-for _table, _meanings in read_words()["headings"].items():
-    for _label, _text in _meanings.items():
-        HEADINGS[_label] = Column(
-            _label,
-            _text,
-            format=FORMATS[_table],
-        )
 """Columns of the sections that a page makes: comparisons, rankings, verdicts, samples."""
 
 

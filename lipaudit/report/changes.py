@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 from lipaudit.gate.comparison import Pair, SampleChange
 from lipaudit.gate.ranking import Ranking
@@ -14,6 +15,7 @@ from lipaudit.gate.verdicts import Verdict, format_change
 from lipaudit.measures import find_column, list_headlines
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Bar, Block, Forest, Paragraph
+from lipaudit.report.cells import read_words
 from lipaudit.report.document import show_example
 from lipaudit.tables import Column, Report
 from lipaudit.tables.formats import name_sample, write_math
@@ -76,6 +78,18 @@ def write_answer(pair: Pair) -> str:
     return " ".join(sentences)
 
 
+def choose_tone(pairs: Sequence[Pair]) -> Literal["answer", "open", "broken"]:
+    """Return the tone of an answer: bad if a figure is worse, undecided if the first is better."""
+    tone: Any = "answer"
+    for pair in pairs:
+        if any(verdict.status == "regressed" for verdict in pair.verdicts):
+            leading = _find_leading(pair.verdicts)
+            if leading is None or leading.status != "improved":
+                return "broken"
+            tone = "open"
+    return tone
+
+
 def _name_figures(verdicts: Sequence[Verdict]) -> str:
     """Name the first figures that have a name in words, and count all others.
 
@@ -121,21 +135,11 @@ def read_change(verdict: Verdict) -> float | None:
     return verdict.change if verdict.paired is None else verdict.paired
 
 
-COLUMN_NAMES = {
-    "attention.g1": "bound g1 of attention rows",
-    "attention.softmax_norm": "softmax norm of attention rows",
-    "bounds.sharp": "bound sharp",
-    "bounds.layers.exact": "layer norm before W_O",
-    "bounds.layers.exact_out": "layer norm with W_O",
-}
-"""Names of columns whose headings need their table."""
-
-
 def name_metric(metric: str) -> str:
     """Return the name of a metric for a picture: in words, else the heading of its column."""
     column, _, stat = metric.partition(":")  # `jacobian.norm` and `median`
     measure, _, name = column.rpartition(".")
-    words = find_words(measure, name) or COLUMN_NAMES.get(column)
+    words = find_words(measure, name) or read_words()["columns"].get(column)
     if not words:
         words = write_math(find_column(column).label)
     if stat == "p95":

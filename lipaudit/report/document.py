@@ -68,10 +68,10 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     facts = opening.list_facts(report).items()
     summary = summarise(report)
     chapters = [_open_report(report, summary, facts, notes), *opening.show_scorecard(summary)]
-    chapters += compare_with_known(report)
     steps = tuple(opening.suggest_steps(report, summary))
     if steps:
         chapters.append(Chapter("next-steps", "What to do next", (blocks.Points(steps),)))
+    chapters += compare_with_known(report)
     # The top of the page shows these notes, so the chapters leave them out.
     shown = opening.list_common_notes(report)
     for section in report.sections:
@@ -531,7 +531,11 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         if pictures:
             chapters.append(Chapter("pictures", "What does the sample look like?", pictures))
         facts["sample"] = sample
-        known = {"place": report.places, "group": report.groups, "text": report.texts}
+        known = {
+            "place": report.places,
+            "group": report.groups,
+            "text": report.texts,
+        }
         facts |= {name: texts[sample] for name, texts in known.items() if sample in texts}
         what = f"sample {sample[:CHARACTERS]}"
     of_run = opening.list_facts(report)

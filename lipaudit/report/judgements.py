@@ -18,6 +18,7 @@ from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, P
 from lipaudit.report.cells import pick_columns
 from lipaudit.report.changes import (
     MOVED,
+    choose_tone,
     describe_flip,
     draw_changes,
     draw_ranking,
@@ -129,11 +130,7 @@ def make_comparison_page(
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
     old, *new = comparison.models
     facts = [("old", old), *(("new", name) for name in new), ("data", "; ".join(data))]
-    tone: Literal["answer", "broken"] = "answer"
-    for pair in pairs:
-        if any(verdict.status == "regressed" for verdict in pair.verdicts):
-            tone = "broken"
-    answer = Paragraph(" ".join(counts), tone)
+    answer = Paragraph(" ".join(counts), choose_tone(pairs))
     opening = open_page(answer, "", facts, warnings)
     page = make_pages(reports, [opening, *chapters], short=short)
     which = f"{len(pairs)} models" if several else pairs[0].new
@@ -494,7 +491,10 @@ def make_judgement_page(judgement: Judgement) -> Document:
     elif not all(verdict.proven for verdict in judgement.verdicts):
         tone = "open"
     reason = write_arrows(judgement.reason).removeprefix(f"{ending}: ")
-    text = f"{ending.upper()} (exit code {judgement.exit_code}): {reason}"
+    code = f"exit code {judgement.exit_code}"
+    if ending == "not proven":
+        code += "; no rule fails"
+    text = f"{ending.upper()} ({code}): {reason}"
     if judgement.outcome != "pass":
         text += f". Verdicts: {judgement.counts}."
     answer = Paragraph(text, tone)
@@ -507,9 +507,14 @@ def make_judgement_page(judgement: Judgement) -> Document:
     )
     warnings = (Note.warn("differs", text) for text in judgement.warnings)
     opening = open_page(answer, "", facts, warnings)
+    todo = "See which samples, groups and heads changed."
+    if judgement.outcome == "not proven":
+        todo = f"Measure both models on as many samples as the answer asks for. {todo}"
+    steps = Points((("", todo, "lipaudit compare BASELINE CURRENT"),))
     chapter = Chapter("verdicts", "What is the verdict on each rule?", _show_verdicts(judgement))
     title = f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}"
-    return Document(title, (opening, chapter))
+    after = Chapter("next-steps", "What to do next", (steps,))
+    return Document(title, (opening, after, chapter))
 
 
 def _group_verdicts(judgement: Judgement) -> Iterator[tuple[str, list[Verdict], Counter[str]]]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lipaudit.errors import visible
-from lipaudit.report import blocks
+from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import (
     ALL_COLUMNS,
     Card,
@@ -356,32 +356,10 @@ def _join_cells(texts: Iterable[str]) -> str:
 
 PROSE = r"p{0.5\textwidth}"
 """Column of a scorecard's sentences: half of a line, so that it fits a page of one column."""
-WRITTEN = {
-    "\\": r"\textbackslash{}",
+WRITTEN: dict[str, str] = {
     **{character: f"\\{character}" for character in "{}$&#%_"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "`": r"\textasciigrave{}",
     **{character: f"{{{character}}}" for character in "[*-"},  # \\ reads [ and *, -- is a dash
-    "–": "--",
-    "—": "---",
-    "…": r"\ldots{}",
-    "‖": r"$\Vert$",
-    "≤": r"$\leq$",
-    "≥": r"$\geq$",
-    "×": r"$\times$",
-    "·": r"$\cdot$",
-    "±": r"$\pm$",
-    "→": r"$\rightarrow$",
-    "∘": r"$\circ$",
-    "•": r"$\bullet$",
-    "∞": r"$\infty$",
-    "\N{MINUS SIGN}": "$-$",
-    "✓": r"$\surd$",
-    "✗": r"$\times$",
+    **cells.read_words()["latex"],
 }
 
 

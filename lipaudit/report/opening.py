@@ -21,7 +21,7 @@ from lipaudit.tables.summary import (
     list_shared_notes,
     list_warnings,
 )
-from lipaudit.tables.trials import parse_radius
+from lipaudit.tables.trials import WHOLE, parse_radius
 from lipaudit.tables.weakest import find_worst
 
 SEED = "seed"
@@ -132,12 +132,21 @@ def show_scorecard(summary: Section) -> list[Chapter]:
         return []
     columns = [describe_figure(row) for row in summary.rows]
     marks, notes = cells.list_footnotes(columns)
+    # The meaning of a figure is more than that of its column.
+    known = {each.name: each.meaning for _, each in list_headlines() if each.meaning}
     rows = []
+    meanings = []
     for row, column, mark in zip(summary.rows, columns, marks, strict=True):
         label = cells.write_math(row.figure) + mark
         figure = cells.format_value(row.value, column)
         rows.append((label, figure, cells.write_math(row.text)))
-    return [Chapter("scorecard", summary.title, (Card(tuple(rows), "; ".join(notes)),))]
+        meanings.append(cells.write_math(known.get(row.name) or row.meaning))
+    card = Card(
+        tuple(rows),
+        "; ".join(notes),
+        tuple(meanings),
+    )
+    return [Chapter("scorecard", summary.title, (card,))]
 
 
 # The answer in a sentence
@@ -154,10 +163,7 @@ def write_answer(summary: Section) -> Paragraph | None:
     figures = group_values((row.name, row) for row in summary.rows)
     clean = figures.get(CLEAN, [])
     attacked = figures.get(ATTACKED, [])
-    # An attack lowers the accuracy beyond chance if the intervals do not overlap: the upper limit
-    # under attack is below the lower limit without attack.
-    highest_low = max((order(row.low) for row in clean), default=-math.inf)
-    broken = [row for row in attacked if row.high is not None and row.high < highest_low]
+    broken = _find_broken(summary)
     texts = []
     at_chance = CHANCE in {note.code for note in summary.notes}
     if at_chance:
@@ -177,6 +183,18 @@ def write_answer(summary: Section) -> Paragraph | None:
     if broken or at_chance:
         return Paragraph(text, "broken")
     return Paragraph(text, "open" if attacked else "answer")
+
+
+def _find_broken(summary: Section) -> list[Row]:
+    """Return the accuracies under attack that are below the clean accuracy beyond chance.
+
+    Their intervals do not overlap: the upper limit under attack is below the lower limit without
+    attack.
+    """
+    clean = find_figures(summary, CLEAN)
+    highest_low = max((order(row.low) for row in clean), default=-math.inf)
+    attacked = find_figures(summary, ATTACKED)
+    return [row for row in attacked if row.high is not None and row.high < highest_low]
 
 
 def _describe_attacked(
@@ -307,6 +325,12 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
         first = name_sample(sample, describe_places(report))
         text = f"Look at the worst samples, first {first}{save}."
         steps.append((text, ("inspect", file, sample[:CHARACTERS])))
+    for row in _find_broken(summary)[:1]:
+        if row.norm in WHOLE:  # changes are counted: there are few radii to try
+            continue
+        radii = ("--attack", "pgd", "--norm", row.norm, "--eps", f"0:{row.radius}:9")
+        words = ("attack", model, *how, *_spell_data(report), *radii)
+        steps.append(("Find the radius at which attacks begin to succeed.", words))
     judged = any(headline.rule and report.section(name) for name, headline in list_headlines())
     if report.status == "complete" and judged and not obstacles:
         text = f"Make CI fail if the next checkpoint is worse{save}."

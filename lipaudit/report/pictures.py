@@ -404,7 +404,7 @@ def draw_declared(name: str, sections: Sections) -> Iterator[Block]:
         yield from DRAWINGS[name](sections)
         return
     place = collect(str, "drawings")[name]
-    drawing: Callable[[Sections], Iterable[Block]] = load_object(place)
+    drawing = load_object(place)
     try:
         yield from drawing(sections)
     except Exception as error:

@@ -13,7 +13,7 @@ from lipaudit.gate.verdicts import Verdict
 from lipaudit.measures import summarise
 from lipaudit.report import of_comparison, of_judgement, of_reports, render, terminal
 from lipaudit.report.blocks import Bar, Forest, Gallery, Heatmap, Table
-from lipaudit.report.changes import draw_changes, write_answer
+from lipaudit.report.changes import choose_tone, draw_changes, write_answer
 from lipaudit.report.charts import draw_svg
 from lipaudit.report.judgements import describe_ranking, list_models
 from lipaudit.tables import Column, Note
@@ -109,6 +109,7 @@ def test_an_answer_begins_with_robust_accuracy_where_it_is_better(subject):
             verdict = verdict.model_copy(update={"status": "improved"})
         verdicts.append(verdict)
     answer = write_answer(pair.model_copy(update={"verdicts": tuple(verdicts)}))
+    assert choose_tone([pair.model_copy(update={"verdicts": tuple(verdicts)})]) == "open"
     assert answer.startswith("new is better in robust accuracy (linf 0.1) 46.9% → 57.8%, ")
     assert "; and worse in largest head norm 1.619 → 8.873" in answer
 

@@ -59,7 +59,9 @@ def test_a_format_is_a_function_and_an_entry(folder, monkeypatch):
     assert ["verdict", "rule", "row", "current"] in [line.split() for line in table.splitlines()]
     gated = invoke(*GATE, "-o", "g.org")
     assert gated.stdout.endswith("(exit code 0)\n")
-    assert (folder / "g.org").read_text() == "* What is the verdict on each rule?\n"
+    assert (
+        folder / "g.org"
+    ).read_text() == "* What to do next\n* What is the verdict on each rule?\n"
 
 
 def test_what_each_format_shows_and_how_its_files_are_called():

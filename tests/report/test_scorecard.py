@@ -283,17 +283,21 @@ def test_noise_calls_for_a_model_in_use(report, code, advice):
 def test_steps_name_the_report_that_the_command_wrote_and_no_verdict(report, command, file):
     run = report.run.model_copy(update={"command": f"lipaudit {command}"})
     chosen = report.model_copy(update={"run": run})
-    inspect, gate = map(split, steps(chosen))
+    inspect, attack, gate = map(split, steps(chosen))
+    how = ["--data", "demo", "--attack", "pgd", "--norm", "linf", "--eps", "0:1/255:9"]
+    assert (attack[1], attack[3:]) == ("attack", how)
     assert (inspect[1:3], gate[1], gate[-1]) == (["inspect", file], "gate", file)
     # No file of this name was written.
     missing = file == "report.json" and not command.startswith("audit")
     hints = ["saves the report" in text for text in steps(chosen).values()]
-    assert hints == [missing] * 2
+    assert hints == [missing, False, missing]
 
 
 def test_steps_are_commands_of_the_tool_each_listed_once(report):
     calm = keep(report, report.section("jacobian"))
-    assert not any(split(each)[1] == "attack" for each in steps(report))
+    assert [text for each, text in steps(report).items() if split(each)[1] == "attack"] == [
+        "Find the radius at which attacks begin to succeed."
+    ]
     assert any(split(each)[1] == "attack" for each in steps(calm))
     assert f"lipaudit inspect report.json {find_worst(report)[0][:12]}" in steps(report)
     known = {*list_commands()}

@@ -329,8 +329,8 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
         if row.norm in WHOLE:  # changes are counted: there are few radii to try
             continue
         radii = ("--attack", "pgd", "--norm", row.norm, "--eps", f"0:{row.radius}:9")
-        words = ("attack", model, *how, *_spell_data(report), *radii)
-        steps.append(("Find the radius at which attacks begin to succeed.", words))
+        attack = ("attack", model, *options, *_spell_data(report), *radii)
+        steps.append(("Find the radius at which attacks begin to succeed.", attack))
     judged = any(headline.rule and report.section(name) for name, headline in list_headlines())
     if report.status == "complete" and judged and not obstacles:
         text = f"Make CI fail if the next checkpoint is worse{save}."

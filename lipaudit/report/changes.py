@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from lipaudit.gate.comparison import Pair, SampleChange
 from lipaudit.gate.ranking import Ranking
@@ -78,9 +78,9 @@ def write_answer(pair: Pair) -> str:
     return " ".join(sentences)
 
 
-def choose_tone(pairs: Sequence[Pair]) -> Literal["answer", "open", "broken"]:
-    """Return the tone of an answer: bad if a figure is worse, undecided if the first is better."""
-    tone: Any = "answer"
+def choose_tone(pairs: Sequence[Pair]) -> Any:
+    """Return the tone of a `Paragraph`: bad if a figure is worse, open if the first is better."""
+    tone = "answer"
     for pair in pairs:
         if any(verdict.status == "regressed" for verdict in pair.verdicts):
             leading = _find_leading(pair.verdicts)

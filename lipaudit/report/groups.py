@@ -11,7 +11,13 @@ from lipaudit.gate.statistics import ALPHA, Movement, Proportion
 from lipaudit.gate.verdicts import format_change
 from lipaudit.measures import find_column
 from lipaudit.report.blocks import Block, Cells, Paragraph
-from lipaudit.report.cells import HEADINGS, format_limits, format_value, pick_columns
+from lipaudit.report.cells import (
+    HEADINGS,
+    format_limits,
+    format_value,
+    pick_columns,
+    read_words,
+)
 from lipaudit.report.rows import read_verdict, tabulate_rows
 from lipaudit.tables import Column, Report
 from lipaudit.tables.columns import group_values
@@ -98,12 +104,7 @@ def show_group_changes(pair: Pair, most: int) -> list[Block]:
     return found
 
 
-MOVES = {
-    "equal": "same prediction",
-    "right_to_wrong": "right to wrong",
-    "wrong_to_right": "wrong to right",
-    "wrong_to_other": "wrong to another wrong",
-}
+MOVES = read_words()["moves"]
 """Kinds of moves of a prediction, in words."""
 
 

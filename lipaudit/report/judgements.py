@@ -491,10 +491,7 @@ def make_judgement_page(judgement: Judgement) -> Document:
     elif not all(verdict.proven for verdict in judgement.verdicts):
         tone = "open"
     reason = write_arrows(judgement.reason).removeprefix(f"{ending}: ")
-    code = f"exit code {judgement.exit_code}"
-    if ending == "not proven":
-        code += "; no rule fails"
-    text = f"{ending.upper()} ({code}): {reason}"
+    text = f"{ending.upper()} (exit code {judgement.exit_code}): {reason}"
     if judgement.outcome != "pass":
         text += f". Verdicts: {judgement.counts}."
     answer = Paragraph(text, tone)

@@ -328,7 +328,14 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
     for row in _find_broken(summary)[:1]:
         if row.norm in WHOLE:  # changes are counted: there are few radii to try
             continue
-        radii = ("--attack", "pgd", "--norm", row.norm, "--eps", f"0:{row.radius}:9")
+        radii = [
+            "--attack",
+            "pgd",
+            "--norm",
+            row.norm,
+            "--eps",
+            f"0:{row.radius}:9",
+        ]
         attack = ("attack", model, *options, *_spell_data(report), *radii)
         steps.append(("Find the radius at which attacks begin to succeed.", attack))
     judged = any(headline.rule and report.section(name) for name, headline in list_headlines())

@@ -67,9 +67,7 @@ def list_footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
 # Columns of pages
 
 
-HEADINGS: Mapping[str, Column] = {
-    label: Column(label, **how) for label, how in read_words()["headings"].items()
-}
+HEADINGS = {label: Column(label, **how) for label, how in read_words()["headings"].items()}
 """Columns of the sections that a page makes: comparisons, rankings, verdicts, samples."""
 
 

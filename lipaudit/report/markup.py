@@ -356,7 +356,7 @@ def _join_cells(texts: Iterable[str]) -> str:
 
 PROSE = r"p{0.5\textwidth}"
 """Column of a scorecard's sentences: half of a line, so that it fits a page of one column."""
-WRITTEN: dict[str, str] = {
+WRITTEN = {
     **{character: f"\\{character}" for character in "{}$&#%_"},
     **{character: f"{{{character}}}" for character in "[*-"},  # \\ reads [ and *, -- is a dash
     **cells.read_words()["latex"],

@@ -188,10 +188,12 @@ def convert_outputs(
     def read_logits(watched: Activated) -> Tensor:
         """Return the logits of the scores in a result."""
         output = read_scores(watched.result)
+        # If the model returns the result of its last softmax or sigmoid, compute the logits from
+        # the scores that this function got.
         if output is watched.final.output:
             logits: Tensor = watched.final.logits()
             return logits
-        # Limits avoid infinite logits where p is 0 or 1.
+        # Otherwise compute the logits from p. Limits avoid infinite logits if p is 0 or 1.
         limits = torch.finfo(output.dtype)
         if form == "sigmoids":
             return output.logit(limits.eps)

@@ -367,9 +367,10 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
 def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
     """Return the relative error of autograd's slope at each sample, (samples,).
 
-    Let f be the model, J its Jacobian at a sample x, u a random direction of the input and w one
-    of the output. The slope <J^T w, u> is compared with the central difference
-    D(h) = <w, f(x + h u) - f(x - h u)> / 2h. The error is the smallest one over several steps h.
+    Let f be the model and J its Jacobian at a sample x. Let u be a random direction of the input,
+    and w a random direction of the output. The slope <J^T w, u> is compared with the central
+    difference D(h) = <w, f(x + h u) - f(x - h u)> / 2h, for several steps h. The smallest error
+    counts.
 
     Args:
         net: the model, in float64.
@@ -381,7 +382,7 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
     free = net.free(batch)
     if free is not None:  # tokens that cannot change, such as padding, do not move
         u = u * free[..., None]
-    # Scale u to the length of the sample, so that h is relative to it.
+    # Scale u to the length of the sample (at least 1: a sample may be 0). Then h is relative.
     axes = tuple(range(1, x.ndim))
     length = torch.linalg.vector_norm(x, dim=axes, keepdim=True).clamp_min(1.0)
     u = u * length / torch.linalg.vector_norm(u, dim=axes, keepdim=True)

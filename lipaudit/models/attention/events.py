@@ -57,10 +57,10 @@ class _Product:
     """Whether the logits are its transpose."""
 
     def rank(self) -> tuple[bool, int]:
-        """Return a sort key, the larger the more likely this is q k^T among products in logits.
+        """Return a sort key: of several products in logits, the one with the largest key is q k^T.
 
-        It counts most that both factors depend on the model's input, then that both have an axis
-        of samples (three axes).
+        First counts whether both factors depend on the model's input. Then counts whether both
+        factors have an axis of samples (three axes).
         """
         both_depend = self.a.requires_grad and self.b.requires_grad
         return both_depend, min(self.a.ndim, self.b.ndim, 3)

@@ -42,6 +42,7 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
     if isinstance(linear, str):  # the obstacle
         shape = (layer.samples, layer.site.heads)
         nan = torch.full(shape, torch.nan, dtype=torch.float64)
+        # No norm and no upper limit, 0 products, not converged.
         return Norms(nan, nan.clone(), nan.isfinite().long(), nan.isfinite())
     one_head = layer.output[:, 0]  # (windows, tokens, d_v)
     size = one_head.numel() // layer.samples

@@ -101,7 +101,7 @@ class TokenIndex:
         return values[:, self.tokens].flatten(0, 1)
 
     def resize(self, length: int, tokens: int) -> TokenIndex | None:
-        """Return the index for texts of another length, or None if that is unknown.
+        """Return the index for texts of another length, or None if the index is unknown.
 
         Args:
             length: number of tokens of each sample at the linear map.

@@ -263,7 +263,7 @@ def find_text_config(config: Any) -> Any:
     """Return the settings of the only part that reads text, else all settings."""
     try:
         return config.get_text_config()
-    except ValueError:
+    except ValueError:  # several parts read text
         return config
 
 

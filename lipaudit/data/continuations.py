@@ -13,6 +13,7 @@ from torch import Tensor
 from lipaudit.data import tables
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, Task, make_batch
 from lipaudit.data.tables import SampleTable
+from lipaudit.data.texts import is_empty, limit_tokens, shorten
 from lipaudit.errors import InputError
 from lipaudit.tables import Note
 
@@ -72,7 +73,7 @@ class QuestionForm:
             InputError: the row has no question; the message describes its fault.
         """
         for name in self.needed:  # columns that may not be empty
-            if tables.is_empty(row.get(name)):
+            if is_empty(row.get(name)):
                 raise InputError(f"has no {name!r}")
         texts = self.needed if self.kind == "continuation" else self.prompts
         if fault := tables.find_fault(row, texts):
@@ -179,7 +180,7 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
     Raises:
         InputError: columns are missing, rows have no question, or the model has no tokenizer.
     """
-    limit, notes = tables.limit_tokens(net, options)
+    limit, notes = limit_tokens(net, options)
     tokenize, vocabulary = net.tokenize, net.vocabulary
     if tokenize is None or not vocabulary:
         advice = "Put tokenizer.json beside config.json."
@@ -235,7 +236,7 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
     return Samples(
         batch,
         skipped + notes,
-        origins=tuple(map(SampleOrigin, places, map(tables.shorten, prompts))),
+        origins=tuple(map(SampleOrigin, places, map(shorten, prompts))),
         task=Task(form.kind, classes),
     )
 
@@ -363,7 +364,7 @@ def _list_words(
     words = set()
     for row in rows:
         fields = [row.get(name) for name in (*prompts, label)]
-        if not any(map(tables.is_empty, fields)):
+        if not any(map(is_empty, fields)):
             words.add(str(row[label]))
     return tuple(sorted(words))
 
@@ -372,7 +373,7 @@ def _read_choices(value: Any) -> tuple[str, ...]:
     """Return the choices of a question as texts."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     most = len(LETTERS)
-    if not is_list or not 2 <= len(value) <= most or any(map(tables.is_empty, value)):
+    if not is_list or not 2 <= len(value) <= most or any(map(is_empty, value)):
         raise InputError(f"has no list of 2 to {most} choices, none of them empty")
     return tuple(map(str, value))
 

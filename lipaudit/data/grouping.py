@@ -9,6 +9,7 @@ from typing import Any
 from lipaudit.data import tables
 from lipaudit.data.batch import Samples, Taker
 from lipaudit.data.tables import SampleTable
+from lipaudit.data.texts import is_empty
 from lipaudit.errors import InputError
 from lipaudit.tables import Note
 
@@ -90,7 +91,7 @@ def _write_group(value: Any, names: Sequence[str] | None) -> str:
         value: the cell.
         names: class names, if the column has class numbers; these become names.
     """
-    if tables.is_empty(value):
+    if is_empty(value):
         return ""
     if names is not None and isinstance(value, int) and 0 <= value < len(names):
         value = names[value]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lipaudit.data import arrays, grouping, tables
+from lipaudit.data import arrays, grouping, tables, texts
 from lipaudit.data.arrays import SampleForm
 from lipaudit.data.batch import DataOptions as DataOptions
 from lipaudit.data.batch import SampleOrigin, Taker, make_batch
@@ -86,7 +86,7 @@ def load_data(spec: str | None, net: Taker, options: DataOptions | None = None) 
         if net.kind != "text":
             raise InputError(f"{path} holds text; {takes}", "Give a folder or an .npz file.")
         if path.suffix == ".txt":
-            samples = tables.read_text(path, net, options)
+            samples = texts.read_text(path, net, options)
         else:
             samples = _draw_from_table(tables.read_table(path), net, options)
     return _complete_samples(samples, spec, net, options)
@@ -243,7 +243,7 @@ def _make_random(net: Taker, options: DataOptions) -> Samples:
         story = (files("lipaudit.data") / "assets" / "text.txt").read_text("utf-8")
         what = "a text that comes with lipaudit"
         # `after` appends the text to itself, so that windows at its end are as long as others.
-        x, origins, notes = tables.cut_windows(story, net, options, origin="random", after=story)
+        x, origins, notes = texts.cut_windows(story, net, options, origin="random", after=story)
     else:
         what = "random token ids"
         size = net.vocabulary or 1

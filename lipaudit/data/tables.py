@@ -1,10 +1,9 @@
-"""Texts, and tables of texts or images: CSV, TSV, JSON lines, parquet, and plain text."""
+"""Tables of texts or images: CSV, TSV, JSON lines, parquet, and folders of images."""
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,132 +11,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from lipaudit.data import batch
 from lipaudit.data.arrays import to_box
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, make_batch
 from lipaudit.data.image_files import Picture, collect_notes, list_pictures, read_image
-from lipaudit.errors import InputError, UsageError, explain_failure, suggestion
+from lipaudit.data.texts import encode, is_empty, limit_tokens, shorten
+from lipaudit.errors import InputError, explain_failure, suggestion
 from lipaudit.tables import Note
 
 T = TypeVar("T")
-# More characters than a token usually has: a window of a text has enough of them.
-LETTERS_PER_TOKEN = 16
-# Number of characters of a text that identify it in messages.
-SHOWN = 120
-
-
-def shorten(texts: Sequence[str]) -> str:
-    """Return the beginning of a text, or of a pair, on one line."""
-    words = " | ".join(texts).split()
-    line = " ".join(words)
-    if len(line) <= SHOWN:
-        return line
-    return f"{line[:SHOWN]}..."
-
-
-def read_text(path: Path, net: Taker, options: DataOptions) -> Samples:
-    """Cut a plain file into equal parts and use the beginning of each (see `cut_windows`)."""
-    with explain_failure(f"{path} is not a readable text file", "Save it as UTF-8.", Exception):
-        text = path.read_text("utf-8")
-    if not text.strip():
-        raise InputError(f"{path} is empty", "Give a file with some text.")
-    x, origins, notes = cut_windows(text, net, options, origin=str(path))
-    remark = (
-        f"{path} is read as one long text and cut into {len(x)} windows. For one sample per "
-        "line, give a .jsonl, or a .csv with the header `text`"
-    )
-    notes += (Note.info("one-stream", remark),)
-    return Samples(make_batch(x, net), notes, origins=tuple(origins))
-
-
-def cut_windows(
-    text: str, net: Taker, options: DataOptions, *, origin: str, after: str = ""
-) -> tuple[list[Tensor], list[SampleOrigin], tuple[Note, ...]]:
-    """Return as many windows of a text as samples are requested, evenly spread, as token ids.
-
-    The text is cut into equal parts. A window begins with the first word that begins in a part,
-    and has up to `max_tokens` tokens, special ones included.
-
-    Args:
-        text: the text.
-        net: the model, with a tokenizer.
-        options: number of samples, and of tokens of each.
-        origin: name of the data in messages.
-        after: more text behind it, so that the last windows are as long as others.
-
-    Returns:
-        The ids of each window, its place in the text, and notes.
-    """
-    limit, notes = limit_tokens(net, options)
-    # Equal parts of the whole text: its end is as likely as its beginning.
-    starts = [round(i * len(text) / options.samples) for i in range(options.samples)]
-    text += after
-    x = []
-    origins = []
-    for start in starts:
-        while 0 < start < len(text) and not text[start - 1].isspace():  # inside a word
-            start += 1
-        # Far more letters than `limit` tokens have, but not the whole text: tokenizers are slow.
-        window = text[start : start + LETTERS_PER_TOKEN * limit]
-        if is_empty(window):
-            continue
-        x.append(encode((window,), net, limit, origin))
-        origins.append(SampleOrigin(f"character {start + 1}", shorten((window,))))
-    return x, origins, notes
-
-
-def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
-    """Return the largest number of tokens of a sample: --max-tokens, or the model's limit.
-
-    The smaller of the two; a note says if the model's limit is below a number that was typed.
-    """
-    requested = options.max_tokens
-    limit = net.input_shape[0]
-    if requested < 1:
-        raise UsageError(f"--max-tokens {requested} leaves nothing", "Give at least 1.")
-    if requested <= limit:
-        return requested, ()
-    if requested == DataOptions.max_tokens:  # the default needs no note
-        return limit, ()
-    text = f"the model takes at most {limit} tokens, not {requested}"
-    return limit, (Note.warn("max-tokens", text),)
-
-
-def encode(texts: tuple[str, ...], net: Taker, limit: int, origin: str) -> Tensor:
-    """Return the token ids of a text, or of a pair that the model reads together.
-
-    Args:
-        texts: the text, or the two texts of a pair.
-        net: the model, with its tokenizer.
-        limit: largest number of tokens.
-        origin: name of the data in messages.
-
-    Raises:
-        InputError: the model has no tokenizer for this, or the text has no tokens.
-    """
-    first, *others = texts
-    if not others and net.tokenize is not None:
-        tokens = net.tokenize(first, limit)
-    elif len(others) == 1 and net.tokenize_pair is not None:
-        tokens = net.tokenize_pair(first, others[0], limit)
-    else:
-        what = "a pair of texts" if others else "text"
-        raise InputError(
-            f"{origin} holds {what}, and the model has no tokenizer for it",
-            "Put tokenizer.json beside config.json, read one column with --text-column, or give "
-            "token ids as an .npz file.",
-        )
-    if not tokens:
-        raise InputError(
-            f"{origin}: {first[:40]!r} has no tokens",
-            "Remove empty texts, or leave them out with --skip-bad.",
-        )
-    return torch.as_tensor(tokens, dtype=torch.int64)
-
-
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*SEPARATORS, ".jsonl", ".parquet")
 IMAGES = ("image", "img", "picture")
@@ -356,12 +240,6 @@ def _read_parquet(path: Path) -> Iterator[_Line]:
         from pyarrow import parquet
     for number, values in enumerate(parquet.read_table(path).to_pylist(), 1):
         yield f"row {number}", values, ""
-
-
-def is_empty(value: object) -> bool:
-    """Say whether a field has no text: nothing, blanks, or the NaN that pandas writes."""
-    is_nan = isinstance(value, float) and math.isnan(value)
-    return value is None or is_nan or not str(value).strip()
 
 
 def _read_classes(path: Path) -> dict[str, list[str]]:

@@ -24,16 +24,8 @@ from lipaudit.engine import files, launcher
 from lipaudit.errors import BaselineError, UsageError
 from lipaudit.measures import find_measure, load_measures
 from lipaudit.settings import RunOptions
-from lipaudit.settings.option import (
-    Keywords,
-    Option,
-    Quantization,
-    Settings,
-    Size,
-    add_options,
-    flag,
-    option,
-)
+from lipaudit.settings.option import Option, Settings, add_options, flag, option
+from lipaudit.settings.value_types import Keywords, Quantization, Size
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Request

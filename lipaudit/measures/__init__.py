@@ -20,7 +20,8 @@ from lipaudit.measures.base import AuditRequest, Measure, MeasureOptions
 from lipaudit.measures.bounds import BOUNDS
 from lipaudit.measures.jacobian import JACOBIAN
 from lipaudit.measures.weights import WEIGHTS
-from lipaudit.settings.option import Names, Need, Option, Settings, add_options, option
+from lipaudit.settings.option import Need, Option, Settings, add_options, option
+from lipaudit.settings.value_types import Names
 from lipaudit.tables import Column, Layout, Report, Section, summary
 from lipaudit.tables.plugins import collect, explain_missing
 from lipaudit.tables.report import Drawing

@@ -12,7 +12,8 @@ from lipaudit.attacks import kinds
 from lipaudit.attacks.kinds import CHUNK, Attack, Trial
 from lipaudit.errors import UsageError, few
 from lipaudit.measures.base import AuditRequest, MeasureOptions
-from lipaudit.settings.option import Need, Radii, option, require_distinct
+from lipaudit.settings.option import Need, option
+from lipaudit.settings.value_types import Radii, require_distinct
 from lipaudit.tables.trials import COUNTED, WHOLE, Norm, parse_budget
 
 if TYPE_CHECKING:

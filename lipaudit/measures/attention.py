@@ -18,7 +18,8 @@ from lipaudit.errors import UsageError, few
 from lipaudit.measures import attention_rows, base
 from lipaudit.measures.attention_rows import CSV, NPZ, ROWS
 from lipaudit.measures.base import AuditRole, Measure, MeasureOptions, Part, Values
-from lipaudit.settings.option import Layers, OneHead, option, read_head
+from lipaudit.settings.option import option
+from lipaudit.settings.value_types import Layers, OneHead, read_head
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
 from lipaudit.tables.columns import HEAD, finite, largest, middle
 from lipaudit.tables.report import Attended

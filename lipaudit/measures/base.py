@@ -18,7 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from lipaudit.errors import InputError
-from lipaudit.settings.option import Layers, Settings, option
+from lipaudit.settings.option import Settings, option
+from lipaudit.settings.value_types import Layers
 from lipaudit.tables import Array, Layout, Note, Row, Section
 from lipaudit.tables.columns import HEAD, make_row, wilson
 from lipaudit.tables.trials import COUNTED, Norm, is_repeat, parse_column

@@ -20,7 +20,8 @@ from lipaudit.measures.bound_tables import (
     NUMERICAL,
     OF_LAYERS,
 )
-from lipaudit.settings.option import Balls, Layers, Need, option
+from lipaudit.settings.option import Need, option
+from lipaudit.settings.value_types import Balls, Layers
 from lipaudit.tables import Note, Row, Section
 from lipaudit.theory import LAYER_WITHIN, POLICY
 from lipaudit.theory import WITHIN as PROVEN_WITHIN

@@ -7,17 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lipaudit.settings.option import (
+from lipaudit.settings.option import Settings, needs, option
+from lipaudit.settings.value_types import (
     Duration,
     Keywords,
     Numbers,
     Quantization,
-    Settings,
     ShardNumber,
     Size,
     Sizes,
-    needs,
-    option,
     write_keywords,
 )
 

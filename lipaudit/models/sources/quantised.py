@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lipaudit.errors import InputError, UsageError, explain_failure, few, suggestion
 from lipaudit.models.precision import defer
 from lipaudit.models.sources.weight_files import HALF, list_weight_files, read_weights
-from lipaudit.settings.option import read_quantization
+from lipaudit.settings.value_types import read_quantization
 from lipaudit.tables import Note
 
 # The library that each method of a transformers checkpoint needs to be dequantised, if any.

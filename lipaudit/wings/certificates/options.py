@@ -15,7 +15,8 @@ from lipaudit.attacks.kinds import Trial, attack_kinds, read_plan, require_suita
 from lipaudit.errors import UsageError
 from lipaudit.measures.attack_options import AttackOptions, plan_attacks
 from lipaudit.measures.base import AuditRequest, MeasureOptions
-from lipaudit.settings.option import Need, Radii, Regions, TwoCounts, needs, option, repeat_option
+from lipaudit.settings.option import Need, needs, option, repeat_option
+from lipaudit.settings.value_types import Radii, Regions, TwoCounts
 from lipaudit.tables.trials import COUNTED, WHOLE, Norm, Radius, parse_radius
 from lipaudit.theory import NODES
 from lipaudit.wings.certificates.smoothing import SmoothingOptions

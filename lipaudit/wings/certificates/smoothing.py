@@ -23,7 +23,8 @@ from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, seconds_column
 from lipaudit.measures.base import Measure, MeasureOptions, Part
-from lipaudit.settings.option import Balls, TwoCounts, option, repeat_option
+from lipaudit.settings.option import option, repeat_option
+from lipaudit.settings.value_types import Balls, TwoCounts
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Row, Section
 from lipaudit.tables.columns import ACCURACY, CERTIFIED_SHARE, OUTCOMES, limit_columns
 from lipaudit.tables.summary import CLEAN_OF_BALLS, Headline

@@ -15,7 +15,8 @@ from lipaudit.attacks.kinds import TYPING
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part
-from lipaudit.settings.option import option, read_list
+from lipaudit.settings.option import option
+from lipaudit.settings.value_types import read_list
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
 from lipaudit.tables.columns import OUTCOMES, limit_columns
 from lipaudit.tables.summary import Headline, declare_clean, read_row

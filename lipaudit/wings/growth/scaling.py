@@ -18,7 +18,8 @@ from lipaudit.measures import base, bounds, jacobian
 from lipaudit.measures.base import Measure, MeasureOptions, NormOptions, Part, Values
 from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
-from lipaudit.settings.option import Layers, Lengths, Names, Need, option, read_list, repeat_option
+from lipaudit.settings.option import Need, option, repeat_option
+from lipaudit.settings.value_types import Layers, Lengths, Names, read_list
 from lipaudit.tables import Column, Display, Layout, Note, Row, Section
 from lipaudit.tables.columns import NORM
 from lipaudit.theory.bounds.record import Bound, load_bounds

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from lipaudit.settings.option import Need, OneRadius, Settings, needs, option
+from lipaudit.settings.option import Need, Settings, needs, option
+from lipaudit.settings.value_types import OneRadius
 
 PENALTY = "Penalty"
 ADVERSARIAL = "Adversarial training"

@@ -18,7 +18,7 @@ from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from lipaudit.report.blocks import Curve
 from lipaudit.report.sections import show_section
-from lipaudit.settings.option import read_lengths
+from lipaudit.settings.value_types import read_lengths
 from lipaudit.wings.growth.lengths import cut
 from lipaudit.wings.growth.scaling import ScalingOptions, measure, summarise
 from lipaudit.wings.growth.searches import steepest_tokens

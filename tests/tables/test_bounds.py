@@ -14,7 +14,7 @@ from lipaudit.report.sections import show_section
 from lipaudit.tables.formats import BRIEF_DOMAINS, DOMAINS
 from lipaudit.theory.bounds.record import AT_X, EVERYWHERE, Bound, load_bounds
 from lipaudit.theory.bounds.sharp import SHARP
-from lipaudit.wings.growth.scaling import FITS_TABLE, SCALING_TABLE
+from lipaudit.wings.growth.scaling_tables import FITS_TABLE, SCALING_TABLE
 from tests.commands import invoke
 
 NUMBER = [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}, {"type": "null"}]

@@ -76,7 +76,7 @@ class SampleTable:
         return [i for i in range(len(self.places)) if i not in self.faults]
 
     def refuse(self, i: int, fault: str) -> None:
-        """Raise InputError for row i, unless the description of its fault is empty."""
+        """Raise an InputError for row i if `fault`, the description of a fault, is not empty."""
         if fault:
             raise InputError(
                 f"{self.origin}: {self.places[i]} {fault}",
@@ -96,7 +96,7 @@ class SampleTable:
 
     def column(self, name: str) -> list[Any]:
         """Return the values of all rows in one column."""
-        # A data set of the Hub decodes whole rows, images too: so only this column is selected.
+        # A data set of the Hub decodes all columns of a row, even images: select one column first.
         rows: Any = self.rows
         if hasattr(rows, "select_columns"):
             rows = rows.select_columns([name])
@@ -114,14 +114,14 @@ class SampleTable:
 
 
 def read_folder(path: Path) -> SampleTable:
-    """Return the files of pictures as a table: of sub-folders named by class, or without labels.
+    """Return the pictures of a folder as a table; sub-folders, if any, are the classes.
 
     Raises:
         InputError: there are no pictures, or some beside and some inside sub-folders.
     """
     files, notes = list_pictures(path)
     places = [file.relative_to(path).as_posix() for file in files]
-    # Pictures are either all beside each other or all in sub-folders.
+    # All pictures are in the folder itself (no labels), or all are in sub-folders (classes).
     if files[0].parent == path:
         rows: list[dict[str, Any]] = [{"image": file} for file in files]
         return SampleTable(str(path), ["image"], places, rows, notes=notes)
@@ -150,7 +150,7 @@ def read_table(path: Path) -> SampleTable:
             f"{path} has no rows",
             "Write the column names into the first line and the samples below.",
         )
-    # A line is its place, such as "line 7"; its values by column; and its fault, empty if none.
+    # Each line has a place, such as "line 7", the values by column, and a fault ("" for none).
     places, rows, faults = zip(*lines, strict=True)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     classes = {}
@@ -166,7 +166,7 @@ _Line = tuple[str, dict[str, Any], str]
 
 @contextmanager
 def _read_long_fields() -> Iterator[None]:
-    """Lift the limit of Python's csv on the length of a field, inside the block."""
+    """Allow long fields in Python's csv inside the block; restore the global limit afterwards."""
     before = csv.field_size_limit(LONGEST_FIELD)
     try:
         yield
@@ -176,8 +176,8 @@ def _read_long_fields() -> Iterator[None]:
 
 def _read_separated(path: Path) -> Iterator[_Line]:
     """Yield the rows of a file whose first line has the column names; skip empty lines."""
-    # Spreadsheets write a byte order mark, which is not part of the first name.
-    # A text may be longer than the 131,072 characters that Python reads by default.
+    # utf-8-sig removes the byte order mark that spreadsheets write before the first name.
+    # A field may be longer than the 131,072 characters that csv reads by default.
     with _read_long_fields(), path.open(encoding="utf-8-sig", newline="") as lines:
         first_line = next((line for line in lines if line.strip()), "")
         # Spreadsheets of many countries write semicolons in a .csv.
@@ -204,7 +204,7 @@ def _read_separated(path: Path) -> Iterator[_Line]:
 
 
 def _require_unique(names: Iterable[str], path: Path) -> None:
-    """Refuse a table that has a column twice: it would be read as the last one."""
+    """Refuse a table with two columns of the same name: only the last one would be read."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise InputError(f"{path} has the column {twice[0]!r} twice", "Rename or remove one.")
@@ -226,7 +226,7 @@ def _read_json_lines(path: Path) -> Iterator[_Line]:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; refuse one that has a key twice: Python would take the last value."""
+    """Return a JSON object; refuse a repeated key, for which Python would use the last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("a key stands there twice")
@@ -243,7 +243,7 @@ def _read_parquet(path: Path) -> Iterator[_Line]:
 
 
 def _read_classes(path: Path) -> dict[str, list[str]]:
-    """Return the class names of label columns, which `datasets` writes beside the table."""
+    """Return the class names of label columns, from the metadata that `datasets` writes."""
     from pyarrow import parquet
 
     metadata = parquet.read_schema(path).metadata or {}
@@ -253,12 +253,12 @@ def _read_classes(path: Path) -> dict[str, list[str]]:
 
 
 def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | None = None) -> str:
-    """Describe why a row cannot be used: a text or the label is empty or of another type, else "".
+    """Return why a row cannot be used, or "": a text or the label is empty or has another type.
 
     Args:
         values: the row.
-        texts: columns of its texts.
-        label: column of its label, if it needs one.
+        texts: the columns of texts.
+        label: the column of the label; None if no label is needed.
     """
     for name in texts:
         value = values.get(name)
@@ -280,20 +280,20 @@ def draw_rows(
 ) -> tuple[list[int], list[T], tuple[Note, ...]]:
     """Draw the requested number of rows at random, and read them.
 
-    With `skip_bad`, rows with faults are left out, and rows that `read` refuses are replaced by
-    the next ones of the random order.
+    With `skip_bad`, rows with faults are left out. A row that `read` refuses is replaced by the
+    next row in the random order.
 
     Args:
         table: the table.
-        options: number of samples, seed, and whether to skip.
-        read: reads one row; InputError refuses it.
-        what: what a row is, in messages: images, texts or rows.
+        options: number of samples, seed, and whether to skip faulty rows.
+        read: reads a row, given its index; it raises InputError for a faulty row.
+        what: the word for rows in messages: images, texts or rows.
 
     Returns:
         The indices of the rows, `read(index)` of each, and notes on rows left out.
 
     Raises:
-        InputError: a row cannot be read; with `skip_bad`, none can.
+        InputError: a row cannot be read; with `skip_bad`, only if no row can be read.
     """
     table.require_rows(options)
     sound = table.sound  # indices of the rows without a fault
@@ -321,7 +321,7 @@ def draw_rows(
 
 
 def _note_skipped(what: str, reasons: Sequence[str]) -> tuple[Note, ...]:
-    """Warn of rows or samples that were left out, if there are any."""
+    """Return a warning about rows or samples that were left out; no notes if there are none."""
     if not reasons:
         return ()
     text = f"unreadable {what} were left out: {len(reasons)} (the first: {reasons[0]})"
@@ -352,19 +352,20 @@ _Labels = dict[int, int] | None
 def _read_labels(
     table: SampleTable, inputs: Sequence[str], net: Taker, options: DataOptions
 ) -> tuple[SampleTable, _Labels, tuple[Note, ...]]:
-    """Return a table with the faults of its labels, the class number of each row, and notes.
+    """Read the labels of a table as class numbers of the model.
 
     Args:
         table: the table.
-        inputs: columns of the images or texts, which are no labels.
+        inputs: the columns of images or texts, which cannot be labels.
         net: the model, with its classes.
         options: the requested column, and whether rows with faults are skipped.
 
     Returns:
-        The table; class numbers by row, or None if there are no labels to use; and notes.
+        The table, in which rows without a valid label have a fault; class numbers by row, or None
+        if there are no labels to use; notes.
 
     Raises:
-        InputError: a label is missing or is no class of the model.
+        InputError: a label is missing or is not a class of the model.
     """
     label = choose_column(table, options.label_column, LABELS)
     if label is None:
@@ -460,7 +461,7 @@ def _draw_texts(
         table.refuse(i, find_fault(values, inputs))
         texts = tuple(str(values[name]) for name in inputs)
         origin = f"{table.origin}: {table.places[i]}"
-        # One token more than allowed distinguishes a text that is cut from one that just fits.
+        # With one token more than allowed, a text of exactly `limit` tokens is not taken for cut.
         tokens = encode(texts, net, limit + 1, origin)
         if len(tokens) <= limit:
             return _EncodedTexts(texts, tokens, is_cut=False)
@@ -503,11 +504,11 @@ def choose_text_columns(
 
     Args:
         table: the table.
-        options: hold the requested columns.
+        options: has the requested columns (--text-column), if any.
         usual: further usual names of a text column, tried first.
 
     Raises:
-        InputError: no column has a usual name, or the requested one is missing.
+        InputError: no column has a usual name, or a requested column is missing.
     """
     columns = table.columns
     requested = options.text_column
@@ -534,7 +535,7 @@ def choose_text_columns(
 
 
 def choose_column(table: SampleTable, requested: str | None, usual: Sequence[str]) -> str | None:
-    """Return the requested column, else the first usual one, else None.
+    """Return the requested column, or the first column with a usual name; None without any.
 
     Raises:
         InputError: the requested column is missing.
@@ -545,7 +546,7 @@ def choose_column(table: SampleTable, requested: str | None, usual: Sequence[str
 
 
 def _require_column(name: str, table: SampleTable) -> str:
-    """Return the name of a column, if the table has it."""
+    """Return the name; raise an error if the table has no column of this name."""
     if name not in table.columns:
         raise InputError(f"{table.origin} has no column {name!r}", suggestion(name, table.columns))
     return name

@@ -20,7 +20,7 @@ SHOWN = 120
 
 
 def shorten(texts: Sequence[str]) -> str:
-    """Return the beginning of a text, or of a pair, on one line."""
+    """Return the beginning of a text, or of a pair of texts, on one line."""
     words = " | ".join(texts).split()
     line = " ".join(words)
     if len(line) <= SHOWN:
@@ -29,13 +29,13 @@ def shorten(texts: Sequence[str]) -> str:
 
 
 def is_empty(value: object) -> bool:
-    """Say whether a field has no text: nothing, blanks, or the NaN that pandas writes."""
+    """Return whether a field has no text: None, blanks, or the NaN that pandas writes."""
     is_nan = isinstance(value, float) and math.isnan(value)
     return value is None or is_nan or not str(value).strip()
 
 
 def read_text(path: Path, net: Taker, options: DataOptions) -> Samples:
-    """Cut a plain file into equal parts and use the beginning of each (see `cut_windows`)."""
+    """Read a plain text file as samples: windows of the text, evenly spread (`cut_windows`)."""
     with explain_failure(f"{path} is not a readable text file", "Save it as UTF-8.", Exception):
         text = path.read_text("utf-8")
     if not text.strip():
@@ -60,23 +60,24 @@ def cut_windows(
     Args:
         text: the text.
         net: the model, with a tokenizer.
-        options: number of samples, and of tokens of each.
+        options: number of samples, and largest number of tokens of a sample.
         origin: name of the data in messages.
-        after: more text behind it, so that the last windows are as long as others.
+        after: a text to append, so that the last windows are as long as the other windows.
 
     Returns:
         The ids of each window, its place in the text, and notes.
     """
     limit, notes = limit_tokens(net, options)
-    # Equal parts of the whole text: its end is as likely as its beginning.
+    # The parts cover the whole text equally, from its beginning to its end.
     starts = [round(i * len(text) / options.samples) for i in range(options.samples)]
     text += after
     x = []
     origins = []
     for start in starts:
-        while 0 < start < len(text) and not text[start - 1].isspace():  # inside a word
+        # Inside a word: go on to the beginning of the next word.
+        while 0 < start < len(text) and not text[start - 1].isspace():
             start += 1
-        # Far more letters than `limit` tokens have, but not the whole text: tokenizers are slow.
+        # Tokenizers are slow: they get more letters than `limit` tokens need, not the whole text.
         window = text[start : start + LETTERS_PER_TOKEN * limit]
         if is_empty(window):
             continue
@@ -86,9 +87,10 @@ def cut_windows(
 
 
 def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
-    """Return the largest number of tokens of a sample: --max-tokens, or the model's limit.
+    """Return the largest number of tokens of a sample, and notes.
 
-    The smaller of the two; a note says if the model's limit is below a number that was typed.
+    The number is --max-tokens or the limit of the model, whichever is smaller. A note warns if the
+    limit of the model is smaller than a number given by the user.
     """
     requested = options.max_tokens
     limit = net.input_shape[0]

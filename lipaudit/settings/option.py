@@ -39,11 +39,11 @@ class Need:
 
 
 def needs(other: str, *values: Any) -> Need:
-    """Return the condition that another option is given: with one of `values`, or with any value.
+    """Return the condition that another option is given.
 
     Args:
         other: the name of the other option.
-        values: the values that it may have; none: any.
+        values: the values that fulfil the condition; empty: any value does.
     """
     text = flag(other)
     if values:
@@ -97,9 +97,10 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """Return the default for the help, such as `auto`; empty shows none.
+        """Return the default to show in the help, such as `auto`; empty: the help shows none.
 
-        Of a switch that is on by default it is the first spelling: `flip` for --flip/--no-flip.
+        For a switch that is on by default, this is its first spelling: `flip` for
+        --flip/--no-flip.
         """
         if self.default is None or self.default is False:
             return self.usual
@@ -112,9 +113,9 @@ def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
     """Declare a field of `Settings` that people can type.
 
     Args:
-        default: its default; a text is parsed as if a person had typed it.
-        help: one line.
-        flags: its spellings; by default `--` and the field's name.
+        default: the default; a text is parsed like a text from the command line.
+        help: one line for the help.
+        flags: the spellings of the option; by default `--` and the name of the field.
         how: attributes of `Option` (panel, env, usual, values, need, kinds, metavar, rare), and
             arguments of `pydantic.Field` that check values (ge, lt).
     """
@@ -124,7 +125,7 @@ def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
         attributes["flags"] = flags
     for name in DECLARED & how.keys():
         attributes[name] = how.pop(name)
-    # Defaults of parsed types are stored as text, as a person would type them.
+    # A default given as text must be validated, so that pydantic parses it.
     how.setdefault("validate_default", isinstance(default, str))
     return Field(default, description=help, json_schema_extra={"option": attributes}, **how)
 
@@ -136,7 +137,7 @@ def add_options(kind: type[S], added: Mapping[str, Any]) -> type[S]:
         kind: the class.
         added: the options by name, as `repeat_option` returns them.
     """
-    # As pydantic takes fields: (type, declaration).
+    # pydantic.create_model takes each field as (type, declaration).
     fields: dict[str, Any] = {name: (field.annotation, field) for name, field in added.items()}
     extended: type[S] = pydantic.create_model(
         kind.__name__, __base__=kind, __module__=kind.__module__, **fields
@@ -145,12 +146,12 @@ def add_options(kind: type[S], added: Mapping[str, Any]) -> type[S]:
 
 
 def repeat_option(source: type[Settings], name: str, **how: Any) -> Any:
-    """Declare an option of other settings again, with other attributes (need, exclude...).
+    """Return a copy of an option of another class of settings, with some attributes changed.
 
     Args:
         source: the settings that have the option.
-        name: its name.
-        how: the attributes that differ.
+        name: the name of the option.
+        how: the changed attributes, such as need or exclude.
     """
     known = copy(source.model_fields[name])
     extra: Any = known.json_schema_extra
@@ -172,11 +173,11 @@ class Settings(BaseModel):
 
     @classmethod
     def complete(cls) -> type[Self]:
-        """Return the class with the options that measures add; as a rule the class itself."""
+        """Return the class with all options; a subclass may add options of installed measures."""
         return cls
 
     def __new__(cls, **_values: Any) -> Self:
-        """Return an instance of the complete class."""
+        """Return an instance of `cls.complete()`, which may have more options than this class."""
         return super().__new__(cls.complete())
 
     @classmethod
@@ -187,7 +188,7 @@ class Settings(BaseModel):
             extra: Any = info.json_schema_extra or {}
             if "option" in extra:
                 kind, repeats = _find_type(info.annotation, info.metadata)
-                # Derived from the field, unless `option` declares them.
+                # Defaults from the field; attributes declared by `option` replace them.
                 attributes: dict[str, Any] = {
                     "flags": (flag(name),),
                     "values": partial(_list_choices, info.annotation),
@@ -200,7 +201,7 @@ class Settings(BaseModel):
         return described
 
     def require_needed(self) -> Self:
-        """Refuse an option that has no effect, because it needs another one that is not set.
+        """Refuse an option that has no effect because the condition in `need` does not hold.
 
         Raises:
             UsageError: the message names the first such option.
@@ -216,7 +217,7 @@ class Settings(BaseModel):
     _check_needs = pydantic.model_validator(mode="after")(require_needed)
 
     def _differs(self, known: Option) -> bool:
-        """Say whether an option differs from its default, which may be the text that gives it."""
+        """Return whether an option differs from its default, compared as value and as text."""
         default = type(self).model_fields[known.name].default
         value = getattr(self, known.name)
         as_text = self.model_dump(mode="json", include={known.name}).get(known.name, value)
@@ -225,7 +226,7 @@ class Settings(BaseModel):
     def require_kind(self, kind: str) -> None:
         """Refuse options that do not apply to models of a kind (image, tokens or text).
 
-        Those of a configuration file are for all models, so they are not refused.
+        Options from a configuration file are for all models, so they are not refused.
 
         Raises:
             UsageError: the message names the first option that was given.
@@ -247,12 +248,13 @@ class Settings(BaseModel):
         spelled: Callable[[str], str] | None = None,
         configured: Collection[str] = (),
     ) -> Self:
-        """Return settings with these values, and defaults for the others.
+        """Return settings with these values, and defaults for all other options.
 
         Args:
             values: values by field name.
             spelled: returns the name of a field for messages; None: the command-line spelling.
-            configured: names of the values from a configuration file, which may have no effect.
+            configured: names of values from a configuration file. These values may have no effect
+                on the model, which is an error for values from the command line.
 
         Raises:
             UsageError: an option does not accept its value; the message names the option.
@@ -262,7 +264,7 @@ class Settings(BaseModel):
         spell = spelled or (lambda name: known[name].flags[0] if name in known else flag(name))
         accepted = dict(values)
         for name, value in values.items():
-            # JSON and the command line read integers of any size.
+            # JSON and the command line read integers of any size, but arrays do not store them.
             if isinstance(value, int) and not -INT64 <= value < INT64:
                 raise UsageError(f"{spell(name)}: {value} is too large a number")
             if name in known and _is_text(kind.model_fields[name].annotation):
@@ -272,7 +274,7 @@ class Settings(BaseModel):
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             name = ""
-            if first["loc"]:  # the field, and the position inside of its value
+            if first["loc"]:  # the field first, then the position inside its value
                 name = str(first["loc"][0])
             reason = first["msg"].removeprefix("Value error, ")
             reason = reason.replace("Input should be", "it must be")
@@ -284,9 +286,10 @@ class Settings(BaseModel):
 
 
 def _write_text(value: Any) -> Any:
-    """Return the text of an option that Python may give as a number or a list.
+    """Return a number or a list as text, for an option whose values are texts.
 
-    Examples are order=1 and attack=["fgsm", "pgd"]. Other values stay as they are.
+    In Python, such options may be given as order=1 or attack=["fgsm", "pgd"]. Other values are
+    returned unchanged.
     """
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
@@ -305,7 +308,7 @@ def flag(name: str) -> str:
 
 
 def _list_choices(annotation: Any) -> tuple[str, ...]:
-    """Return the words that a type accepts: those of the first `Literal` in it.
+    """Return the words that a type accepts: the words of the first `Literal` in the type.
 
     >>> _list_choices(tuple[Literal["a", "b"], ...] | None)
     ('a', 'b')
@@ -320,7 +323,7 @@ def _list_choices(annotation: Any) -> tuple[str, ...]:
 
 
 def _is_text(annotation: Any) -> bool:
-    """Say whether all values of a type, except None, are text or words of a `Literal`."""
+    """Return whether all values of a type, except None, are text or words of a `Literal`."""
     if get_origin(annotation) in (Union, UnionType):
         return all(inner is type(None) or _is_text(inner) for inner in get_args(annotation))
     return annotation is str or get_origin(annotation) is Literal
@@ -339,7 +342,7 @@ def _find_type(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, boo
         inner, *added = get_args(annotation)
         return _find_type(inner, [*added, *metadata])
     if any(isinstance(item, BeforeValidator) for item in metadata):
-        return str, False  # the type parses text itself, such as `auto` beside numbers
+        return str, False  # the type has its own parser of text, for example `auto` or a number
     if get_origin(annotation) in (Union, UnionType):
         choices = [inner for inner in get_args(annotation) if inner is not type(None)]
         if len(choices) == 1:  # TYPE | None

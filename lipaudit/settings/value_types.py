@@ -30,15 +30,15 @@ MOST_SHARDS = 10**5
 
 
 def _require(fits: object) -> None:
-    """Refuse a text; `_read_with` says what it must be."""
+    """Raise a ValueError if a condition on a text is false; `_read_with` words the message."""
     if not fits:
         raise ValueError("the text does not have the form of the option")
 
 
 def _read_integers(pattern: str, text: str) -> list[int]:
-    """Return the integers in the groups of a pattern; -1 for a group that matches nothing.
+    """Return the integers in the groups of a pattern; -1 for a group without a match.
 
-    Spaces around the signs / : . - do not matter.
+    Spaces around the signs / : . - are ignored.
 
     Raises:
         ValueError: the text does not match the pattern.
@@ -68,7 +68,7 @@ def read_lengths(text: str) -> tuple[int, ...]:
     _require(FEWEST <= first < last <= MOST_TOKENS and 2 <= count <= MOST_LENGTHS)
     lengths = []
     for i in range(count):
-        # Even steps of the logarithm, because growth is fitted by a power law, a line over log n.
+        # Equal steps of log n: growth is fitted by a power law, which is a line over log n.
         step = math.log(last / first) * i / (count - 1)
         lengths.append(round(first * math.exp(step)))
     return tuple(dict.fromkeys(lengths))  # rounding may give a length twice
@@ -83,13 +83,13 @@ def read_quantization(text: str) -> tuple[int, int]:
 
 
 def read_head(text: str) -> tuple[int, int]:
-    """Read LAYER.HEAD."""
+    """Read LAYER.HEAD, such as `3.1`, as (3, 1)."""
     layer, head = _read_integers(r"(\d+)\.(\d+)", text)
     return layer, head
 
 
 def read_keywords(text: str) -> dict[str, Any]:
-    """Read `NAME=VALUE,...`; a value is a number, true, false or none if it can be, else text."""
+    """Read `NAME=VALUE,...`; a value is read as a number, true, false or none, or else as text."""
     values: dict[str, Any] = {}
     for piece in filter(None, text.split(",")):
         before, equals, after = piece.partition("=")
@@ -100,7 +100,7 @@ def read_keywords(text: str) -> dict[str, Any]:
         as_json = word.lower()
         if as_json == "none":
             as_json = "null"
-        with suppress(ValueError):  # no JSON value: the word stays a text
+        with suppress(ValueError):  # not a JSON value: the word is a text
             values[key] = json.loads(as_json)
     return values
 
@@ -141,7 +141,7 @@ def read_duration(text: str) -> float:
 
 
 def require_distinct(values: Sequence[Any]) -> Sequence[Any]:
-    """Return the values, if none is repeated: it would be measured twice, with one result.
+    """Return the values; refuse a repeated value, whose results would overwrite each other.
 
     Raises:
         ValueError: a value is repeated.
@@ -156,12 +156,13 @@ def _read_with(read: Callable[[str], Any], form: str = "") -> BeforeValidator:
     """Return a step of pydantic's validation that parses text; other values stay as they are.
 
     Args:
-        read: returns the value of a text; its errors are replaced by `form`.
-        form: what the text must be, with an example; empty keeps the errors of `read`.
+        read: returns the value of a text, or raises ValueError.
+        form: the form of the text with an example, for the message in place of the message of
+            `read`; empty keeps the message of `read`.
     """
 
     def convert(value: Any) -> Any:
-        # Python may pass a value of the right type, which is not parsed.
+        # From Python, a value may have the right type already: it is not parsed.
         if not isinstance(value, str):
             return value
         try:
@@ -174,17 +175,17 @@ def _read_with(read: Callable[[str], Any], form: str = "") -> BeforeValidator:
 
 
 def _read_radius(value: Any, *, parse: Callable[[str], Any] = parse_radius) -> Any:
-    """Parse a radius: a text, or a number by its decimal spelling, so 0.1 is exactly one tenth.
+    """Parse a radius exactly: a text, or a number as its decimal text, so that 0.1 is 1/10.
 
     Args:
-        value: the radius; values of other types stay as they are.
+        value: the radius; values of other types are returned unchanged.
         parse: parses a text.
     """
     if not isinstance(value, int | float | str) or isinstance(value, bool):
         return value
     try:
         return parse(str(value))
-    except UsageError as error:  # a ValueError, so that the message names the option
+    except UsageError as error:  # pydantic adds the name of the option to a ValueError
         raise ValueError(f"{error.message}. {error.advice}") from None
 
 
@@ -205,10 +206,10 @@ def _read_radii(values: Any) -> Any:
 
 
 def _require_balls(radii: tuple[Radius, ...], counted: tuple[str, ...] = ()) -> tuple[Radius, ...]:
-    """Return the radii, if all are positive and certificates exist for them.
+    """Return the radii; refuse radius 0, and units for which no certificates exist.
 
     Args:
-        radii: the radii of balls, without a unit; or numbers of changes, such as 2 words.
+        radii: radii of balls, without a unit, or numbers of changes, such as 2 words.
         counted: the units for which certificates exist.
     """
     for radius in radii:
@@ -220,9 +221,9 @@ def _require_balls(radii: tuple[Radius, ...], counted: tuple[str, ...] = ()) -> 
 
 
 def _order_layers(layers: Any) -> Any:
-    """Return layers in order, each once; None stays None.
+    """Return layers in order and without repetitions; None stays None.
 
-    From Python, one layer may be given as a number.
+    From Python, a single layer may be given as a number.
     """
     if layers is None:
         return None
@@ -245,7 +246,7 @@ Lengths = Annotated[
 
 # Reads a comma-separated list.
 def _split_list(text: str) -> tuple[str, ...]:
-    """Return the words between commas, each once."""
+    """Return the words between commas; refuse a repeated word."""
     words = [word.strip() for word in text.split(",")]
     return tuple(require_distinct(list(filter(None, words))))
 

@@ -48,7 +48,7 @@ class Repository:
 
     @property
     def cache(self) -> Path:
-        """Return its folder in the local cache."""
+        """Return the folder of the repository in the local cache."""
         from huggingface_hub.file_download import repo_folder_name
 
         folder = repo_folder_name(repo_id=self.name, repo_type=self.kind)

@@ -434,7 +434,7 @@ def _estimate_needed(evidence: Evidence, p: float, level: float) -> int | None:
 
 
 def _breaks_limit(rule: Rule, new: float, old: float | None) -> bool:
-    """Say whether a value breaks its limit; a value equal to the limit does not.
+    """Return whether a value breaks the limit of a rule; a value equal to the limit does not.
 
     The comparison uses exact decimals of 12 digits, so that 73% is never below 73%.
 

@@ -111,7 +111,7 @@ def round_changes(changes: Values) -> Values:
 
 
 def find_middle(ordered: Values) -> float:
-    """Return the median of ordered values, which may be infinite."""
+    """Return the median of sorted values; values may be infinite."""
     lower = float(ordered[(ordered.size - 1) // 2])
     upper = float(ordered[ordered.size // 2])
     if lower == -math.inf and upper == math.inf:  # the middle of -inf and inf
@@ -354,7 +354,7 @@ def correct_by_holm(p_values: Mapping[Name, float]) -> dict[Name, tuple[float, i
         p_values: the p-value of each hypothesis, of any test.
 
     Returns:
-        The adjusted p-value of each hypothesis, and the factor of its multiplication.
+        For each hypothesis, the adjusted p-value and the factor (k, k - 1, ...) of its p-value.
         Source: Holm, Scand. J. Statist. 6 (1979) 65.
     """
     found = dict[Name, tuple[float, int]]()
@@ -397,12 +397,12 @@ def correct_jointly(changes: Values, quiet: float, *, both_sides: bool = False) 
     counts = (sums + np.abs(signs).sum(1)) / 2
     sizes = [find_middle(line) for line in np.sort(np.abs(rounded))]
     moving = np.flatnonzero(np.array(sizes) > quiet)
-    # The indices of the rows that move, those with most changes for the worse first.
+    # The indices of the rows that move; rows with most changes for the worse come first.
     ranked = moving[np.argsort(-counts[0, moving], kind="stable")]
     counts = counts[:, ranked]
     # The largest count over each row and all after it, in every draw.
     largest = np.maximum.accumulate(counts[:, ::-1], axis=1)[:, ::-1]
     shares = (largest >= counts[0]).mean(0)
-    # No p-value may be smaller than that of a row with more changes for the worse.
+    # A row must not have a smaller p-value than a row with more changes for the worse.
     adjusted[ranked] = np.maximum.accumulate(shares)
     return adjusted

@@ -113,7 +113,7 @@ def find_contradictions(report: Report) -> list[Contradiction]:
 
 
 def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
-    """Yield the samples that the report certifies, each with its ball."""
+    """Yield each certified sample of a report with its certified ball."""
     for section in report.sections:
         column = section.sample_columns.get("certified")
         # Only certificates of the model itself (domain "ball"). A certificate of a smoothed

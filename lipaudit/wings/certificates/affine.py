@@ -73,8 +73,8 @@ def linear_map(
     slack = slack + x.symbol_count * roundings * tiny(symbols.dtype)
     if constant is not None:
         constant = constant.detach().to(DOUBLE)
-        # s covers the rounding of W c, but not that of the sum W c + b. An infinite constant (a
-        # mask) is added exactly.
+        # s covers the rounding of W c, but not the rounding of the sum W c + b. An infinite
+        # constant (a mask) is added exactly.
         size = constant.abs() + absolute_op(x.centre.abs()[None], *sizes)[0]
         rounding = gamma(4, DOUBLE) * size
         slack = round_up(slack + rounding.nan_to_num(posinf=0.0))
@@ -414,7 +414,7 @@ def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., For
             means = average(stack.flatten(0, 1), *args, **kwargs)
             return torch.unflatten(means, 0, stack.shape[:2])
 
-        # A window has at most as many entries as these axes; its sum is divided once.
+        # A window has at most as many entries as these axes, and the sum is divided once.
         terms = input.shape[-axes:].numel()
         return linear_map(input.symbolize_slack(), pool_stack, roundings=terms + 2)
 

@@ -119,10 +119,11 @@ def _make_part(
 
 
 def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
-    """Report how many passes the proofs of a sample need, and the seconds of a pass.
+    """Report to the user how many passes the proofs of a sample need, and the seconds of a pass.
 
-    With several patches there is a pass for every choice of places, possibly very many passes. A
-    trial proof of one node measures the time.
+    `bracket` runs the attacks and proofs of the sample; the attacks are already done. With several
+    patches there is a pass for every choice of places, possibly very many passes. A trial proof of
+    one node measures the time.
 
     Returns:
         Whether a cost was reported. It is not if the sample is misclassified, or if attacks broke

@@ -35,7 +35,8 @@ from lipaudit.wings.certificates.symbols import ReluCall
 def relu(input: Form, inplace: bool = False) -> Form:
     """Return max(z, 0) as the form h = a z + m (1 + eps) with z = input.
 
-    z is in [l, u] on the ball. If l < 0 < u, max(z, 0) lies between a z and a z + 2 m with
+    A form bounds a tensor over a ball of inputs: centre + coefficients . symbols +- slack. On the
+    ball, z is in [l, u]. If l < 0 < u, max(z, 0) lies between a z and a z + 2 m with
     a = u / (u - l) and 2 m = max(-a l, (1 - a) u), and eps in [-1, 1] is a new symbol. Otherwise
     the sign of z is known: a is 0 or 1, and m = 0. ReLUs with an unknown sign are recorded for
     branch and bound (`branch`).
@@ -92,12 +93,12 @@ def prelu(input: Form, weight: Tensor) -> Form:
 
 
 def maximum(input: Any, other: Any) -> Form:
-    """Return the larger of two, entry by entry: y + relu(x - y)."""
+    """Return the form of the larger of x and y, entry by entry: y + relu(x - y)."""
     return add(other, relu(sub(input, other)))
 
 
 def minimum(input: Any, other: Any) -> Form:
-    """Return the smaller of two, entry by entry: x - relu(x - y)."""
+    """Return the form of the smaller of x and y, entry by entry: x - relu(x - y)."""
     return sub(input, relu(sub(input, other)))
 
 
@@ -121,7 +122,7 @@ def hardswish(input: Form, inplace: bool = False) -> Form:
 
 
 def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
-    """Return the largest value of a form over axes, by default over all."""
+    """Return the form of the largest value over axes, by default over all axes."""
     axes = read_axes(dim, input.ndim)
     others = [axis for axis in range(input.ndim) if axis not in axes]
     # `find_largest` works on the last axis: the axes are moved to the end and joined.
@@ -139,7 +140,7 @@ def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
 
 
 def amin(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
-    """Return the smallest value over axes."""
+    """Return the form of the smallest value over axes, by default over all axes."""
     return neg(amax(neg(input), dim, keepdim))
 
 
@@ -172,15 +173,16 @@ def make_extreme(
 def find_largest(x: Form) -> Form:
     """Return the form of the largest value over the last axis, as x_i + [0, h].
 
-    i is the index of the largest entry at the centre of the ball. h is an upper bound of all
-    x_j - x_i on the ball: 0 if entry i is proven to be the largest everywhere.
+    A form is centre + coefficients . symbols +- slack: bounds of a tensor over a ball of inputs.
+    Here i is the index of the largest entry of the centre. h is an upper bound of all x_j - x_i
+    on the ball: 0 if entry i is proven to be the largest everywhere.
     """
     top = x.centre.argmax(-1, keepdim=True)
     chosen = make_rearrangement("gather")(x, -1, top)
     _, high = sub(x, chosen).range()
     # Entry i itself, and masked entries (-inf), are left out of the comparison.
     is_out = (x.centre == -torch.inf).scatter(-1, top, True)
-    # h / 2, where h is the largest x_j - x_i on the ball.
+    # Half of h. It must be added to centre and slack, because [0, h] is h / 2 +- h / 2.
     half = round_up(high.masked_fill(is_out, 0.0).amax(-1).clamp_min(0.0) / 2)
     chosen = make_rearrangement("select")(chosen, -1, 0)
     # [0, h] is h / 2 +- h / 2.

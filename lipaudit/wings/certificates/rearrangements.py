@@ -25,7 +25,10 @@ def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
 
 
 def broadcast(x: Form, other: Sequence[int]) -> Form:
-    """Return the form broadcast to the common shape; slack of repeated entries becomes symbols."""
+    """Return a form broadcast to the common shape of itself and `other`.
+
+    A form is centre + coefficients . symbols +- slack. Slack of repeated entries becomes symbols.
+    """
     shape = broadcast_shapes(x.shape, other)
     if x.shape == shape:
         return x
@@ -169,7 +172,8 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
 def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
     """Return a form with the constant `value` in the entries where a mask is True.
 
-    Coefficients and slack of these entries are 0.
+    A form is centre + coefficients . symbols +- slack. The masked entries get the centre `value`,
+    and their coefficients and slack are 0.
     """
     mask = mask.bool()
     unchanged = ~mask
@@ -184,7 +188,7 @@ MOVE_METHODS = (*REARRANGEMENTS, "index_select", "roll", "flip", "repeat")
 
 
 def lift_constant(value: Any, like: Form) -> Form:
-    """Return a constant as a form with the symbols of `like` and coefficients of zero."""
+    """Return a constant as a form: it is the centre, and coefficients and slack are zero."""
     centre = as_constant(value, like).to(DOUBLE)
     rows = like.dense.new_zeros(like.symbols.first_error, *centre.shape)
     return Form(centre, rows, torch.zeros_like(centre), like.symbols)
@@ -206,7 +210,10 @@ def lift_first_constant(like: Any, *constants: Any) -> tuple[Any, ...]:
 
 
 def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None = None) -> Form:  # noqa: A002
-    """Add entries at the ends of axes, like F.pad: constants, or copies of entries."""
+    """Add entries at the ends of axes of a form, like F.pad: constants, or copies of entries.
+
+    A form is centre + coefficients . symbols +- slack: bounds of a tensor over a ball of inputs.
+    """
     pad = tuple(pad)
     if mode != "constant":
         return make_rearrangement(F.pad)(input, pad, mode)

@@ -143,7 +143,7 @@ class Symbols:
         self.pairs = torch.empty(2, 0, dtype=torch.long)
         if order == 2:
             self.pairs = torch.triu_indices(inputs, inputs)
-        # Rows of coefficients: those of e_i, of the products, then of errors.
+        # Order of the rows of coefficients: symbols e_i, then products, then errors.
         self.first_error = inputs + self.pairs.shape[1]
         self.restart(many_symbols=True)
 

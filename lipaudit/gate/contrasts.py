@@ -132,7 +132,7 @@ def _contrast_reports(
     if rule.limit.kind == "absolute":  # a limit on the current figure, which needs no baseline
         if rule.group:
             return _contrast_own_groups(rule, current, new)
-        return [Contrast(str(name), None, value) for name, value in points.items()]
+        return [Contrast(name=str(name), old=None, new=value) for name, value in points.items()]
     if old is None:
         raise BaselineError(f"the baseline has no section {rule.measure}")
     try:
@@ -264,7 +264,9 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
         # The stored rows are statistics of all samples: they are computed again for each group.
         reading = readings.read(rule, section, take, recompute=not rule.per_sample)
         readings.require_finite(rule, reading)
-        figures = [Contrast(str(name), None, value) for name, value in reading.points.items()]
+        figures = [
+            Contrast(name=str(name), old=None, new=value) for name, value in reading.points.items()
+        ]
         for contrast in _keep_distinct(rule, figures):
             contrasts.append(replace(contrast, group=group, ids=tuple(members)))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
@@ -429,14 +431,24 @@ def _contrast(
     else:
         stacked = _stack_rows(old, new)  # old and new, each (rows, samples)
         if stacked is None or rule.stat == "each":
-            return Contrast(str(name), first, last, same=same)
+            return Contrast(name=str(name), old=first, new=last, same=same)
         # The statistic over the rows, for each sample.
         before, now = (reduce_values(rule.stat, each, axis=0) for each in stacked)
         worse = _compute_change(rule, before, now)
         evidence = statistics.judge_median(worse)
     # A section without ids may still have values for each sample: then no ids are stored.
     tested_ids = ids if worse.size == len(ids) else ()
-    return Contrast(str(name), first, last, evidence, before, now, worse, tested_ids, same)
+    return Contrast(
+        name=str(name),
+        old=first,
+        new=last,
+        evidence=evidence,
+        before=before,
+        now=now,
+        changes=worse,
+        ids=tested_ids,
+        same=same,
+    )
 
 
 def _are_same(rule: Rule, before: Values, now: Values, tol: float) -> bool:

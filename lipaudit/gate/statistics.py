@@ -191,7 +191,7 @@ def judge_by_bootstrap(
             estimate, n, lambda margin: float(margin >= 0), lambda _: (0.0, 0.0), least
         )
     if n < least:  # nothing is proven: the p-value is 1, and there are no finite limits
-        return Evidence(estimate, n, lambda _: 1.0, lambda _: _UNKNOWN, least)
+        return Evidence(estimate, n, p=lambda _: 1.0, limits=lambda _: _UNKNOWN, least=least)
     generator = np.random.default_rng(0)
     rows = max(1, _CHUNK // n)  # draws at a time
     resampled = list[Values]()
@@ -204,8 +204,8 @@ def judge_by_bootstrap(
         exchanged.append(change(np.where(swap, new, old), np.where(swap, old, new)))
     draws = np.sort(round_changes(np.concatenate(resampled)))
     nulls = np.concatenate(exchanged)
-    if np.isnan(draws).any():  # a statistic is infinite before and after, so their change is NaN
-        return Evidence(estimate, n, lambda _: 1.0, lambda _: _UNKNOWN, least)
+    if np.isnan(draws).any():  # a statistic is infinite before and after: their change is NaN
+        return Evidence(estimate, n, p=lambda _: 1.0, limits=lambda _: _UNKNOWN, least=least)
     # The p-values of "no worse" and of "no better" by exchanges.
     tails = [_count_tail(sign * nulls, sign * estimate) for sign in (1, -1)]
 

@@ -502,7 +502,7 @@ class Report(Frozen):
 
 
 def model_labels(reports: Sequence[Report]) -> list[str]:
-    """Name each report by its model; repeated names get a letter in front."""
+    """Return a name for each report: its model; if two names are equal, all get a letter."""
     specs = [report.run.label for report in reports]
     if len(set(specs)) == len(specs):
         return specs

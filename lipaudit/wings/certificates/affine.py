@@ -216,10 +216,10 @@ def align_blocks(x: Form, y: Form) -> None:
 
 
 def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
-    """Return x times a constant, entry by entry.
+    """Return a form times a constant, entry by entry.
 
     Args:
-        x: a form.
+        x: a form, centre + coefficients . symbols +- slack.
         weight: the constant.
         roundings: number of roundings that the constant had before.
     """
@@ -440,7 +440,10 @@ def variance(
 
 
 def where(condition: Tensor, input: Any, other: Any) -> Form:
-    """Return entries of `input` where the condition (a constant) holds, else of `other`."""
+    """Return the form with the entries of `input` where `condition` is True, else of `other`.
+
+    At least one of `input` and `other` is a form. The other one may be a constant.
+    """
     if isinstance(condition, Form):
         raise NoRuleError("where with a condition that depends on the input")
     condition = condition.bool()  # old causal masks are uint8

@@ -120,9 +120,9 @@ class Bracket:
             return
         largest = self._find_largest_radius()
 
-        # The two limits of each search: the largest radius that attacks did not break and the
-        # smallest radius that they broke; the largest proven radius and the smallest one that was
-        # not proven or is broken.
+        # Each search knows two limits. For attacks: the largest radius that no attack broke, and
+        # the smallest broken radius. For proofs: the largest proven radius, and the smallest
+        # radius that is broken or was not proven.
         def read_attacks() -> tuple[float, float]:
             return self.unbroken_radius, self.adversarial_radius
 

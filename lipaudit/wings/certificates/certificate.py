@@ -157,8 +157,13 @@ def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) 
     why: Why = "" if decision.certified else decision.limit  # type: ignore[assignment]
     if why == "signs" and not decision.relus:  # no ReLU to split: the bounds alone fail
         why = "bound"
-    leaves = decision.leaves
-    return Certificate(decision.certified, why, decision.bound, decision.nodes, leaves=leaves)
+    return Certificate(
+        certified=decision.certified,
+        why=why,
+        bound=decision.bound,
+        nodes=decision.nodes,
+        leaves=decision.leaves,
+    )
 
 
 def _prove_words(
@@ -258,9 +263,9 @@ def _prove_box(
     labels = torch.tensor([label], device=low.device)
     while parts:
         if proof.seconds <= 0:
-            return Certificate(False, "seconds", smallest, nodes)
+            return Certificate(certified=False, why="seconds", bound=smallest, nodes=nodes)
         if nodes >= proof.nodes:
-            return Certificate(False, "nodes", smallest, nodes)
+            return Certificate(certified=False, why="nodes", bound=smallest, nodes=nodes)
         low, high = parts.pop()
         centre = (low + high) / 2
         nodes += 1
@@ -277,7 +282,9 @@ def _prove_box(
             margin = worst_margins(net.forward(z, sample), labels)
         gradient = pull((z, margin), torch.ones_like(margin)).abs()
         if float(margin.detach()) < 0:  # the centre gets another class
-            return Certificate(False, "broken", float(margin.detach()), nodes)
+            return Certificate(
+                certified=False, why="broken", bound=float(margin.detach()), nodes=nodes
+            )
         # Cut in two at the centre of the pixel with the largest effect.
         pixel = (radius * (gradient + gradient.mean())).flatten().argmax()
         cut = centre.view(-1)[pixel]
@@ -286,7 +293,7 @@ def _prove_box(
         below.view(-1)[pixel] = cut
         above.view(-1)[pixel] = cut
         parts += [(low, below), (above, high)]
-    return Certificate(True, "", smallest, nodes)
+    return Certificate(certified=True, bound=smallest, nodes=nodes)
 
 
 def choose_order(net: Net, sample: Batch, order: str = "auto", inputs: int = 0) -> int:

@@ -36,7 +36,7 @@ SECONDS = seconds_column("Wall time of the proofs.")
 def read_attacked(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the robust accuracy of every ball: the share of samples that no attack broke.
 
-    The attacks are those that run before the proofs, not those of `lipaudit attack`.
+    These attacks run before the proofs of `lipaudit certify`; `lipaudit attack` may run others.
     """
     attacks = str(section.settings.get("attack")).split(",")
     for row in section.rows:
@@ -45,7 +45,7 @@ def read_attacked(headline: Headline, section: Section, report: Report) -> Itera
 
 
 def read_certified(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the certified accuracy of every ball; its text has the number of undecided samples."""
+    """Yield the certified accuracy of every ball, with the number of undecided samples as text."""
     for row in section.rows:
         remarks = [f"{row.samples} samples"]
         if row.undecided:

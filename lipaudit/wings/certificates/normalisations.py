@@ -59,7 +59,10 @@ def layer_norm(
 def rms_norm(
     input: Form, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Form:
-    """Return RMSNorm of a form, x / sqrt(mean x^2 + eps) weight."""
+    """Return RMSNorm of a form: x / sqrt(mean x^2 + eps) weight.
+
+    A form is centre + coefficients . symbols +- slack: bounds of a tensor over a ball of inputs.
+    """
     if len(_read_shape(input, normalized_shape)) > 1:
         raise NoRuleError(f"a normalisation of the axes {tuple(normalized_shape)}")
     if eps is None:  # as in torch

@@ -41,10 +41,10 @@ def broadcast(x: Form, other: Sequence[int]) -> Form:
 
 
 def expand(x: Any, *shape: Any) -> Any:
-    """Return the expanded form, like Tensor.expand."""
+    """Return a tensor or a form, expanded to a shape like Tensor.expand."""
     if not isinstance(x, Form):
         return x.expand(*shape)
-    # Let torch find the new shape, in which -1 keeps a size, on a tensor that takes no memory.
+    # A size of -1 keeps the old size: torch computes the new shape on a tensor without memory.
     expanded = torch.empty(()).expand(x.shape).expand(*shape)
     return broadcast(x, expanded.shape)
 

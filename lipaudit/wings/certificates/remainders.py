@@ -169,7 +169,7 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
 def _scale_coefficients(dense: Tensor, scale: Tensor, rows: int) -> Tensor:
     """Return coefficients (symbols, *shape) times scale (*shape), as (*shape, rows).
 
-    `rows` is at least the number of symbols; the further ones are zero.
+    `rows` is at least the number of symbols; coefficients of the additional rows are zero.
     """
     scaled = dense.movedim(0, -1) * scale[..., None]
     return F.pad(scaled, (0, rows - len(dense)))

@@ -346,9 +346,9 @@ class Symbols:
         return create_errors(radius, first, self.dtype)
 
     def add_row_errors(self, coefficients: Float[Tensor, "layers ..."]) -> ErrorBlock:
-        """Return new error symbols, each of which acts on all entries of a row of the last axis.
+        """Return new error symbols that each act on all entries of one row of the last axis.
 
-        There is one symbol per layer of the coefficients (layers, *shape) and per row.
+        There is one symbol for each layer of the coefficients (layers, *shape) and each row.
         """
         first = self.count  # number of the first new symbol
         layers, *lead, width = coefficients.shape

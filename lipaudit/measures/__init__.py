@@ -183,7 +183,7 @@ class AuditOptions(Settings):
     quick: bool = option(False, "Fewer samples, quick attacks.")
     full: bool = option(
         False,
-        "More samples, all of AutoAttack.",
+        "More samples.",
         need=Need("a run without --quick", lambda options: not options.quick),
     )
     only: Names = option(None, f"Measures to run; default: {', '.join(USUAL)}.")

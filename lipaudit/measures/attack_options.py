@@ -87,7 +87,7 @@ class AttackOptions(MeasureOptions):
         values=lambda: ("autoattack", *kinds.PRESETS, *kinds.attack_kinds()),
     )
     norm: Norm | None = option(
-        None, "linf (default for images), l2, l1, or token-l2 (default for text)."
+        None, "linf (default for images), l2, l1, or token-l2 (default for embeddings of texts)."
     )
     steps: int | None = option(
         None,

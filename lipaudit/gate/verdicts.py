@@ -323,11 +323,15 @@ class Judgement(Frozen):
     @property
     def summary(self) -> str:
         """Return the outcome with the counts, and how many samples would prove open verdicts."""
-        needed = [v.samples_needed for v in self.verdicts if v.samples_needed]
         text = f"{self.outcome}: {self.counts}"
-        if self.outcome == "not proven" and needed:
-            text += f"; about {max(needed)} samples would settle it"
+        if self.outcome == "not proven" and self.needed:
+            text += f"; about {self.needed} samples would settle it"
         return text
+
+    @property
+    def needed(self) -> int:
+        """Return how many samples would prove all open verdicts; 0 if none or unknown."""
+        return max((verdict.samples_needed or 0 for verdict in self.verdicts), default=0)
 
     def _list_gravest(self) -> list[Verdict]:
         """Return the verdicts that cause the exit code; if none fails, the inconclusive ones."""

@@ -486,11 +486,11 @@ def make_judgement_page(judgement: Judgement) -> Document:
         ending = "failed"
         tone = "broken"
     elif judgement.outcome == "not proven":
-        ending = "not proven"
+        ending = "not proven, CI passes"
         tone = "open"
     elif not all(verdict.proven for verdict in judgement.verdicts):
         tone = "open"
-    reason = write_arrows(judgement.reason).removeprefix(f"{ending}: ")
+    reason = write_arrows(judgement.reason).removeprefix("not proven: ")
     text = f"{ending.upper()} (exit code {judgement.exit_code}): {reason}"
     if judgement.outcome != "pass":
         text += f". Verdicts: {judgement.counts}."
@@ -505,8 +505,8 @@ def make_judgement_page(judgement: Judgement) -> Document:
     warnings = (Note.warn("differs", text) for text in judgement.warnings)
     opening = open_page(answer, "", facts, warnings)
     todo = "See which samples, groups and heads changed."
-    if judgement.outcome == "not proven":
-        todo = f"Measure both models on as many samples as the answer asks for. {todo}"
+    if judgement.outcome == "not proven" and judgement.needed:
+        todo = f"Measure both models on at least {judgement.needed} samples. {todo}"
     steps = Points((("", todo, "lipaudit compare BASELINE CURRENT"),))
     chapter = Chapter("verdicts", "What is the verdict on each rule?", _show_verdicts(judgement))
     title = f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}"

@@ -297,7 +297,7 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
         for head in known:
             figure = figures[head]
             values[head] = None if figure is None else figure / most
-        low = min(low, *finite(values.values()))
+        low = min([low, *finite(values.values())])  # a share may be negative
         maps.append(map_heads(title, values, column))
     for each in maps:
         yield replace(each, scale=blocks.Scale(low, 1.0, log=False))

@@ -128,7 +128,8 @@ def layer_norms(
     after: list[Norms] = []
     for group in _split_rows(heads):
         # J is proportional to the values: solve for values of size one, and multiply each head's
-        # output by its size, as a gain or in W_O.
+        # output by its size. Without W_O the size is a gain. With W_O the size is a factor of the
+        # head's W_O; the products then take only the number of heads from `gains`.
         unit, size = unit_values(group)
         if concat or heads.out is None:
             largest = size.amax()
@@ -136,8 +137,8 @@ def layer_norms(
             norms = _solve(group, unit, linearize, seeds, accuracy)
             before.append(norms.times(float(largest)))
         if heads.out is not None:
-            gains = size.to(heads.out.device)
-            out = heads.out.double() * gains[:, None, None]
+            sizes = size.to(heads.out.device)
+            out = heads.out.double() * sizes[:, None, None]
             out, exponent = take_size(out)  # W_O of size one, times 2^exponent
             linearize = partial(products.layer_products, out=out, gains=size)
             norms = _solve(group, unit, linearize, seeds, accuracy)

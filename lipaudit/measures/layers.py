@@ -244,7 +244,9 @@ def _name_layers(sites: Sequence[Site]) -> str:
 def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     """Note which modules have attention that no layer covers; layer numbers skip them."""
     modules: Sequence[str] = ()
-    for survey in net.surveys:  # the survey that found these layers also found such modules
+    # A survey is the search for the attention layers of a model. A model may have several surveys.
+    # Take the one that returned this very tuple of layers (`sites`): it also lists such modules.
+    for survey in net.surveys:
         if survey.sites is sites:
             modules = survey.unread
     if not modules:

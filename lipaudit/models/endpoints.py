@@ -372,22 +372,33 @@ def _read_states(
 ) -> Tensor:
     """Return the last hidden states of a model, one vector per token, (samples, tokens, width).
 
-    For `hidden` of a language model, the states are the input of the head. Otherwise the states
-    are the output of the last layer norm that returns one vector per token, with zeros at padding.
+    `hidden` of a language model reads the input of the head. `tokens` of any model, and `hidden`
+    of a text model without a head, read the output of the last normalisation layer that returns
+    (samples, tokens, width). Vectors at padding are then set to 0.
+
+    The two names have different users. `tokens` is the output of the whole sample: its vectors may
+    also be patches of an image. For `hidden` the caller picks the vector of one token of a text by
+    its column. So `hidden` needs exactly one vector per token id.
 
     Args:
         net: the model.
         what: `tokens` or `hidden`.
-        part: the samples.
+        part: the samples. For `hidden`, `part.x` has the token ids of texts, (samples, tokens).
         forward: runs the model on the samples.
-        scorer: the head of a language model, if it has one.
+        scorer: the head of a language model; None without such a head, and for `tokens`.
+
+    Raises:
+        InputError: no normalisation layer returns such a tensor, or `hidden` has no vector per
+            token id.
     """
     if what == "hidden" and scorer is not None:
         head_inputs: list[Tensor] = []
 
         def record_input(states: Tensor) -> Tensor:
             head_inputs.append(states)
-            return states[:, :1]  # the head runs on one token: nothing reads the logits
+            # The head goes on with the first token alone: nothing reads the logits, and logits of
+            # all tokens would need much memory.
+            return states[:, :1]
 
         with _replace_head_input(scorer, record_input):
             forward()
@@ -395,12 +406,13 @@ def _read_states(
     else:
         norms = [m for m in net.module.modules() if "Norm" in type(m).__name__]
         outputs = _record(norms, lambda _args, output: output, forward)
-        sequences = [t for t in outputs if t.ndim == 3]
+        sequences = [t for t in outputs if t.ndim == 3]  # (samples, tokens, width)
         if not sequences:
             raise InputError("no token features were found", "Use --to features.")
         states = sequences[-1]
         if part.mask is not None and part.mask.shape == states.shape[:2]:
             states = states * part.mask[..., None]
+    # part.x: token ids, (samples, tokens).
     if what == "hidden" and states.shape[:2] != part.x.shape:
         raise InputError(
             f"the last hidden states of {net.architecture} do not have one vector per token",

@@ -118,31 +118,34 @@ def _list_parents(node: Node) -> list[GradientEdge]:
 def _read_addition(
     node: Node, found: dict[Node, Addition], readers: Counter[Node]
 ) -> Addition | None:
-    """Return a sum of two tensors as a residual addition y = x + F(x).
+    """Return a sum of two tensors as a residual addition y = x + F(x); None if it is none.
 
-    None if the sum is no residual addition.
+    The operand x is called the skip, and F(x) the branch. The sum is a residual addition if the
+    branch is computed from the skip, and each path between the two has a linear map. The branch
+    may also be computed from an earlier skip: in (x + f(x)) + g(x), the second addition has the
+    skip x + f(x) and the branch g(x).
 
     Args:
-        node: the node of the sum.
+        node: the graph node of the sum.
         found: the residual additions before this node, by their nodes.
         readers: how many tensors are computed from each node.
     """
-    # The operand that was computed first is the skip x. The later operand is the branch F(x).
+    # The model computes the skip before the branch.
     skip, branch = sorted(_list_parents(node), key=lambda edge: get_order(edge.node))
-    # The nodes of F lie between x and the branch. F may also read an earlier skip: in
-    # (x + f(x)) + g(x), the skip of the second addition is x + f(x), but g reads x. So try the
-    # skips of earlier additions in turn.
-    stream = _strip_views(skip.node)
-    inside = _find_between(branch.node, stream)
-    while inside is None and stream in found:
-        stream = _strip_views(found[stream].skip.node)
-        inside = _find_between(branch.node, stream)
+    # `source` is the node of the tensor that F reads: the skip, or the skip of an earlier
+    # addition. `inside` are the nodes between `source` and the branch, or None.
+    source = _strip_views(skip.node)
+    inside = _find_between(branch.node, source)
+    while inside is None and source in found:
+        source = _strip_views(found[source].skip.node)
+        inside = _find_between(branch.node, source)
     if inside is None:
         return None
+    # F may be a sum F_1 + F_2 of parallel branches, such as attention and MLP.
     terms = _split_terms(branch, inside, readers)
-    insides = [_find_between(term.node, stream) for term in terms]
-    # If some term does not depend on x through a linear map, the terms are no parallel branches:
-    # keep the branch as a whole.
+    insides = [_find_between(term.node, source) for term in terms]  # the nodes of each term
+    # None: a term is not computed from `source` through linear maps. Then the terms are no
+    # parallel branches, and F stays a single term.
     if len(terms) > 1 and None in insides:
         terms = [branch]
         insides = [inside]

@@ -47,16 +47,20 @@ def add_inputs(
 ) -> tuple[Heads, dict[str, Projected]]:
     """Add X, the maps from X to q, k and v, position vectors and W_O to the heads of a layer.
 
+    X is the input of the layer: the tokens that the linear maps of q, k and v read.
+
     Args:
         structure: how q, k and v of the layer are computed, from its survey.
         attention: q, k, v and the logits of the layer, from `read_product`.
         call: the attention call of the layer, with canonical axes.
         batch: the samples.
-        relative: the logits with their graph if they depend on q or k beyond q k^T, from
-            `read_product`; else None.
+        relative: the logits with their autograd graph, from `read_product`, if the model adds
+            terms of positions that depend on q or k (relative positions). None if the model adds
+            no such terms.
 
     Returns:
-        The heads, and the projections of q, k and v by name, without constants.
+        The heads. And the projections (maps from X) by the names "q", "k" and "v". "q" is missing
+        if the queries are constants, the same for every sample.
 
     Raises:
         NotClosedForm: the call does not have this structure.
@@ -65,7 +69,7 @@ def add_inputs(
     tokens: dict[str, Tensor] = {}  # the input of each projection, (windows, tokens, D)
     for name in "qkv":
         form: ProjectionForm | None = getattr(structure, name)
-        if form is not None:  # q may be constant
+        if form is not None:  # None: the queries are constants
             t: Tensor = getattr(call, name)
             part = projections.project(form, t, call.origins.leaves(t), len(batch))
             parts[name] = part
@@ -74,21 +78,22 @@ def add_inputs(
             if batch.mask is not None and batch.mask.shape[1] == part.index.length:
                 is_real = part.index.pick(batch.mask)
                 tokens[name] = part.x * is_real[..., None]
-    memory = tokens["k"]  # the input of keys and values, which is one tensor
+    memory = tokens["k"]  # the input of keys and values: both read the same tensor
     out = None
     if structure.out is not None:
         out = structure.out.divide(call.q.shape[1])
     if "q" in parts:
         x = tokens["q"]
         to_q = parts["q"].projection
-    else:  # queries do not depend on the input: any X of the right shape
+    else:  # constant queries: nothing reads their X, so zeros of the right shape will do
         windows, _, queries, _ = call.q.shape
         x = memory.new_zeros(windows, queries, memory.shape[2])
         to_q = None
     heads = replace(
         attention,
         x=x,
-        x_kv=None if structure.joint else memory,  # None: keys and values read x, too
+        # `joint`: queries, keys and values read the same tensor x. None says the same of x_kv.
+        x_kv=None if structure.joint else memory,
         to_q=to_q,
         to_k=parts["k"].projection,
         to_v=parts["v"].projection,
@@ -497,7 +502,11 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
 
 
 def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) -> Tensor:
-    """Return the gradient of <O, u> in random directions of a layer's input, by autograd.
+    """Return G S: the gradient G of <O, u> in a layer's input, times random directions S.
+
+    The caller compares G with the gradient from a closed form, and needs only the norm of the
+    difference. Products with a few random directions S of the channels give this norm to some per
+    cent, and cost less than the whole gradients. Autograd computes the gradient.
 
     Args:
         group: the projections (of q, k, v) that read this input.
@@ -507,18 +516,23 @@ def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) 
     Returns:
         (tokens of the input, directions).
     """
-    # The outputs of the linear maps. An output that two projections read counts once.
+    # The outputs of the linear maps, each a leaf of the graph. A leaf that two projections read
+    # counts once.
     leaves = {id(leaf.tensor): leaf for part in group for leaf in part.leaves}.values()
+    # The condition leaves out no leaf (`zip` below is strict): every projection starts at linear
+    # maps.
     linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
     outputs = [leaf.tensor for leaf in leaves]
     gradients = pull_back(call.output, outputs, u, retain_graph=True, materialize_grads=True)
     sketch = _draw_sketch(group[0].x)
-    # Each linear map y = x W sends a gradient g in y to g W^T in x.
-    images = []
+    # If y = x W, a gradient g with respect to y becomes g W^T with respect to x. In the directions
+    # S this is (g W^T) S = g (W^T S), where W^T S has few columns.
+    products = []
     for linear, gradient in zip(linears, gradients, strict=True):
-        directions = linear.weight.T @ sketch
-        images.append(linear.outputs(gradient) @ directions)
-    return torch.stack(images).sum(0)
+        mapped_sketch = linear.weight.T @ sketch
+        # `outputs` puts the gradient into rows: one token per row.
+        products.append(linear.outputs(gradient) @ mapped_sketch)
+    return torch.stack(products).sum(0)
 
 
 def _draw_sketch(x: Tensor) -> Tensor:

@@ -57,13 +57,20 @@ class Contraction(NamedTuple):
         return width
 
     def orders(self) -> Iterator[tuple[str, Contraction]]:
-        """Yield the product as x W and, if the left factor may be the weight, as W x.
+        """Yield the product of two factors A B with B as the weight, then with A as the weight.
 
-        Each product comes with the name of the op in the address of the linear map.
+        A model may write a linear map as x W or as W x. `self` reads the product as x W: the left
+        factor A is `x`, and the right factor B is `weight`. The second contraction swaps these
+        roles. There is no second one for an op that only applies linear maps, such as F.linear, or
+        for a batched product. The caller takes the first whose weight does not depend on the
+        sample.
+
+        Each contraction comes with the side of the weight (`calls.RIGHT` or `calls.LEFT`). The
+        side is a part of the address that identifies the linear map.
         """
         yield calls.RIGHT, self
-        # In a batched product (an axis is common to both factors and the result), a constant left
-        # factor is taken for learned queries, not for a weight.
+        # In a batched product, some axis belongs to both factors and to the result. A constant
+        # left factor is then taken for learned queries of attention, not for a weight.
         common = set(self.x_letters) & set(self.letters) & set(self.out)
         if not self.is_linear_layer and not common:
             swapped = Contraction(self.weight, self.letters, self.x, self.x_letters, self.out)
@@ -224,24 +231,34 @@ def read_einsum(equation: Any, *operands: Any) -> Contraction | None:
 
 
 def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
-    """Say whether a linear map acts on logits, as in talking heads: on the heads or keys of a row.
+    """Say whether a linear map acts on logits: on the heads, or on the keys, of one query.
 
-    If so, the softmax after the map belongs to the attention with the product q k^T. Any other map
-    after a product belongs to a later layer: linear attention and state spaces also end in a
-    product, and the next layer reads it. The test counts the entries of q k^T that one row of the
-    map's input depends on.
+    In talking heads, a linear map mixes the logits of all heads. The softmax after the map then
+    belongs to the attention with the product q k^T. Any other map after a product belongs to a
+    later layer: linear attention and state spaces also end in a product, and the next layer reads
+    the product.
+
+    The map acts on vectors, the rows of its input (`linear.inputs`). The test counts the heads,
+    queries and keys of q k^T that one input vector depends on.
+
+    With a single head, the map of a later layer can pass the test, too: its input vector depends
+    on one query and one head. The test does not exclude this case. The walk back from a later
+    softmax usually ends at a nearer product q k^T, and then the answer has no effect.
 
     Args:
         linear: the linear map.
-        product: the product q k^T, (..., heads, queries, keys), by its edge in the graph.
-        past: for each leaf at which the graph is cut, the products before the cut.
+        product: the product q k^T, (..., heads, queries, keys), by its edge in the graph. Or P,
+            the softmax of such a product, with the same axes.
+        past: for each leaf at which the graph is cut, the products before the cut. A leaf is the
+            output of an earlier op, from which a new graph starts.
     """
-    # How many heads, queries and keys of q k^T one row of the map's input depends on.
+    # How many heads, queries and keys of q k^T one input vector of the map depends on.
     counts = _count_dependencies(linear, product)
     if not counts:
-        # No path: the graph is cut between q k^T and this map, at an earlier map of the logits. In
-        # `past`, the output of that map (a leaf) belongs to q k^T. This map acts on logits, too,
-        # if a row of its input depends on entries of the leaf along one axis at most.
+        # No path leads from the map back to q k^T. So the graph is cut between the two: an earlier
+        # map of the logits has an output that is a leaf, and `past` lists q k^T for this leaf.
+        # This map acts on logits, too, if one input vector depends on entries along at most one
+        # axis of the leaf.
         for leaf in leaves(linear.x)[0]:
             if product.node in past.get(leaf, ()):
                 counts_of_leaf = _count_dependencies(linear, leaf)
@@ -249,14 +266,15 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
                     return True
         return False
     *heads, queries, keys = counts
-    # One query; and one key (a mix of heads), or one head (a mix of keys).
+    # An input vector has one query. Its entries are the heads of one key, or the keys of one head.
     return queries == 1 and (keys == 1 or max(heads) == 1)
 
 
 def _count_dependencies(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
-    """Count the indices, along each axis of `source`, that one row of a map's input depends on.
+    """Count the indices, along each axis of `source`, that one input vector of a map depends on.
 
-    Empty if the row depends on no entry of `source`.
+    An input vector is a row of `linear.inputs`. The result is empty if the vector depends on no
+    entry of `source`.
 
     Args:
         linear: the map.

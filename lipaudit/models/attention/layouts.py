@@ -267,6 +267,11 @@ def _split_axis(
     factor 4 and all indices of the factor 3. The entries of one window have all indices of the
     factor 4 and one index of the factor 3.
 
+    The stride of a factor is the distance between entries of neighbouring indices. A factor is
+    given by a span, a pair of strides: the factor's own stride, and its stride times its size (the
+    stride of the next outer factor). In the example, the span of the windows is (1, 3), and the
+    span of the heads is (3, 12).
+
     Args:
         size: the size of the axis.
         axis: its number in the patterns.
@@ -274,9 +279,10 @@ def _split_axis(
             them: "columns" (channels of a map), "queries" or "keys".
 
     Returns:
-        The size of each factor, outermost first, and the kinds of patterns with one index of it.
+        For each factor, outermost first: its size, and the kinds of patterns of which some pattern
+        has a single index of the factor.
     """
-    spans: dict[str, set[_Span]] = {}  # the factors of which a pattern has one index
+    spans: dict[str, set[_Span]] = {}  # by kind: the factors of which a pattern has a single index
     edges = {1, size}  # strides at which a factor starts or ends
     for kind, patterns in patterns_by_kind.items():
         spans[kind] = set()
@@ -286,11 +292,13 @@ def _split_axis(
             edges.update(span)
     # Neighbouring edges bound a factor: 1, 3, 12 in an axis of (4 heads, 3 windows).
     steps = [_Span(*edge_pair) for edge_pair in pairwise(sorted(edges))]
-    if any(step.end % step.start for step in steps):  # edges that are no strides of one division
-        return [(size, {kind for kind in spans if spans[kind]})]  # the axis is one factor
+    # If a stride is no multiple of the one before, the patterns contradict each other: no division
+    # of the axis has all these strides. The whole axis is then one factor.
+    if any(step.end % step.start for step in steps):
+        return [(size, {kind for kind in spans if spans[kind]})]
     factors: list[tuple[int, set[str]]] = []
     for step in reversed(steps):
-        single = set()
+        single = set()  # the kinds with a span that covers this factor
         for kind in spans:
             if any(span.start <= step.start and step.end <= span.end for span in spans[kind]):
                 single.add(kind)

@@ -252,19 +252,24 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
 def _pull_logits(
     form: Explicit, largest: Sequence[Node], u: Tensor
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return J^T u of the logits by q k^T, without the paths through the largest logit of a row.
+    """Return J^T u of the logits by q k^T, where the largest logit of each row is a constant.
 
-    The second item has the gradients that would have taken these paths.
+    A numerically stable softmax subtracts the largest logit m of a row from the whole row. The
+    softmax does not depend on m. So m is taken for a constant: gradients through m are blocked.
 
     Args:
         form: the logits.
         largest: the graph nodes that take the largest logit of a row.
         u: the cotangent, in the shape of the logits.
+
+    Returns:
+        J^T u, or None if the graph has no path from the logits to q k^T. And the blocked
+        gradients: `_require_subtracted` reads from them whether m is only subtracted.
     """
     gradients: list[Tensor] = []
 
     def block(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Record the gradients that reach such a node, and pass zeros on."""
+        """Record the gradients that reach a node of `largest`, and pass zeros on."""
         gradients.extend(g for g in grads if g is not None)
         return tuple(None if g is None else 0 * g for g in grads)
 

@@ -511,17 +511,27 @@ def _mix_channels(form: ProjectionForm, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _compute_local_map(form: ProjectionForm, source: Probed, rows: Tensor) -> Tensor:
-    """Return the Jacobian of each vector t_i by the entries y_i of the linear map's output.
+    """Return the Jacobian dt_i / dy_i of q, k or v at each token i.
 
-    The shape is (windows, heads, tokens, d, e). The axes of windows and heads have size 1 if the
-    Jacobian depends on the position i only, as in RoPE.
+    t is q, k or v. y is the output of the linear map behind t, with one token per row. t_i is the
+    vector of token i in one head, and y_i has the entries of y that t_i depends on.
+
+    Args:
+        form: how t is computed, as found in the first pass: the columns of y of each head, and
+            whether all windows and heads had the same Jacobians (`shared`), as in RoPE.
+        source: t, (windows, heads, tokens, d), as a function of y.
+        rows: the row of y that each token of t reads, (windows, tokens).
+
+    Returns:
+        (windows, heads, tokens, d, e), with e entries in each y_i. The first two axes have size 1
+        if all windows and heads have the same Jacobians.
     """
     local = None
-    # `shared`: in the first pass, the Jacobian depended on the position only. The result is None
-    # if this is not so on this batch.
+    # One Jacobian per position is much cheaper. `find_position_map` also checks it on this batch,
+    # and returns None if windows or heads differ, or if t_i is not linear in y_i.
     if form.shared:
         local = graph.find_position_map(source, rows, form.columns)
-    if local is None:
+    if local is None:  # one Jacobian for each window and head
         local = graph.compute_map(source, rows, form.columns)
     return local
 

@@ -286,31 +286,38 @@ class Tracer(AttentionMode):
         return not is_affine(x)
 
     def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address, Tensor]:
-        """Give an attention call its address, and cut the graph after it.
+        """Give an attention call its address, cut the graph after the call, and complete loops.
+
+        To cut: the output is replaced by a new leaf of the autograd graph with the same values.
+        A later layer then starts at this leaf, and the graph of this layer can be freed.
 
         Returns:
-            The call to report, its address, and its output, cut. In a loop (one head after the
-            other), the call to report is None until the last call; then it joins all of them.
+            The call to report, its address, and the output that the model goes on with. Some
+            models compute one layer in a loop, such as one head after the other. Then the call to
+            report is None until the last call of the loop, and joins all calls of the loop.
         """
+        # 1. The address: the module that runs, and the number of the call.
         address = self.call_stack.address("attention")
+        # 2. The cut. A survey cuts at every output that depends on the sample. A later pass cuts
+        # only where the survey has found that a layer reads the output.
         if self.cut_at is None:
-            is_read_later = call.output.requires_grad
+            is_new_leaf = call.output.requires_grad
         else:
-            is_read_later = address in self.cut_at
-        if is_read_later:
+            is_new_leaf = address in self.cut_at
+        if is_new_leaf:
             output = self._cut(call.output, Origin(address))
-        else:
+        else:  # no gradient with respect to this output is needed
             output = call.output.detach()
-        # A module may run again alone, with other addresses. Then a call is identified by its
-        # position in this list.
+        # Every module that runs now lists the call. A module may run again alone, with other
+        # addresses. Then its position in this list identifies the call.
         for frame in self.call_stack.frames:
             frame.attentions.append(address)
         call = replace(call, origins=self.origins)
         loop = self.loops.get(address)
         if loop is None:
             return call, address, output
-        # The calls of a loop wait for the last call. If the model leaves some of the calls out for
-        # a sample, none is reported.
+        # 3. The loop. Its calls wait for the last one. If the model leaves out some calls of the
+        # loop for a sample, no call is reported.
         self._waiting[address] = call
         is_complete = all(part in self._waiting for part in loop.addresses)
         if address != loop.addresses[-1] or not is_complete:

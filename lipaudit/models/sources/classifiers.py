@@ -230,10 +230,13 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
     """Return a language model as a classifier of the possible continuations of a prompt.
 
     A score is log p(continuation | prompt): the sum, or the mean, of log p(t | tokens before t)
-    over the tokens t of the continuation. If there is only one continuation, it gets a rival. For
-    each token, compare log p with that of the likeliest other token. The token with the smallest
-    lead is replaced by its likeliest other token, and the result is the rival. The continuation
-    scores higher than the rival exactly if greedy decoding gives all tokens of the continuation.
+    over the tokens t of the continuation.
+
+    A classifier needs a second class. So a single continuation is compared with a rival: the same
+    continuation with one token replaced. At each token, the lead is log p(token) minus log p of
+    the likeliest other token. The token with the smallest lead is replaced by that other token.
+    The continuation scores higher than its rival exactly if greedy decoding gives all tokens of
+    the continuation.
 
     Samples are packed (see `data.continuations.pack`). The attacked space is the embeddings of the
     prompt; the embeddings of the continuation do not change.
@@ -254,7 +257,7 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
         )
     _require_causal(net, entry)
     count = len(task.classes)  # number of continuations of each prompt
-    if task.kind == "continuation":  # 0 stands for one continuation and its rival
+    if task.kind == "continuation":  # the classes are one continuation and its rival: marked by 0
         count = 0
     what = f"{task.kind} ({', '.join(task.classes)})"
     note = Note.info("scores", f"scores are log-likelihoods, {PER[how]}, of the {what}")

@@ -135,11 +135,20 @@ class Placement:
         return place
 
     def move(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Put every parameter in its place.
+        """Put every parameter in its place: a device, or the disk.
+
+        There are three cases. A parameter of a device is copied there. A parameter of the disk
+        is written to a temporary file, and the file is mapped into memory. A parameter of the disk
+        that safetensors has already mapped from the model's own file stays as it is.
+
+        The temporary folder is deleted at the end. On Linux and macOS a mapped file stays readable
+        until nothing maps it, although its name is gone. Windows does not delete a mapped file,
+        and this error is ignored.
 
         Args:
             module: the model.
-            dtype: dtype of parameters on computing devices; None: as stored.
+            dtype: dtype of parameters on computing devices; None: as stored. Integers, parameters
+                of the disk, and parameters on a CPU beside a GPU keep the stored dtype.
 
         Raises:
             EvaluationError: the disk is full.
@@ -153,16 +162,17 @@ class Placement:
                 # No other variable may keep the old values: the next weights need this memory.
                 values = module.get_parameter(names[0]).data
                 place = self.place(names[0])
+                # Case 1: a device.
                 if place != DISK:
                     device = self.devices[place]
-                    # Weights on the CPU beside a GPU are converted whenever they are read.
+                    # Weights on the CPU beside a GPU are converted each time the GPU reads them.
                     is_read_elsewhere = device.type == CPU and self.main != device
                     new_dtype = values.dtype
                     if dtype is not None and values.is_floating_point() and not is_read_elsewhere:
                         new_dtype = dtype
                     values = values.to(device, new_dtype)
-                # Write the weight to the disk, unless safetensors has mapped it from a file. torch
-                # does not own the memory of such a weight, so its storage is not resizable.
+                # Case 2: the disk, for values that are in memory. (Case 3: values on the CPU whose
+                # storage torch cannot resize, because the memory is a file that is mapped.)
                 elif values.device.type != CPU or values.untyped_storage().resizable():
                     values = _map_weight(values, Path(folder, str(number)))
                 parameter = nn.Parameter(values, requires_grad=False)

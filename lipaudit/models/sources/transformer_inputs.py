@@ -102,6 +102,9 @@ FRAMES = 100
 def describe_sounds(module: Any) -> ModelSpec:
     """Describe the input of a model of waveforms or spectrograms.
 
+    The shape of a sample is read from the configuration. If a model takes sounds of any length,
+    the length is one second: `SECOND` audio samples, or `FRAMES` frames of a spectrogram.
+
     Raises:
         InputError: the configuration does not give the shape of a waveform or spectrogram.
     """
@@ -124,12 +127,13 @@ def describe_sounds(module: Any) -> ModelSpec:
     )
     shape: tuple[int, ...]
     if input_name == "input_values" and hasattr(config, "frequency_stride"):
-        shape = config.max_length, config.num_mel_bins  # patches of a spectrogram
-    elif input_name == "input_values":
+        # The Audio Spectrogram Transformer (AST): frames and bands of a spectrogram.
+        shape = config.max_length, config.num_mel_bins
+    elif input_name == "input_values":  # a waveform
         shape = (SECOND,)
     elif bands and positions:  # like Whisper: bands first, two frames per position
         shape = bands, 2 * positions
-    else:
+    else:  # a spectrogram of any length
         shape = FRAMES, width
     if 0 in shape:
         raise InputError(
@@ -145,6 +149,8 @@ def describe_sounds(module: Any) -> ModelSpec:
         module,
         shape,
         kind="tokens",
+        # The module gets no mask. The mask is returned beside the result, because `read` needs it
+        # to average features over the real tokens.
         call=lambda x, mask: (call(**{input_name: x}), mask),
         read=choose_output(module, None),
         **describe_classes(module),

@@ -202,8 +202,9 @@ def _read_pickle(path: Path) -> Any:
     """Open a pickled file without running code.
 
     Raises:
-        InputError: the file cannot be opened without running code, or is damaged; the message says
-            why, and what to do.
+        InputError: the file cannot be opened without running code, or is damaged. The message
+            gives one of three reasons: the file holds objects that are not weights, it is a
+            program (TorchScript), or it is not complete.
     """
     try:
         # timm's training checkpoints store their arguments beside the weights
@@ -212,14 +213,16 @@ def _read_pickle(path: Path) -> Any:
     except Exception as error:  # junk may raise anything
         if out_of_memory(error):
             raise
+        # The classes and functions in the file that torch does not regard as safe. torch lists
+        # them for zip archives only. For a bare pickle it raises an error, and the list is empty.
         names: list[str] = []
-        # The objects in the file that are not weights. torch lists them for archives only, and
-        # raises an error for a bare pickle.
         with suppress(Exception):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
         reason = f"is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})"
         advice = "Copy or download it again."
         if names or isinstance(error, pickle.UnpicklingError):
+            # Without names, the message is "holds more than weights (or is damaged)": torch raises
+            # the same error for both.
             objects = few(names) or "or is damaged"
             reason = f"holds more than weights ({objects}), so it was not opened"
             advice = (

@@ -405,7 +405,11 @@ def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., For
     """
 
     def pool(input: Form, *args: Any, **kwargs: Any) -> Form:
-        """Average over windows of a form; arguments as in torch."""
+        """Average over windows of a form; arguments as in torch.
+
+        A form is centre + coefficients . symbols +- slack. A mean is linear: it is applied to the
+        centre and to the coefficients of each symbol.
+        """
         if input.ndim != axes + 2:
             raise NoRuleError("a mean over windows of one sample without a batch axis")
 
@@ -414,8 +418,11 @@ def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., For
             means = average(stack.flatten(0, 1), *args, **kwargs)
             return torch.unflatten(means, 0, stack.shape[:2])
 
-        # A window has at most as many entries as these axes, and the sum is divided once.
+        # A window has at most as many entries as these axes. So an entry of the result has at most
+        # one rounding per term of the sum, and two for the factor 1 / n and its product.
         terms = input.shape[-axes:].numel()
+        # A mean mixes entries. Slack would add up in absolute value, and windows that overlap
+        # would no longer share an error. Symbols keep the sign, and their coefficients can cancel.
         return linear_map(input.symbolize_slack(), pool_stack, roundings=terms + 2)
 
     return pool

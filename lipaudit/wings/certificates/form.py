@@ -337,16 +337,23 @@ class Form(Tensor):
         return round_up(quadratic + self.radii.errors + self.slack)
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the ends of a range of every entry on the ball, (*shape) each, float64."""
-        # The sum of the ranges of the linear and the quadratic part contains the sum of the parts.
+        """Return a lower and an upper bound of every entry on the ball, (*shape) each, float64.
+
+        A form is centre + linear part + quadratic part + errors +- slack. Each part is bounded
+        alone, and the bounds are added. `low` and `high` are the ends of the part with different
+        ends. `radius` bounds all other parts, which lie in [-radius, radius].
+        """
         symbols = self.symbols
         radii = self.radii
-        if symbols.norm == "words":  # symbols are in [0, 1], so the two ends differ
+        if symbols.norm == "words":
+            # The ball holds texts in which a few words are replaced. Its symbols are in [0, 1],
+            # one for each replacement of a word, so the two ends of the linear part differ. There
+            # is no quadratic part.
             linear = self.dense[: symbols.inputs]
             low = -symbols.maximise_over_words(-linear)
             high = symbols.maximise_over_words(linear)
             radius = round_up(radii.errors + self.slack)
-        else:
+        else:  # the linear part is symmetric; the quadratic part is 0 at order 1
             low, high = self.quadratic_range
             radius = round_up(radii.linear + radii.errors + self.slack)
         # The rounding of a few float64 sums of terms that are no larger than this size.

@@ -85,14 +85,20 @@ def _read_shape(x: Form, normalized_shape: Any) -> list[int]:
 def _divide_by_root(y: Form, eps: float) -> Form:
     """Return y / sqrt(mean y^2 + eps) over the last axis, as a pending quotient.
 
-    The result stores the numerator y, 1 / root, root^2 and the constant 0. The product is computed
-    when its numbers are needed. Until then, weights that follow act on the numerator alone, and
-    the bounds are tighter.
+    A form is centre + coefficients . symbols +- slack. A pending quotient stores its factors, and
+    computes the product when its numbers are needed. Until then, weights that follow act on the
+    numerator alone, and the bounds are tighter. The factors are:
+
+    * the numerator y and the inverse 1 / root.
+    * root^2, a form. Margins of logits times the root have the signs of the margins, and
+      `prove.margins` computes the root for them from root^2.
+    * a constant, at first 0. Biases that follow are added to it.
     """
     square = affine.add(_mean_square(y), eps)
     inverse = curves.relax(square, curves.RSQRT, known_range=(eps, math.inf))
     inverse = inverse.symbolize_slack()
     zero = torch.zeros_like(y.centre)
+    # `y.dense[:0]` has no rows: a constant depends on no symbol.
     constant = Form(zero, y.dense[:0], zero, y.symbols)
     return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))
 

@@ -202,6 +202,7 @@ def max_pool2d(
 ) -> Form:
     """Return the largest value of every window of a form, like F.max_pool2d.
 
+    A form bounds a tensor over a ball of inputs: centre + coefficients . symbols +- slack.
     Padding counts as -inf, so it is never the largest.
     """
     if input.ndim != 4 or ceil_mode or return_indices:

@@ -156,7 +156,8 @@ def ball(
         order: 1 for affine forms, 2 for quadratic ones.
         box: range of valid inputs; the L-inf ball is intersected with it.
         moving: (*shape), mask of the entries that may change, by default all.
-        dtype: dtype of the coefficients; bounds are proven with every dtype.
+        dtype: dtype of the coefficients. Rounding is always added to the bounds, so they are
+            proven with every dtype. A narrow dtype saves memory and gives looser bounds.
         slack_share: see `symbols.SLACK_SHARE`.
 
     Raises:
@@ -167,6 +168,7 @@ def ball(
     reach = torch.as_tensor(eps, dtype=DOUBLE, device=x.device).expand_as(x)
     if not (reach >= 0).all() or order not in (1, 2):
         raise UsageError(f"no ball of radius {eps} at order {order}")
+    # The ends of the range of each entry. They serve only to compute the centre and the radius.
     low = x - round_up(reach)
     high = x + round_up(reach)
     centre = x
@@ -178,12 +180,12 @@ def ball(
             high = high.clamp(*box)
         centre = (low + high) / 2
     radius = torch.maximum(high - centre, centre - low)
-    # The centre is rounded: the radius is enlarged by the rounding error.
+    # The ends and the centre are rounded: the radius is enlarged by these rounding errors.
     radius = radius + gamma(4, DOUBLE) * (x.abs() + radius)
     if moving is None:
         moving = torch.ones_like(x, dtype=torch.bool)
     moving = moving.expand_as(x)
-    # Flat index of each entry that may change. Each such entry gets one symbol.
+    # Flat index of each entry that may change. The i-th of these entries gets symbol i.
     positions = moving.flatten().nonzero()[:, 0]
     n = len(positions)
     symbols = Symbols(
@@ -195,6 +197,8 @@ def ball(
         model_dtype=model_dtype,
         slack_share=slack_share,
     )
+    # Row i has the coefficients of symbol i: the radius at the symbol's own entry, else 0. At
+    # order 2 further rows, of the products of symbols, are 0.
     rows = torch.zeros(symbols.first_error, x.numel(), dtype=dtype, device=x.device)
     rows[torch.arange(n), positions] = cast_up(radius, dtype).flatten()[positions]
     centre = torch.where(moving, centre, x)

@@ -95,10 +95,15 @@ def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]
 
 
 def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
-    """Return the form with its entries rearranged by `move`, which acts on tensors (*shape).
+    """Return the form with its entries rearranged by `move`, a function of tensors (*shape).
 
-    The result is a tuple if `move` returns several tensors, such as chunk.
+    A form is centre + coefficients . symbols +- slack. Centre and slack have the shape of the
+    tensor, (*shape), and are moved directly. The coefficients `x.dense`, (symbols, *shape), have
+    one more axis in front: `move_stack` moves the row of each symbol.
+
+    The result is a tuple of forms if `move` returns several tensors, such as chunk.
     """
+    # The moved coefficients: a tensor, or one tensor for each result of `move`.
     stacks = move_stack(move, x.dense)
     if isinstance(stacks, Tensor):
         (form,) = _rearrange_all(x, lambda t: (move(t),), (stacks,))

@@ -259,7 +259,8 @@ def _unwrap_model(model: Watched) -> Watched:
     """Return the model without wrappers, such as those of torch.compile or for several devices.
 
     Raises:
-        InputError: no process has all weights.
+        InputError: the model is neither a module nor a ModelSpec, or its weights are sharded over
+            processes, so that no process has all of them.
     """
     if not isinstance(_get_module(model), nn.Module):
         raise InputError(

@@ -245,11 +245,12 @@ def require_shared(outlines: Sequence[Outline]) -> None:
 
 
 def _compare_classes(first: Outline, other: Outline) -> str:
-    """Return why the labels of the samples mean different classes in two models.
+    """Return why the labels of the samples mean different classes in two models, else "".
 
-    Empty if they mean the same, or if this cannot be decided.
+    The models differ if they have different numbers of classes, or if every class among the labels
+    has other names in each model.
     """
-    # Numbers that differ between the models were found by class names, so they mean the same.
+    # Labels are class numbers. Different numbers were found by class names, so they fit.
     if first.labels is None or first.labels != other.labels:
         return ""
     if first.classes and other.classes and first.classes != other.classes:
@@ -259,7 +260,7 @@ def _compare_classes(first: Outline, other: Outline) -> str:
         names = _list_names(first, label)
         other_names = _list_names(other, label)
         if not names or not other_names or not {*names}.isdisjoint(other_names):
-            # One class with a common name, or without names, and the numbers may mean the same.
+            # One class with a common name, or without names: the numbers may mean the same.
             return ""
         name = ", ".join(names)
         other_name = ", ".join(other_names)

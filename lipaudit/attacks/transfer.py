@@ -85,10 +85,13 @@ def encode_examples(
 def find_examples(
     path: Path, ids: Sequence[str], shape: Sequence[int]
 ) -> tuple[list[Tensor], list[int]]:
-    """Return the examples in a file that `--save-adv` wrote, and the rows of some samples in it.
+    """Return (tensors, rows): the examples in a file of `--save-adv`, and indices of samples.
 
-    There is one tensor (samples of the file, *shape) per trial on the other model. The values are
-    read from the disk only when they are used.
+    The file has adversarial examples for another model. A trial is an attack on the other model
+    in one ball. `tensors` has the examples of each trial, for all samples of the file:
+    (samples of the file, *shape). `rows` has the index along the first axis for each of `ids`.
+
+    The tensors are mapped from the file: values are read from the disk only when they are used.
 
     Args:
         path: the file.
@@ -106,8 +109,8 @@ def find_examples(
     with explain_failure(text, f"{SAVE}."), safe_open(path, "pt") as file:
         names = json.loads((file.metadata() or {}).get(MADE_OF, "[]"))
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    # Labels are no examples. The first example that broke each sample is also among the trials,
-    # unless the file has no trials.
+    # Labels are no examples. FIRST is the tensor with the first example that broke each sample. A
+    # trial has the same example, so FIRST is used only if the file has no trials.
     tensors.pop(LABELS, None)
     first = tensors.pop(FIRST, None)
     if not tensors and first is not None:

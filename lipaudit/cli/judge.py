@@ -389,22 +389,27 @@ def _plan_again(
     """
     from lipaudit.engine.prepare import Request
 
-    # The given paths of files that measures read, by measure and option.
+    # Files that the baseline's run read may have moved. The paths that the user typed now, by
+    # measure and option: `{"attack": {"transfer": (path, ...)}}`.
     moved = remeasure.moved
-    # Adversarial examples of another model: the typed files, else files that the baseline saved.
+    # Adversarial examples of another model: the files typed for --transfer, else the files that
+    # the baseline's run saved, if they still exist.
     examples = moved.get("attack", {}).get("transfer", ())
     if not examples:
         examples = _find_examples(baseline, file, terminal)
     for measure, given in moved.items():
         if baseline.section(measure) is None:
+            # The message names one of the typed options: the first by name.
             text = f"{flag(min(given))} needs a section {measure} in the baseline"
             raise UsageError(text, "Leave it out.")
+    # After the check: examples that nobody typed must not be refused as an option without effect.
     moved["attack"] = {"transfer": examples}
     measures = {}
     counts = {}
     for section in baseline.sections:
         if "." not in section.measure:  # not a part of a measure, such as `jacobian.shares`
             kind = find_measure(section.measure).options
+            # Older reports do not store all options: `older_defaults` has the values of that time.
             settings = {**kind.older_defaults, **section.settings}
             measures[section.measure] = kind.parse(settings | moved.get(section.measure, {}))
             counts[section.measure] = len(section.ids) or baseline.run.data.samples

@@ -196,12 +196,17 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
 
 
 def _check_request(request: Request) -> Request:
-    """Return the request of this process, after the checks that need neither model nor samples.
+    """Check a request as far as possible without model and samples; return it for this process.
+
+    Under a launcher such as torchrun, several processes share a run, and `request.place` is the
+    rank of this process. The returned request then has the shard of the samples and the device of
+    this process. Without a launcher, `place` is None.
 
     Raises:
         UsageError: a file or folder cannot be written, or options have no effect together.
     """
-    # An option of a measure may select another measure in its place.
+    # Options of a measure may ask for another measure instead: certificates with --smooth are the
+    # measure `smoothing`.
     measures = dict(options.redirect(name) for name, options in request.measures.items())
     run = request.run
     if request.place is not None:

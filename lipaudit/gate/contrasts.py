@@ -347,28 +347,35 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     Raises:
         BaselineError: too few samples are shared, or nothing converged.
     """
-    rows = set[Key]()
-    samples = set[str]()
+    unsettled_rows = set[Key]()
+    unsettled_samples = set[str]()
     if lenient:
-        # Norms that did not converge in one report may be far too low: they are not compared.
+        # Norms that did not converge in one report may be far too low: they are not compared. A
+        # per-sample rule also leaves out samples without a value in the column of the rule.
         column = rule.column if rule.per_sample else ""
-        rows, samples = readings.find_unsettled((new, old), column)
+        unsettled_rows, unsettled_samples = readings.find_unsettled((new, old), column)
     # A row that did not converge does not say which samples caused it. So a per-sample rule cannot
     # leave out these samples. A rule on rows can leave out rows, but needs at least one.
-    if rows and (rule.per_sample or rows >= readings.index_rows(old).keys()):
-        raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
+    if unsettled_rows and (rule.per_sample or unsettled_rows >= readings.index_rows(old).keys()):
+        raise BaselineError(f"{rule.measure}: {len(unsettled_rows)} rows did not converge")
     shared = set(new.ids) & set(old.ids)
-    if shared and shared <= samples:
+    if shared and shared <= unsettled_samples:
         raise BaselineError(
-            f"{rule.measure}: {len(samples)} samples did not converge, or have no value"
+            f"{rule.measure}: {len(unsettled_samples)} samples did not converge, or have no value"
         )
     if not (new.ids and old.ids):  # without ids, `find_obstacle` has refused different samples
-        return Shared((new, old), (None, None), recompute=False, skipped=rows)
-    known = ["" if name in samples else name for name in old.ids]  # "" is the id of no sample
+        return Shared((new, old), (None, None), recompute=False, skipped=unsettled_rows)
+    # Blank the ids of unsettled samples. No sample has the id "", so a blank id matches no sample
+    # of the current report, and all other samples stay at their indices.
+    known = ["" if name in unsettled_samples else name for name in old.ids]
     least = 0.0 if lenient else pairing.ALL_BUT_FEW  # as a share of the baseline's samples
     takes = pairing.find_shared(rule.measure, new.ids, known, least)
-    recompute = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
-    return Shared((new, old), takes, recompute=recompute, skipped=rows)
+    # Rows are statistics of all samples of a section. They are computed again if the sections have
+    # different samples, or if samples are left out. Per-sample values stay as they are.
+    recompute = not rule.per_sample and (
+        bool(unsettled_samples) or sorted(new.ids) != sorted(old.ids)
+    )
+    return Shared((new, old), takes, recompute=recompute, skipped=unsettled_rows)
 
 
 def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tuple[str, ...]]:

@@ -461,10 +461,11 @@ def _to_decimal(value: float) -> Fraction:
 
 
 def _reword(status: VerdictStatus, ends: Sequence[float | None], unit: str) -> VerdictStatus:
-    """Return the status of a change, given the status under a rule that allows no change.
+    """Return whether a figure changed, given the status under a rule that allows no change.
 
-    `unchanged` if the whole interval is within the accuracy of norms. Otherwise `pass` becomes
-    `inconclusive`, and other statuses stay.
+    `unchanged` if the change is smaller than the accuracy of norms, with both confidence limits.
+    Otherwise `pass` becomes `inconclusive`: `pass` says only that the rule is not broken. This
+    does not prove that the value stayed the same. Other statuses stay.
 
     Args:
         status: the status under the rule.

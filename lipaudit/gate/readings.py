@@ -303,12 +303,16 @@ def find_contradiction(section: Section, column: str) -> str:
 def _list_reduced(
     section: Section, name: str, how: Reduction
 ) -> Iterator[tuple[Key, float | None, Values]]:
-    """Yield (name, cell, values of the samples) for each row with stored values of its samples.
+    """Yield (key, cell, values) for each row whose cell was computed from stored values.
+
+    `key` is the name of the row. `cell` is the statistic in the report, such as a median. `values`
+    are the numbers of the samples, from which the statistic was computed. They are a row of an
+    array, else a per-sample column. Rows without such values are left out.
 
     Args:
         section: the section of the rows.
         name: the column of the cells.
-        how: has the name of the array, or of the per-sample column, from which a cell is computed.
+        how: how a cell is computed; `how.values` is the name of the array or per-sample column.
     """
     rows = index_rows(section)
     stored = section.arrays.get(how.values)
@@ -322,7 +326,8 @@ def _list_reduced(
         if row.key:
             column = row.key.column(column)
         cells = section.samples.get(column, ())
-        # A per-sample column belongs to the row of an attack in a ball, or to the only row.
+        # A per-sample column belongs to the row of an attack in a ball, or to the only row. A
+        # column of texts has no numbers to compute a statistic from.
         of_row = row.key is not None or len(rows) == 1
         if of_row and not any(isinstance(cell, str) for cell in cells):
             yield key, row.get(name), _read_numbers(cells)

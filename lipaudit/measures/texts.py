@@ -160,7 +160,10 @@ def _draft_prompts(
 ) -> list[Draft]:
     """Return the prompts of packed samples as drafts, which attacks can change.
 
-    A packed sample is the ids of a prompt followed by those of all its continuations.
+    A packed sample has the token ids of a prompt, then the ids of all its continuations. A draft
+    has the words of the prompt and the position of each token in the characters. Attacks change a
+    prompt, and pack it again with the same continuations. So packing the unchanged prompt must
+    give the ids of the sample.
 
     Args:
         reader: how the model reads texts.
@@ -175,19 +178,25 @@ def _draft_prompts(
     read = lexicon.read
     if read is None or not batch.continuations:
         raise _make_mismatch(len(batch))
+    # `kinds` has an entry for every token id, so its length is the size of the vocabulary.
     packer = Packer(tokenize, len(lexicon.kinds), batch.limit)
     drafts: list[Draft] = []
     for row, texts, continuations in zip(rows, batch.texts, batch.continuations, strict=True):
         (prompt,) = texts
         prompt_ids, continuation_ids = packer.encode(prompt, continuations)
+        # `encode` gives ids only. `read` tokenizes the prompt again and gives the span of every
+        # token, too. White space at the end of a prompt is packed as part of the continuations, so
+        # this space is removed here. WHOLE is more than any number of tokens: nothing is cut.
         tokens, spans = read((prompt.rstrip(),), WHOLE)
         ids = tuple(prompt_ids)
         packed = row.tolist()
-        # Compare the beginning only: a tokenizer may end every text with a special token, and a
-        # prompt is packed without this token.
+        # The spans belong to `ids` only if both calls found the same tokens. Compare the beginning
+        # only: a tokenizer may end every text with a special token, and a prompt is packed without
+        # this token.
         if tokens[: len(ids)] != ids or packed != list(packer.pack(prompt, continuations)):
             continue  # the missing draft is an error below
         words = lexicon.words(ids, spans[: len(ids)])
+        # Group the spans by word: each word takes as many of the next spans as it has tokens.
         unused_spans = iter(spans)
         spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
         room = packer.find_room(continuation_ids)  # largest number of tokens of the prompt

@@ -100,9 +100,10 @@ def compute_jacobian_norms(
         seeds: seeds of the start vectors, one per sample; None: the same vector for all.
         directions: whether to return the leading right singular vectors for `2`, too. This may
             take one more product.
-        left: whether to return the leading left singular vectors. From the whole matrix, all
-            vectors of the largest singular value are returned. Lanczos finds a value only once,
-            even if several vectors have it, so it returns the vectors of the two largest values.
+        left: whether to return the leading left singular vectors for `2`, too: all that have the
+            largest singular value up to `tol`. Lanczos compares only the two largest values found,
+            and finds a value once even if several vectors have this value. So vectors may be
+            missing.
         tol: estimated relative accuracy of lanczos (as in `spectral_norms`).
         max_steps: largest number of lanczos steps per sample.
         within: how far `upper` may be above the norm, relatively (as in `spectral_norms`).
@@ -119,8 +120,9 @@ def compute_jacobian_norms(
         return _decompose_dense(linear, directions=directions, left=left, tol=tol)
     if seeds is None:
         seeds = [0] * len(linear)
-    # One seed for each sample, so that the norm of a sample does not depend on other samples. In
-    # the smaller space, vectors are shorter and the process ends sooner.
+    # One seed for each sample, so that the norm of a sample does not depend on other samples.
+    # Lanczos runs on J J^T in the space of outputs if that space is smaller, else on J^T J in the
+    # space of inputs: vectors are shorter and the process ends sooner.
     start = random_starts(seeds, smaller_side).to(linear.x.device, torch.float64)
 
     def make_products(index: Tensor) -> Products:
@@ -139,6 +141,7 @@ def compute_jacobian_norms(
         max_steps=max_steps,
         within=within,
     )
+    # The norms are of the whole J, so all outputs are checked (ones).
     require_range(linear, lanczos.norm, torch.ones_like(linear.output))
     products = 2 * lanczos.products  # J J^T u takes a product with J^T and a product with J
     norms = JacobianNorms(lanczos.norm, lanczos.upper, products, lanczos.converged)
@@ -149,9 +152,10 @@ def compute_jacobian_norms(
         if few_outputs:
             vector = linear.vjp(vector.view(linear.output.shape)).flatten(1)  # J^T u
         norms = replace(norms, vector=vector)
-    if lanczos.second is None:
+    if lanczos.second is None:  # left singular vectors were not requested
         return norms
-    # The left singular vectors of the two largest singular values.
+    # The left singular vectors of the two largest singular values. `_add_left` keeps the second
+    # vector only if the two values are equal up to `tol` in some sample. Values go in squared.
     pair = [v for v in (lanczos.vector, lanczos.second_vector) if v is not None]
     if not few_outputs:
         pair = [linear.jvp(v.view(linear.x.shape).to(linear.x)).flatten(1) for v in pair]  # J v

@@ -114,19 +114,20 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
     for name, report in zip(names, reports, strict=True):
         for section in report.sections:
             measures.setdefault(section.measure, {})[name] = section
-    for number, (measure, sections) in enumerate(measures.items()):
+    for position, (measure, sections) in enumerate(measures.items()):
         first = next(iter(sections.values()))
         if "" in sections:  # a single report
             parts = show_section(first, shown)
         else:
             parts = tuple(show_sections(sections))
-        # The page of one report maps the shares of heads beside their exact norms, on one scale.
+        # `jacobian.shares`: the share of each head in the sensitivity of the model. If a single
+        # report has exact norms of heads, too, the heat map of the shares is replaced by a pair of
+        # maps on one scale: exact norms and shares. The pair comes after the first other block.
         if measure == "jacobian.shares" and "" in sections:
-            beside = [*compare_steepness(reports[0].section("bounds"), first)]
-            # `beside` has a map of the shares already, so another map of them is removed.
-            others = [part for part in parts if not (beside and isinstance(part, blocks.Heatmap))]
-            parts = (*others[:1], *beside, *others[1:])
-        folded = number > 0 and find_display(first).folded
+            pair = [*compare_steepness(reports[0].section("bounds"), first)]
+            others = [part for part in parts if not (pair and isinstance(part, blocks.Heatmap))]
+            parts = (*others[:1], *pair, *others[1:])
+        folded = position > 0 and find_display(first).folded  # the first chapter is never folded
         yield Chapter(measure, name_chapter(first), parts, folded)
 
 

@@ -452,12 +452,14 @@ def write_verdicts(judgement: Judgement) -> list[str]:
         # The sort key of a rule: the rank of its most severe listed verdict.
         return min((rank_verdict(judgement, verdict) for verdict in group[1]), default=2)
 
-    # Rules that fail come first, then rules without a proven answer, then rules that pass.
+    # Rules that fail come first, then rules without a proven answer, then rules that pass. Each
+    # rule has verdicts to list, and `passed` counts all other verdicts of the rule by status.
     for rule, listed, passed in sorted(_group_verdicts(judgement), key=rank):
         first = listed[:MOST]
         for verdict in first:
             mark = _choose_mark(judgement, verdict)
             lines.append(f"{mark} {verdict.line}")
+        # The verdicts beyond MOST are not written line by line, but counted by status (`cut`).
         cut = Counter[str](verdict.status for verdict in listed[MOST:])
         more = "more " if first else ""
         for status, count in (cut + passed).items():

@@ -202,25 +202,32 @@ def _describe_attacked(
 ) -> str:
     """Say how many samples survive the attacks in one ball.
 
+    With rows in `broken`, the sentence is on a ball in which the loss of accuracy is proven. Each
+    norm has a smallest radius with a proven loss. Of these balls, one for each norm, the ball with
+    the lowest accuracy is chosen; if accuracies are equal, the ball with the smallest radius.
+
+    Without rows in `broken`, no loss is proven. The sentence is then on the last row of
+    `attacked`, the largest ball of the last norm.
+
     Args:
-        clean: the figure of the accuracy without attack, if there is one.
-        attacked: the accuracy under attack in every ball, by norm, then by radius.
-        broken: the rows of `attacked` that are proven to be below the clean accuracy. The
-            sentence is on the smallest such ball of a norm; of several norms, on the ball that
-            leaves the fewest samples. Without such rows, the sentence is on the last ball.
+        clean: the figure of the accuracy without attack; empty if there is none.
+        attacked: the accuracy under attack in every ball, by norm, then by growing radius.
+        broken: the rows of `attacked` that are proven to be below the clean accuracy, in the
+            order of `attacked`.
     """
     if broken:
-        # Radii grow within a norm. In reversed order the smallest ball comes last and remains.
+        # A dict keeps the last row of each norm. Radii grow, so in reversed order the last row of
+        # a norm has the smallest radius.
         smallest = {row.norm: row for row in reversed(broken)}
-        weakest = min(
+        chosen = min(
             smallest.values(),
             key=lambda row: (row.value, float(parse_radius(row.radius))),
         )
         verdict = "not robust there"
     else:
-        weakest = attacked[-1]
-        verdict = _count_broken(clean, weakest)
-    return f"{weakest.sentence}: {verdict}."
+        chosen = attacked[-1]
+        verdict = _count_broken(clean, chosen)
+    return f"{chosen.sentence}: {verdict}."
 
 
 def _count_broken(clean: Sequence[Row], attacked: Row) -> str:

@@ -270,8 +270,11 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
 def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[blocks.Heatmap]:
     """Map the exact norms of heads and their shares beside each other, on one scale.
 
-    Each value is divided by the largest value of the map. A head with a large norm may contribute
-    little to the model's sensitivity: the two maps show such heads.
+    Each value is divided by the largest value of the map, so the scale ends at 1. The scale starts
+    at 0, or at the smallest value below 0: a share is negative if the contribution of a head
+    cancels contributions of other heads. A head with a large norm may contribute little to the
+    model's sensitivity: the two maps show such heads. No maps without heads that have both
+    figures, or without a positive norm and a positive share.
 
     Args:
         bounds: the section with the exact norms; None if they were not measured.
@@ -288,7 +291,7 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
         "How much does it carry? Share, of the largest": carried,
     }
     maps = []
-    low = 0.0
+    low = 0.0  # start of the scale of both maps
     for title, figures in titles.items():
         most = max(finite(figures.values()), default=0.0)
         if not known or most <= 0:

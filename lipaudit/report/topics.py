@@ -183,14 +183,22 @@ def _list_attacks() -> Iterator[Topic]:
 
 
 def _list_headlines() -> Iterator[Topic]:
-    """Yield the figures of scorecards, each name once."""
-    labels = set()
+    """Yield a topic for each figure of a scorecard: what its label means.
+
+    A headline describes a main figure of a section. Its label is the name of the figure on a
+    scorecard; a headline without a label is on no scorecard. Headlines of several sections may
+    have the same label: the topic is then about the first of them, in the order of scorecards.
+    """
+    labels = set()  # the labels that have a topic already
     for section, headline in list_headlines():
         label = headline.label
         if label and label not in labels:
             labels.add(label)
             meaning = headline.meaning or find_column(f"{section}.{headline.column}").meaning
+            # Other names that find the topic: the label up to a comma (`steepest attention head`
+            # of `steepest attention head, ‖J‖`), and the name of the figure in JSON.
             words = (label.partition(",")[0], headline.name)
+            # The label is both the name of the topic in the index, and its title.
             yield Topic("Figures of scorecards", label, label, meaning, words=words)
 
 

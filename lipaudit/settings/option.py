@@ -99,8 +99,9 @@ class Option:
     def shown(self) -> str:
         """Return the default to show in the help, such as `auto`; empty: the help shows none.
 
-        For a switch that is on by default, this is its first spelling: `flip` for
-        --flip/--no-flip.
+        Without a default, or for a switch that is off, this is `usual`: words for a default that
+        depends on other things, or empty. For a switch that is on by default, this is the first
+        spelling without dashes: `flip` for --flip/--no-flip. All other defaults are shown as text.
         """
         if self.default is None or self.default is False:
             return self.usual
@@ -217,7 +218,12 @@ class Settings(BaseModel):
     _check_needs = pydantic.model_validator(mode="after")(require_needed)
 
     def _differs(self, known: Option) -> bool:
-        """Return whether an option differs from its default, compared as value and as text."""
+        """Return whether an option differs from its default.
+
+        A default may be declared as a text such as "8/255", and the value is the parsed text. Such
+        a default equals the value only when the value is written as text (JSON). Other defaults
+        are compared as values. So the option differs only if both comparisons say so.
+        """
         default = type(self).model_fields[known.name].default
         value = getattr(self, known.name)
         as_text = self.model_dump(mode="json", include={known.name}).get(known.name, value)

@@ -37,7 +37,7 @@ def find_broken(report: Report) -> dict[str, set[TrialKey]]:
     """Return, for each correctly classified sample, the balls in which attacks broke it."""
     balls: dict[str, set[TrialKey]] = {}
     for section in report.sections:
-        for sample, trial in _list_fallen(section):
+        for sample, trial in _list_broken(section):
             ball = replace(trial, attack="")  # whichever attack it was
             balls.setdefault(sample, set()).add(ball)
     return balls
@@ -83,33 +83,35 @@ def _find_figures(report: Report, name: str) -> dict[str, Any]:
 def find_contradictions(report: Report) -> list[Contradiction]:
     """Return the samples with an adversarial example inside a certified ball.
 
-    In such a case either the attack or the certificate is wrong. Each sample is returned once.
+    A certificate proves that no adversarial example is in a ball around the sample. If an attack
+    found an example inside this ball, the attack or the certificate is wrong. Each sample is
+    returned once, with the first certified ball and attack that contradict each other.
     """
     certified = list(_list_certified(report))
     if not certified:
         return []
-    # The balls that contain an adversarial example, by sample.
+    # The balls with an adversarial example, by sample, each with the attack that found it.
     attacks: dict[str, list[TrialKey]] = {}
     for section in report.sections:
-        # An attack may stop at a smaller distance than its radius: then the example is inside a
-        # smaller ball.
+        # The distance of the example from the sample may be smaller than the radius of the attack.
+        # The example is then inside a smaller ball, with this distance as radius.
         distances = {}
         for kind, trial, sample, value in _list_figures(section):
             if kind == "distance":
                 distances[sample, trial] = value
-        for sample, trial in _list_fallen(section):
+        for sample, trial in _list_broken(section):
             radii = [trial.radius]
             radii += map(_make_radius, finite([distances.get((sample, trial))]))
             ball = replace(trial, radius=min(radii, key=float))
             attacks.setdefault(sample, []).append(ball)
         for sample, ball in _list_searched(section, "radius_adversarial"):
             attacks.setdefault(sample, []).append(ball)
-    first: dict[str, Contradiction] = {}
+    contradictions: dict[str, Contradiction] = {}
     for sample, ball in certified:
         for trial in attacks.get(sample, ()):
             if _is_inside(trial, ball):
-                first.setdefault(sample, Contradiction(sample, ball, trial))
-    return list(first.values())
+                contradictions.setdefault(sample, Contradiction(sample, ball, trial))
+    return list(contradictions.values())
 
 
 def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
@@ -137,8 +139,12 @@ def _is_inside(inner: TrialKey, outer: TrialKey) -> bool:
     return inner.radius.value <= outer.radius.value
 
 
-def _list_fallen(section: Section) -> Iterator[tuple[str, TrialKey]]:
-    """Yield each correctly classified sample that an attack broke, with the attack and ball."""
+def _list_broken(section: Section) -> Iterator[tuple[str, TrialKey]]:
+    """Yield each correctly classified sample that an attack broke, with the attack and ball.
+
+    A section without a column `correct` says nothing on the classification without attack. Then
+    every sample counts as correctly classified.
+    """
     figures = list(_list_figures(section))
     right = {sample: value for kind, _, sample, value in figures if kind == "correct"}
     for kind, trial, sample, value in figures:

@@ -254,11 +254,17 @@ class Attend:
 
         x W is [q k v] before rotary position or qk-norm. With two inputs, x W is q for the first
         and [k v] for the second. Constant queries, keys or values are left out.
+
+        Symbols, for query i and key j: S_ij is the logit, P_ij its softmax, o_i = sum_j P_ij v_j
+        the output. a is the key with the largest P_ij of query i, and c_ij = P_ij (v_j - o_i).
+        ds is the gradient in the logits. The gradient of S_ij is f_ij s k_j + r_ij in q_i, and
+        f_ij s q_i + t_ij in k_j. s is the scale of the logits. f is the slope of a soft cap (1
+        without a cap). r and t come from relative positions (0 without them). G is the Jacobian
+        of a rotary position or qk-norm at a token.
         """
         # The softmax needs sum_j P_ij <u_i, v_j> = <u_i, o_i>: known without a sum over the keys.
         inner = (u * self.o).sum(-1, keepdim=True)
-        # <u_i, c_ia> for the key a with the largest P_ia, where c_ia = P_ia (v_a - o_i) is known
-        # without cancellation.
+        # <u_i, c_ia> at the key a: `self.c` is c_ia, computed without cancellation.
         largest = (u * self.c).sum(-1, keepdim=True)
         # The gradients in q, k and v by name; a constant has none.
         total = {}
@@ -266,15 +272,14 @@ class Attend:
             for name in side.names:
                 total[name] = torch.zeros_like(getattr(self, name))
         for block in map_rows(self.heads, self.p):
+            # A block of P: `queries` and `keys` are the slices of its rows and columns.
             p, queries, keys = block
-            # The gradient in the logits: ds_ij = <u_i, c_ij> = P_ij (<u_i, v_j> - <u_i, o_i>), and
-            # at key a the value from above.
+            # ds_ij = <u_i, c_ij> = P_ij (<u_i, v_j> - <u_i, o_i>). At key a: `largest`.
             u_rows = u[:, queries]
             ds = u_rows @ self.v[:, keys].mT
             ds.sub_(inner[:, queries]).mul_(p)
             ds.scatter_(-1, self._anchors(block), largest[:, queries])
-            # Logit ij has the gradient f_ij s k_j + r_ij in q_i and f_ij s q_i + t_ij in k_j; f is
-            # 1 without a soft cap, r and t are 0 without relative positions. k and q include s.
+            # `self.q` and `self.k` are q and k times s. `self.slope` is f, `extra` has r and t.
             scaled = ds  # ds_ij f_ij
             if self.slope is not None:
                 scaled = ds * self.slope
@@ -290,7 +295,7 @@ class Attend:
                 total["k"][:, keys] += rows
             if "v" in total:
                 total["v"][:, keys] += p.mT @ u_rows
-        # Back through the Jacobian G of a rotary position or qk-norm at each token.
+        # Back through G of each token.
         for name, g in self.local.items():
             total[name] = torch.einsum("pnd,pnde->pne", total[name], g)
         pulled = []
@@ -476,9 +481,10 @@ def linearize_attention(heads: Heads) -> Attend:
 def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
     """Return the fields `slope` and `extra` of `Attend`, for logits other than s q k^T (`Pairs`).
 
-    `slope` is the derivative of a soft cap, `extra` has the terms that relative positions add to
-    the gradients in q or k. A problem is one head on one batch row. Terms that several problems
-    share are stored once, as a set; every problem has the index of its set.
+    `slope` is the derivative of a soft cap, (problems, n, m), or None. `extra` has the vectors
+    that relative positions add to the gradients of logits in q or k. A problem is one head on one
+    batch row. Batch rows or heads may share the vectors. Shared vectors are stored once, as a set,
+    and every problem has the index of its set.
     """
     shape = heads.q.shape[:2]
     pairs = heads.pairs or Pairs()
@@ -489,14 +495,16 @@ def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
     if pairs.with_q is not None:
         terms["q"] = pairs.with_q
     if pairs.with_k is not None:
+        # (batch, heads, queries, keys, d): keys come first, as gradients in k are sums by key.
         terms["k"] = pairs.with_k.transpose(2, 3)
     extra = {}
     for name, term in terms.items():
         vectors = term.flatten(0, 1)
-        # Axes of length 1 in `term` are shared: expanded, their index repeats.
-        sets = torch.arange(len(vectors), device=term.device)
-        sets = sets.view(term.shape[:2]).expand(shape)
-        extra[name] = PairTerms(vectors, sets.flatten())
+        # The index of the set of each problem. All batch rows (heads) share a set if this axis of
+        # `term` has length 1: the index is then repeated along the axis.
+        index = torch.arange(len(vectors), device=term.device)
+        index = index.view(term.shape[:2]).expand(shape)
+        extra[name] = PairTerms(vectors, index.flatten())
     return slope, extra
 
 

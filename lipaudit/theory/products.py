@@ -277,12 +277,15 @@ def layer_products(
 
     Args:
         heads: the heads.
-        out: W_O of each head, for the Jacobian of sum_h O_h W_O,h; None for heads side by side.
-        gains: factor of each head's output, for heads side by side; with `out`, W_O has these
-            factors already, and only their number is used.
+        out: W_O of each head, for the Jacobian of sum_h O_h W_O,h. None for the Jacobian of the
+            outputs O_h side by side.
+        gains: a factor for the output of each head. Without `out`, O_h is multiplied by its gain.
+            With `out`, W_O includes the gains already: only the number of heads is read.
     """
     attend = linearize_attention(heads)
-    # W = [W_Q W_K W_V] of each input, the heads side by side.
+    # One matrix for each input, (D, heads * e): W = [W_Q W_K W_V] of all heads side by side.
+    # `side.weight` is (heads, D, e), so the axis of the heads moves behind D before it is joined
+    # with e.
     weights = [side.weight.transpose(0, 1).flatten(1) for side in attend.sides]
     if out is not None:
         out = out.to(heads.v)
@@ -324,16 +327,21 @@ def sketched_vjp_x(
     size: Float[Tensor, "batch heads"],
     sketches: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Pull a gradient back through a layer, to a few directions R of the channels of its inputs.
+    """Backpropagate a gradient through a layer; return it in a few directions of the channels.
 
-    u is scaled in each head and row such that ||R^T J^T u|| is `size`. The result is compared with
-    autograd; a few directions show an error as well as all channels.
+    The purpose is to test the closed form of J^T u: the caller compares the result R^T J^T u with
+    autograd. J is the Jacobian of the heads, and R has r directions of the D channels of an input.
+    A few random directions show an error as well as all channels, at less cost.
+
+    u is scaled in each head and batch row such that ||R^T J^T u|| is `size`. The result is summed
+    over the heads: without the scaling, an error in a head with small gradients would not show
+    beside the gradients of other heads.
 
     Args:
         heads: the heads of one layer.
         u: a gradient in the outputs of the heads.
-        size: the norm for each head and row.
-        sketches: R of each input, (D, r): `x`, and `x_kv` if keys and values read another one.
+        size: the requested norm ||R^T J^T u|| for each head and batch row.
+        sketches: R of each input, (D, r): `x`, and `x_kv` if keys and values have their own input.
 
     Returns:
         u after scaling, and R^T J^T u summed over the heads, (batch, tokens, r), for each input.
@@ -345,17 +353,19 @@ def sketched_vjp_x(
     {'x': tensor([[[2., 2.]]])}
     """
     attend = linearize_attention(heads)
-    square = torch.zeros_like(size)
+    square = torch.zeros_like(size)  # ||R^T J^T u||^2 before the scaling, over all inputs
     pulled = {}
     by_side = attend.pull(u.flatten(0, 1))
     for side, y in zip(attend.sides, by_side, strict=True):
-        # W^T R first: no head needs the gradient in all D channels.
+        # y is the gradient in x W, so R^T J^T u is y (W^T R) for each token. W^T R is small, and
+        # the gradient in all D channels is never computed.
         directions = side.weight.mT @ sketches[side.source]
         by_head = y.view(*size.shape, *y.shape[1:])
         z = by_head @ directions
         square = square + z.square().sum((2, 3))
         pulled[side.source] = z
-    factor = size / square.sqrt().clamp_min(_DEAD)  # of each head and row
+    # The factor of each head and row. A gradient of 0 stays 0.
+    factor = size / square.sqrt().clamp_min(_DEAD)
     rows = {}
     for source, z in pulled.items():
         rows[source] = torch.einsum("bhnr,bh->bnr", z, factor)  # the sum over the heads

@@ -354,18 +354,24 @@ class _Objective:
     def climb_all(self, starts: Tensor, generator: torch.Generator) -> Tensor:
         """Run all searches; return the parameters with the largest norm of each search, without u.
 
-        First the number of copies is a real number. A second ascent has it rounded and fixed, so
-        the result stands for n tokens.
+        A search maximises ||J^T u|| / ||u|| over the n tokens and over u, a vector in the outputs
+        of the head. The maximum over u is the norm ||J||. The tokens are copies of three points: a
+        row of parameters has the points, and an angle that encodes the numbers of copies. Each
+        search climbs from several starts.
+
+        In the first ascent the number of copies is a real number. In the second ascent the
+        number is rounded and fixed, so that the result stands for n tokens.
 
         Args:
-            starts: the starts, (searches, starts, parameters), without u.
-            generator: source of the first u.
+            starts: rows of parameters without u, (searches, starts, parameters).
+            generator: source of random numbers for the first u.
         """
         rows = starts.flatten(0, 1)
         u = self._start_directions(rows, generator)
         rough = climb(self._measure, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
+        # The best end of each search: one row of parameters, with u.
         highest = _select_highest(rough.x.view(*starts.shape[:2], -1), rough.height)
-        # Climb again from the best end of each search, with the copies rounded down and up.
+        # Climb again from this end, once with the copies rounded down and once rounded up.
         rounded = self._round_copies(highest)
         with_whole_copies = replace(self, whole=True)
         end = climb(with_whole_copies._measure, rounded.flatten(0, 1), steps=_POLISH)

@@ -38,13 +38,15 @@ def drop_output(stream: TextIO) -> Iterator[None]:
     """Drop the output of a stream whose reader is gone, as after `| head`.
 
     The command continues: a gate that ended here would not return its exit code, and a build
-    would pass.
+    would pass. A full disk ends the command.
     """
     try:
         yield
-    except BrokenPipeError:
+    except OSError as error:
         # Python flushes the stream again at exit, which must not fail: redirect it to null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
 @dataclass(eq=False)

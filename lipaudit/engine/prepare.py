@@ -116,9 +116,7 @@ class Job:
     def choose_batch(self, name: str) -> int:
         """Return how many samples a measure gets at a time if no option says so."""
         measure = load_measures()[name]
-        # Shards share a run batch by batch: large batches would leave some of them without work.
-        is_whole = self.request.run.shard is None
-        if measure.short_batch is not None and is_whole and self.samples.batch.is_short:
+        if measure.short_batch is not None and self.samples.batch.is_short:
             return measure.short_batch
         return measure.batch
 

@@ -77,8 +77,6 @@ def test_short_samples_are_measured_more_at_a_time(job, shape, size):
     of_shape = replace(job, samples=replace(job.samples, batch=batch))
     assert of_shape.choose_batch("bounds") == size
     assert of_shape.choose_batch("jacobian") == load_measures()["jacobian"].batch
-    shard = replace(job.request, run=RunOptions(shard="1/2", parts="run"))
-    assert replace(of_shape, request=shard).choose_batch("bounds") == 4
 
 
 def test_the_batch_size_is_that_of_the_samples_or_of_the_option():

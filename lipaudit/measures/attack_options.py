@@ -210,8 +210,10 @@ class AttackOptions(MeasureOptions):
         """
         has_units = any(radius.unit for radius in self.eps)  # 2words: an attack on prompts
         if self.attack is not None or has_units:
-            why = "this needs a fast tokenizer beside config.json"  # for the error without one
-            return self.adapt("text", changes, why)
+            # `why` explains the error that a model without such a tokenizer gets.
+            return self.adapt(
+                "text", changes, why="this needs a fast tokenizer beside config.json"
+            )
         return self.model_copy(update={"attack": EMBEDDINGS}).adapt("text", changes)
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:

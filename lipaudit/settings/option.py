@@ -285,8 +285,11 @@ class Settings(BaseModel):
             reason = first["msg"].removeprefix("Value error, ")
             reason = reason.replace("Input should be", "it must be")
             words = known[name].values() if name in known else ()
-            advice = suggestion(str(first["input"]), words, "")
-            raise UsageError(f"{spell(name)}: {first['input']!r}: {reason}", advice) from None
+            value = first["input"]
+            if isinstance(value, Path):
+                value = str(value)  # as typed: not PosixPath('...')
+            advice = suggestion(str(value), words, "")
+            raise UsageError(f"{spell(name)}: {value!r}: {reason}", advice) from None
         settings._configured = frozenset(configured)
         return settings
 

@@ -281,7 +281,7 @@ def describe_survivors(figure: Row, attacks: Sequence[str]) -> Row:
     sentence = f"{figure.value:.1%} survive {attackers} at {figure.ball}"
     # The attacks `words`, `characters` and `patch` have the name of their norm: the ball, such as
     # "2 words", says everything.
-    if figure.norm == attackers != "suffix":
+    if attackers == figure.norm and attackers != "suffix":
         sentence = f"{figure.value:.1%} survive attacks that change {figure.ball}"
     if figure.low is None and figure.high is not None:  # an upper limit alone: not all attacks ran
         sentence = f"At most {sentence}"

@@ -182,6 +182,7 @@ def test_no_format_calls_an_inconclusive_rule_a_pass():
     for format in ("table", "markdown", "html"):
         text = " ".join(write(open_one, format).split()).replace("&gt;", ">").replace("\\", "")
         assert "NOT PROVEN, CI PASSES (exit code 0): robust accuracy (linf 2/255)" in text, format
+        assert f"Measure both models on at least {needed} samples." in text, format
         assert "PASSED" not in text
 
 

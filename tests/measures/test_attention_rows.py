@@ -98,5 +98,5 @@ def test_without_the_option_no_row_is_kept():
 
 
 def test_a_file_of_another_kind_is_refused():
-    with pytest.raises(UsageError, match="must end in .csv or .npz"):
+    with pytest.raises(UsageError, match=r"rows: 'rows.parquet': it must end in .csv or .npz"):
         ATTENTION.options.parse({"rows": "rows.parquet"})

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from types import SimpleNamespace
 
 import matplotlib as mpl
 import numpy as np
@@ -19,6 +20,7 @@ from lipaudit.report.blocks import (
     describe,
 )
 from lipaudit.report.charts import draw_svg
+from lipaudit.report.pictures import compare_steepness
 from lipaudit.tables import Column
 
 X = Column(label="||x||", meaning="", format=".3g")
@@ -207,3 +209,15 @@ def test_numbers_are_legible_on_every_colour(centre):
         pair = (ink or "#000000", ground)
         fore, back = (luminance(list(bytes.fromhex(c[1:]))) + 0.05 for c in pair)
         assert max(back, fore) / min(back, fore) >= 3.5
+
+
+def test_shares_without_the_norm_of_any_shared_head_are_mapped():
+    """Head 0.0 has a share but no norm; head 0.1 has a norm but no share."""
+    row = SimpleNamespace
+    norms = [row(layer=0, head=0, exact=None), row(layer=0, head=1, exact=2.0)]
+    bounds = SimpleNamespace(columns=["exact"], rows=norms)
+    shares = SimpleNamespace(rows=[row(layer=0, head=0, share=0.5)])
+    steep, carried = compare_steepness(bounds, shares)
+    assert steep.values[0][0] is None
+    assert carried.values[0][0] == 1.0
+    assert (carried.scale.low, carried.scale.high) == (0.0, 1.0)

@@ -406,7 +406,7 @@ BOUNDS = Measure(
     measure,
     summarise,
     batch=4,
-    short_batch=16,  # calls of torch take longer than their arithmetic: half the time at 17 tokens
+    short_batch=16,  # on few tokens, calls of torch take longer than their arithmetic
     place=10,
     audit=AuditRole(samples={"quick": 8, "usual": 16, "full": 32}),
 )

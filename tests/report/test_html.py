@@ -138,7 +138,9 @@ def test_every_section_is_in_the_contents_and_links_to_itself(parsed):
 
 def test_every_heading_has_the_name_of_the_contents(page):
     contents = re.findall(r'^<a href="#([\w.-]+)">(.+?)</a>', page, re.MULTILINE)
-    headings = re.findall(r'<h2>.* <a class="anchor.*?" href="#([\w.-]+)">(.+?)</a></h2>', page)
+    headings = re.findall(
+        r'<h2>.+ <a class="anchor" href="#([\w.-]+)" title="link to (.+?)">#</a></h2>', page
+    )
     assert len(contents) > 5
     assert headings == contents
 

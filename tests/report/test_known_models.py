@@ -27,16 +27,36 @@ def test_a_page_has_the_figures_of_other_models_with_equal_ends_and_balls(report
         (table,) = [
             b for b in find_chapter(show(each), "reference").blocks if isinstance(b, Table)
         ]
-        shown = {row[0]: row[1:] for row in table.rows}
-        steep = max(r.exact for r in report.section("bounds").rows if r.exact and r.exact > 0)
-        value, others = shown["steepest attention head, ‖J‖"]
-        assert value == cells.format_significant(steep)
-        assert "MiniLM 12.3" in others
-        assert ("demo 4.41" in others) == (each is report)
-        _, others = shown["model sensitivity, median ‖J‖, pixels to logits"]
-        assert "demo:robust 8.02" in others
-        assert "MiniLM" not in others
-        assert not any("robust accuracy" in name for name in shown)  # of another ball
+        # Of another ball: the robust accuracy. Of equal value for both demos: shares, the median.
+        labels = ["model", "model sensitivity, median ||J||, pixels to logits"]
+        assert [column.label for column in table.columns] == [
+            *labels,
+            "steepest attention head, ||J||",
+        ]
+        (name, _, steep), *others = table.rows
+        assert table.strong == {0}
+        assert name == each.run.model.spec
+        assert steep == max(
+            r.exact for r in report.section("bounds").rows if r.exact and r.exact > 0
+        )
+        shown = {row[0]: row[1:] for row in others}
+        assert shown["demo:robust"][0] == pytest.approx(8.02, abs=0.01)
+        assert shown["MiniLM"][0] is None
+        assert shown["MiniLM"][1] == pytest.approx(12.3, abs=0.1)
+        assert ("demo" in shown) == (each is report)
+
+
+def test_only_figures_that_tell_a_robust_demo_from_another_are_compared():
+    known = {model["name"]: model["figures"] for model in reference.list_known()}
+    robust = known["demo:robust"]
+    alike = []
+    for label, figure in known["demo"].items():
+        one, other = figure["value"], robust[label]["value"]
+        if abs(one - other) < 0.1 * max(one, other):
+            alike.append(label)
+    assert alike == list(reference.ALIKE)
+    assert f"{robust['robust accuracy']['value']:.1%} robust at linf 0.1" in reference.ABOUT
+    assert f"{known['demo']['robust accuracy']['value']:.1%}" in reference.ABOUT
 
 
 def test_the_page_of_the_docs_has_every_stored_figure():

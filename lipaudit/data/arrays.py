@@ -109,29 +109,15 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
     Raises:
         InputError: the file is damaged, or has no samples.
     """
-    arrays = dict[str, Tensor]()
     texts = dict[str, str]()
     advice = "Copy it again, or save plain numbers: numpy.savez(FILE, x=..., y=...)."
     with explain_failure(f"{path} is not a readable array file", advice, Exception):
         if path.suffix == ".safetensors":
             arrays = load_file(path)
         elif path.suffix == ".npz":
-            # ZipFile raises an error if the file is no archive: numpy would read it as a pickle.
-            with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
-                for name, array in file.items():
-                    if array.dtype.kind in "uifb":  # integers, floats and booleans
-                        arrays[name] = _make_native(array)
-                    else:  # texts, such as names of classes: an error only for x or y
-                        texts[name] = f"{name} of {path} holds {array.dtype}"
+            arrays, texts = _read_npz(path)
         else:
-            label_name = re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
-            label_file = path.with_name(label_name)
-            if label_file == path:
-                arrays["labels"] = _read_idx(path)
-            else:
-                arrays["x"] = _read_idx(path)
-                if label_file.is_file():
-                    arrays["y"] = _read_idx(label_file)
+            arrays = _read_mnist(path)
     x = _find_array(INPUTS, arrays, texts, advice)
     y = _find_array(LABELS, arrays, texts, advice)
     if x is None:
@@ -145,6 +131,35 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
     if mask is not None and mask.shape == x.shape and x.ndim == 2 and not x.is_floating_point():
         x = x.long().masked_fill(mask == 0, HIDDEN)
     return x, y
+
+
+def _read_npz(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the arrays of numbers in an .npz file, and an error message for each other array."""
+    arrays = {}
+    texts = {}
+    # ZipFile raises an error if the file is no archive: numpy would read it as a pickle.
+    with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
+        for name, array in file.items():
+            if array.dtype.kind in "uifb":  # integers, floats and booleans
+                arrays[name] = _make_native(array)
+            else:  # texts, such as names of classes: an error only for x or y
+                texts[name] = f"{name} of {path} holds {array.dtype}"
+    return arrays, texts
+
+
+def _read_mnist(path: Path) -> dict[str, Tensor]:
+    """Return the images (x) of an IDX file and their labels (y), if a file beside it has labels.
+
+    A file of labels alone gives only `labels`.
+    """
+    label_name = re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
+    label_file = path.with_name(label_name)
+    if label_file == path:
+        return {"labels": _read_idx(path)}
+    arrays = {"x": _read_idx(path)}
+    if label_file.is_file():
+        arrays["y"] = _read_idx(label_file)
+    return arrays
 
 
 def _read_idx(path: Path) -> Tensor:
@@ -246,21 +261,7 @@ def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
     Raises:
         InputError: shapes do not fit the model, or values are not finite or outside the box.
     """
-    input_shape = tuple(net.input_shape)
-    shape = tuple(x.shape[1:])
-    if net.kind == "image":
-        channels, *size = input_shape
-        has_channels_last = shape == (*size, channels)
-        if shape != input_shape and has_channels_last:
-            x = x.movedim(-1, 1)
-        elif channels == 1 and shape == tuple(size):
-            x = x[:, None]  # grey images may have no channel axis: add it
-    if tuple(x.shape[1:]) != input_shape:
-        raise InputError(
-            f"{origin} holds samples of shape {shape}; the model takes {input_shape}",
-            "Resize them first (a folder of images is resized for you), or build the model for "
-            "that size with --model-kwargs img_size=... or --input-size.",
-        )
+    x = _order_axes(x, net, origin)
     if x.dtype == torch.uint8:
         x = to_box(x.float() / 255, net.box)
     x = x.float()
@@ -279,6 +280,29 @@ def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
             "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
         )
     return x.clamp(low, high)
+
+
+def _order_axes(x: Tensor, net: Taker, origin: str) -> Tensor:
+    """Return images with their channels first, and sequences unchanged.
+
+    Raises:
+        InputError: the shape of a sample is not that of the model's inputs.
+    """
+    input_shape = tuple(net.input_shape)
+    shape = tuple(x.shape[1:])
+    if net.kind == "image" and shape != input_shape:
+        channels, *size = input_shape
+        if shape == (*size, channels):
+            x = x.movedim(-1, 1)
+        elif (1, *shape) == input_shape:  # grey images without an axis of channels: add it
+            x = x[:, None]
+    if tuple(x.shape[1:]) != input_shape:
+        raise InputError(
+            f"{origin} holds samples of shape {shape}; the model takes {input_shape}",
+            "Resize them first (a folder of images is resized for you), or build the model for "
+            "that size with --model-kwargs img_size=... or --input-size.",
+        )
+    return x
 
 
 def read_token_ids(

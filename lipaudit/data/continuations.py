@@ -13,9 +13,8 @@ from torch import Tensor
 from lipaudit.data import tables
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, Task, make_batch
 from lipaudit.data.tables import SampleTable
-from lipaudit.data.texts import is_empty, limit_tokens, shorten
+from lipaudit.data.texts import is_empty, limit_tokens, note_cut, shorten
 from lipaudit.errors import InputError
-from lipaudit.tables import Note
 
 # Usual names of the columns of a prompt and its continuation.
 CONTINUED = (("prompt", "continuation"), ("prompt", "completion"))
@@ -47,8 +46,8 @@ class QuestionForm:
         prompts: columns of the prompt, each a line of its own.
         follows: column of the continuation or of the choices; empty for labels.
         label: column of the right choice or of the label; empty for a continuation.
-        words: the labels as words.
-        values: what the table has for each of `words`: a class number, or the word itself.
+        words: names of the classes, such as the labels; empty for choices, which have none.
+        values: what the table has for each label in `words`: its class number, or the word.
     """
 
     kind: Literal["continuation", "choices", "labels"]
@@ -181,54 +180,32 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
         InputError: columns are missing, rows have no question, or the model has no tokenizer.
     """
     limit, notes = limit_tokens(net, options)
-    tokenize, vocabulary = net.tokenize, net.vocabulary
-    if tokenize is None or not vocabulary:
+    if net.tokenize is None or not net.vocabulary:
         advice = "Put tokenizer.json beside config.json."
         raise InputError(f"{table.origin} holds text, and the model has no tokenizer", advice)
+    packer = Packer(net.tokenize, net.vocabulary, limit)
     table.require_rows(options)  # before columns: unreadable rows have none
     rows = {i: table.rows[i] for i in table.sound}  # only readable rows
     form = _choose_form(table, rows, options)
     questions, choices, faults = _read_questions(form, rows)
     table = replace(table, faults={**table.faults, **faults})  # these rows are not drawn
 
-    packer = Packer(tokenize, vocabulary, limit)
-
-    def pack_row(i: int) -> _PackedRow:
-        """Return row i as packed ids, and whether the beginning of its prompt was cut."""
-        question = questions[i]
-        prompt, continuations = packer.encode(question.prompt, question.continuations)
-        shown = question.prompt[:40]
-        if not prompt or not all(continuations):
-            raise InputError(
-                f"{table.origin}: {shown!r} or its continuation has no tokens",
-                "Remove such rows, or leave them out with --skip-bad.",
-            )
-        room = packer.find_room(continuations)  # number of tokens that a prompt may have
-        if room < 1:
-            raise InputError(
-                f"{table.origin}: the continuation of {shown!r} leaves no room for the prompt "
-                f"within {limit} tokens",
-                "Raise --max-tokens, or leave such rows out with --skip-bad.",
-            )
-        return _PackedRow(pack(prompt[-room:], continuations, vocabulary), len(prompt) > room)
+    def pack_row(i: int) -> _PackedQuestion:
+        """Return the question of row i as token ids."""
+        return _pack_question(questions[i], packer, table.origin)
 
     rows_drawn, packed, skipped = tables.draw_rows(table, options, pack_row, what="rows")
-    cut = sum(row.is_cut for row in packed)
-    if cut:
-        text = (
-            f"{cut} of {len(packed)} prompts were cut at their beginning, so that prompt and "
-            f"continuation fit into {limit} tokens (--max-tokens)"
-        )
-        notes += (Note.warn("text-cut", text),)
-    # Names of the classes: by default the letters of the choices.
-    names = {"continuation": ("continuation", "rival"), "labels": form.words}
-    classes = names.get(form.kind, tuple(LETTERS[:choices]))
+    notes += note_cut(
+        [question.is_cut for question in packed],
+        "prompts were cut at their beginning, so that prompt and continuation fit into "
+        f"{limit} tokens",
+    )
     drawn = [questions[i] for i in rows_drawn]
-    prompts = [(question.prompt,) for question in drawn]
+    prompts = tuple((question.prompt,) for question in drawn)
     right = [question.right for question in drawn]
     batch = replace(
-        make_batch([row.ids for row in packed], net, right),
-        texts=tuple(prompts),
+        make_batch([question.ids for question in packed], net, right),
+        texts=prompts,
         limit=limit,
         continuations=tuple(question.continuations for question in drawn),
     )
@@ -237,15 +214,45 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
         batch,
         skipped + notes,
         origins=tuple(map(SampleOrigin, places, map(shorten, prompts))),
-        task=Task(form.kind, classes),
+        # Choices of a question have no names of their own: they are called A, B, C, ...
+        task=Task(form.kind, form.words or tuple(LETTERS[:choices])),
     )
 
 
-class _PackedRow(NamedTuple):
-    """The packed ids of a row (see `pack`), and whether its prompt was cut."""
+class _PackedQuestion(NamedTuple):
+    """The token ids of a question (see `pack`), and whether its prompt was cut."""
 
     ids: Tensor
     is_cut: bool
+
+
+def _pack_question(question: Question, packer: Packer, origin: str) -> _PackedQuestion:
+    """Return the token ids of a question; a long prompt loses its beginning.
+
+    Args:
+        question: the prompt and its continuations.
+        packer: the tokenizer, and the largest number of tokens.
+        origin: name of the data in messages.
+
+    Raises:
+        InputError: a text has no tokens, or a continuation alone reaches the limit of tokens.
+    """
+    prompt, continuations = packer.encode(question.prompt, question.continuations)
+    shown = question.prompt[:40]
+    if not prompt or not all(continuations):
+        raise InputError(
+            f"{origin}: {shown!r} or its continuation has no tokens",
+            "Remove such rows, or leave them out with --skip-bad.",
+        )
+    room = packer.find_room(continuations)  # number of tokens that a prompt may have
+    if room < 1:
+        raise InputError(
+            f"{origin}: the continuation of {shown!r} leaves no room for the prompt within "
+            f"{packer.limit} tokens",
+            "Raise --max-tokens, or leave such rows out with --skip-bad.",
+        )
+    ids = pack(prompt[-room:], continuations, packer.vocabulary)
+    return _PackedQuestion(ids, len(prompt) > room)
 
 
 def _read_questions(
@@ -314,7 +321,9 @@ def _choose_form(
     pair = _find_pair(table, label, options)
     if not choices and pair is not None:
         prompt, continuation = pair
-        return QuestionForm("continuation", (prompt,), continuation)
+        return QuestionForm(
+            "continuation", (prompt,), continuation, words=("continuation", "rival")
+        )
     if label is None:
         raise InputError(
             f"{table.origin} has no column to score ({table.column_list})",
@@ -330,15 +339,7 @@ def _choose_form(
     if classes is not None:
         words = tuple(classes)
         return QuestionForm("labels", prompts, "", label, words, range(len(words)))
-    words = _list_words(rows.values(), prompts, label)
-    for word in words:
-        digits = word.strip().lstrip("-").replace(".", "")
-        if digits.isdigit():
-            raise InputError(
-                f"{table.origin}: {label!r} holds numbers ({word}), but a language model needs "
-                "words",
-                "Write the class names into that column, or name another with --label-column.",
-            )
+    words = _list_words(table.origin, rows.values(), prompts, label)
     return QuestionForm("labels", prompts, "", label, words, words)
 
 
@@ -358,14 +359,31 @@ def _find_pair(
 
 
 def _list_words(
-    rows: Iterable[Mapping[str, Any]], prompts: Sequence[str], label: str
+    origin: str, rows: Iterable[Mapping[str, Any]], prompts: Sequence[str], label: str
 ) -> tuple[str, ...]:
-    """Return the different labels of the rows that have a prompt and a label, in order."""
+    """Return the different labels of the rows that have a prompt and a label, in order.
+
+    Args:
+        origin: name of the table in messages.
+        rows: the rows; other rows are refused later.
+        prompts: the columns of the prompt.
+        label: the column of the label.
+
+    Raises:
+        InputError: a label is a number, which a language model cannot score as an answer.
+    """
     words = set()
     for row in rows:
         fields = [row.get(name) for name in (*prompts, label)]
         if not any(map(is_empty, fields)):
             words.add(str(row[label]))
+    for word in sorted(words):
+        digits = word.strip().lstrip("-").replace(".", "")
+        if digits.isdigit():
+            raise InputError(
+                f"{origin}: {label!r} holds numbers ({word}), but a language model needs words",
+                "Write the class names into that column, or name another with --label-column.",
+            )
     return tuple(sorted(words))
 
 

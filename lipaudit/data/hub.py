@@ -179,24 +179,15 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     Raises:
         InputError: access failed, or the cache cannot be read; the message gives the reason.
     """
-    from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
 
-    revision = repository.revision
     no_answer = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
     refusal: Exception = OfflineModeIsEnabled(OFFLINE)  # raised if the cache has no commit
     with explain_refusals(repository):
         cache = repository.cache  # raises an error if the name is malformed
         try:
             if not (offline or constants.HF_HUB_OFFLINE):
-                info = HfApi().repo_info(
-                    repository.name,
-                    repo_type=repository.kind,
-                    revision=revision,
-                    timeout=constants.HF_HUB_ETAG_TIMEOUT,
-                )
-                files = tuple(file.rfilename for file in getattr(info, "siblings", None) or ())
-                return Commit(repository, str(info.sha), files)
+                return _ask_hub(repository)
         except (ValueError, RevisionNotFoundError):
             # The name is malformed, or the Hub has no such revision: do not use an old cache.
             raise
@@ -205,18 +196,43 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
             no_answer = explain_refusal(error, repository).message
         advice = "Check its permissions, remove it, or set HF_HOME to another folder."
         with explain_failure(f"the cache {cache} cannot be read", advice, OSError, ValueError):
-            # refs/REVISION holds the commit of a branch or tag, snapshots/COMMIT its files.
-            reference = cache / "refs" / revision
-            sha = revision
-            if reference.is_file():
-                sha = reference.read_text().strip()
-            snapshot = cache / "snapshots" / sha
-            stored = [p.relative_to(snapshot) for p in snapshot.rglob("*") if p.is_file()]
-            is_cached = snapshot.is_dir()
-        if not is_cached:
+            commit = _find_cached(repository, no_answer)
+        if commit is None:
             raise refusal
-        files = tuple(sorted(path.as_posix() for path in stored))
-        return Commit(repository, sha, files, no_answer)
+        return commit
+
+
+def _ask_hub(repository: Repository) -> Commit:
+    """Return the commit that the Hub names; the Hub's client raises an error without an answer."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().repo_info(
+        repository.name,
+        repo_type=repository.kind,
+        revision=repository.revision,
+        timeout=constants.HF_HUB_ETAG_TIMEOUT,
+    )
+    files = tuple(file.rfilename for file in getattr(info, "siblings", None) or ())
+    return Commit(repository, str(info.sha), files)
+
+
+def _find_cached(repository: Repository, no_answer: str) -> Commit | None:
+    """Return the commit in the local cache, with the files there; None if it is not cached.
+
+    Args:
+        repository: the repository, with the revision.
+        no_answer: why the Hub did not name the commit.
+    """
+    # refs/REVISION holds the commit of a branch or tag, snapshots/COMMIT its files.
+    reference = repository.cache / "refs" / repository.revision
+    sha = repository.revision
+    if reference.is_file():
+        sha = reference.read_text().strip()
+    snapshot = repository.cache / "snapshots" / sha
+    if not snapshot.is_dir():
+        return None
+    files = [p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file()]
+    return Commit(repository, sha, tuple(sorted(files)), no_answer)
 
 
 @contextmanager

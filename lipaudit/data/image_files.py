@@ -335,12 +335,9 @@ class Resizing:
                 ImageStep(f"scaled to cover {width} x {height}, then cropped in the middle")
             )
         done.append(ImageStep("divided by 255"))
-        pixels = np.asarray(image, dtype=np.float32) / 255
-        if pixels.ndim == 2:  # grey
-            planes = pixels[None]
-        else:
-            planes = pixels.transpose(2, 0, 1).copy()
-        return torch.from_numpy(planes), done
+        # (height, width, channels), also of a grey image, which Pillow gives without channels.
+        pixels = np.atleast_3d(np.asarray(image, dtype=np.float32) / 255)
+        return torch.from_numpy(pixels.transpose(2, 0, 1).copy()), done
 
     def _follow_model(
         self, image: Image.Image, done: list[ImageStep]

@@ -56,40 +56,57 @@ def load_data(spec: str | None, net: Taker, options: DataOptions | None = None) 
             f"--samples {options.samples} leaves no sample to measure", "Give 1 or more."
         )
     spec = spec or ("demo" if net.source == "demo" else "random")
-    # Each source refuses models that take another kind of samples.
-    path = Path(spec)
-    takes = f"the model takes {net.kind}"
     if spec == "random":
         samples = _make_random(net, options)
     elif spec in DIGIT_FILES:
-        shape = tuple(net.input_shape)
-        if net.kind != "image" or shape != (1, 8, 8):
-            raise InputError(
-                f"--data {spec} is handwritten digits of 1x8x8 pixels; {takes} of shape {shape}",
-                "Give your own data, or --data random.",
-            )
-        with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
-            samples = _draw_from_arrays(file, net, options)
+        samples = _draw_digits(spec, net, options)
     elif spec.startswith("hf:"):
         table, commit = read_dataset(spec.removeprefix("hf:"), offline=options.offline)
         samples = replace(_draw_from_table(table, net, options), commit=commit)
-    elif path.is_dir():
+    else:
+        samples = _draw_from_path(Path(spec), net, options)
+    return _complete_samples(samples, spec, net, options)
+
+
+def _draw_digits(spec: str, net: Taker, options: DataOptions) -> Samples:
+    """Draw handwritten digits that come with lipaudit.
+
+    Raises:
+        InputError: the model takes other samples than images of 8 x 8 grey pixels.
+    """
+    shape = tuple(net.input_shape)
+    if net.kind != "image" or shape != (1, 8, 8):
+        raise InputError(
+            f"--data {spec} is handwritten digits of 1x8x8 pixels; the model takes {net.kind} of "
+            f"shape {shape}",
+            "Give your own data, or --data random.",
+        )
+    with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
+        return _draw_from_arrays(file, net, options)
+
+
+def _draw_from_path(path: Path, net: Taker, options: DataOptions) -> Samples:
+    """Draw samples from a folder of images, or from a file of arrays or texts.
+
+    Raises:
+        InputError: the model takes another kind of samples, or the data are missing or damaged.
+    """
+    if path.is_dir():
         if net.kind != "image":
             raise InputError(
-                f"{path} is a folder of images; {takes}",
+                f"{path} is a folder of images; the model takes {net.kind}",
                 "Give --data a text file, an .npz file, or random.",
             )
-        samples = _draw_from_table(tables.read_folder(path), net, options)
-    elif _are_arrays(path):
-        samples = _draw_from_arrays(path, net, options)
-    else:
-        if net.kind != "text":
-            raise InputError(f"{path} holds text; {takes}", "Give a folder or an .npz file.")
-        if path.suffix == ".txt":
-            samples = texts.read_text(path, net, options)
-        else:
-            samples = _draw_from_table(tables.read_table(path), net, options)
-    return _complete_samples(samples, spec, net, options)
+        return _draw_from_table(tables.read_folder(path), net, options)
+    if _are_arrays(path):
+        return _draw_from_arrays(path, net, options)
+    if net.kind != "text":
+        raise InputError(
+            f"{path} holds text; the model takes {net.kind}", "Give a folder or an .npz file."
+        )
+    if path.suffix == ".txt":
+        return texts.read_text(path, net, options)
+    return _draw_from_table(tables.read_table(path), net, options)
 
 
 def _draw_from_arrays(path: Path, net: Taker, options: DataOptions) -> Samples:

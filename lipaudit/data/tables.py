@@ -17,7 +17,7 @@ from lipaudit.data import batch
 from lipaudit.data.arrays import to_box
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, make_batch
 from lipaudit.data.image_files import Picture, collect_notes, list_pictures, read_image
-from lipaudit.data.texts import encode, is_empty, limit_tokens, shorten
+from lipaudit.data.texts import encode, is_empty, limit_tokens, note_cut, shorten
 from lipaudit.errors import InputError, explain_failure, suggestion
 from lipaudit.tables import Note
 
@@ -468,10 +468,7 @@ def _draw_texts(
         return _EncodedTexts(texts, encode(texts, net, limit, origin), is_cut=True)
 
     rows, encoded, skipped = draw_rows(table, options, read, what="texts")
-    cut = sum(row.is_cut for row in encoded)
-    if cut:
-        text = f"{cut} of {len(rows)} texts were cut to {limit} tokens (--max-tokens)"
-        notes += (Note.warn("text-cut", text),)
+    notes += note_cut([row.is_cut for row in encoded], f"texts were cut to {limit} tokens")
     tokens = [row.tokens for row in encoded]
     texts = tuple(row.texts for row in encoded)
     samples = make_batch(tokens, net, _select_labels(labels, rows))

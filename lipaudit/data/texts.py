@@ -104,6 +104,20 @@ def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, tuple[Note, ...
     return limit, (Note.warn("max-tokens", text),)
 
 
+def note_cut(are_cut: Sequence[bool], how: str) -> tuple[Note, ...]:
+    """Return a warning about texts that were cut to a number of tokens; no notes without any.
+
+    Args:
+        are_cut: whether each text was cut.
+        how: the end of the sentence "3 of 10 ...", such as "texts were cut to 128 tokens".
+    """
+    cut = sum(are_cut)
+    if not cut:
+        return ()
+    text = f"{cut} of {len(are_cut)} {how} (--max-tokens)"
+    return (Note.warn("text-cut", text),)
+
+
 def encode(texts: tuple[str, ...], net: Taker, limit: int, origin: str) -> Tensor:
     """Return the token ids of a text, or of a pair that the model reads together.
 

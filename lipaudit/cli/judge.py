@@ -425,7 +425,7 @@ def _find_examples(baseline: Report, file: Path, terminal: Terminal) -> tuple[Pa
         BaselineError: the baseline tried examples of another model, and no file is left to try.
     """
     from lipaudit.attacks.transfer import find_saved
-    from lipaudit.gate.conditions import list_examples
+    from lipaudit.gate.conditions import list_examples, tries_transfer
 
     examples: tuple[Path, ...] = ()
     saved = list_examples(baseline)
@@ -434,8 +434,7 @@ def _find_examples(baseline: Report, file: Path, terminal: Terminal) -> tuple[Pa
         names = ", ".join(map(str, examples)) or "none: moved or changed, see --transfer"
         terminal.tell(f"examples that {file} saved, tried again: {names}")
     attack = baseline.section("attack")
-    rows = attack.rows if attack else ()
-    if not examples and any(row.get("attack") == "transfer" for row in rows):
+    if not examples and attack is not None and tries_transfer(attack):
         raise BaselineError(
             "baseline: the attack transfer tried examples of another model",
             "Give this model examples too: --transfer FILE.",

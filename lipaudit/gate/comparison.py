@@ -245,11 +245,12 @@ def _compare_sections(
                 _compare_figure(rule, old, new, changes)
         if has_heads and name in MAPPED.get(before.measure, (name,)):
             rule = no_change(f"{metric}:each", figures, (before, after))
-            changes.heads += _judge_heads(rule, old, new)
-            # A column without a statistic over all heads has no verdict. If it cannot be compared,
-            # the reason is still reported.
-            if metric in OF_HEADS_ALONE:
-                changes.verdicts += _find_refusal(rule, old, new)
+            examined = examine(rule, new, old, lenient=True)
+            if not isinstance(examined, Verdict):
+                changes.heads += _judge_heads(rule, examined, after)
+            elif metric in OF_HEADS_ALONE:
+                # The column has no other verdict: report why the heads cannot be compared.
+                changes.verdicts.append(examined)
 
 
 def _choose_statistics(before: Section, after: Section, name: str) -> list[str]:
@@ -392,15 +393,10 @@ def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
         yield judge_change(rule, contrast).model_copy(update={"p_adjusted": adjusted})
 
 
-def _find_refusal(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
-    """Yield the verdict with the reason why a figure cannot be compared; nothing if it can be."""
-    examined = examine(rule, new, old, lenient=True)
-    if isinstance(examined, Verdict):  # otherwise a list of contrasts, which can be compared
-        yield examined
-
-
-def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
-    """Yield the change of every attention head in a column; nothing if heads cannot be compared.
+def _judge_heads(
+    rule: Rule, contrasts: Sequence[Contrast], section: Section
+) -> Iterator[HeadChange]:
+    """Yield the change of every attention head in a column.
 
     `p_adjusted` of a change is the p-value of "this head has not changed": a two-sided sign test
     over the samples. It is corrected for the number of heads by randomly flipping the signs of the
@@ -408,14 +404,10 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
 
     Args:
         rule: names the column. The rule allows no change of any head.
-        old: the first report.
-        new: the report to compare with the first one.
+        contrasts: the old and new value of each head, and their test if they have one.
+        section: the section of the heads in the new report.
     """
-    examined = examine(rule, new, old, lenient=True)
-    section = new.section(rule.measure)
-    if isinstance(examined, Verdict) or section is None:
-        return
-    tested = [contrast for contrast in examined if contrast.evidence is not None]
+    tested = [contrast for contrast in contrasts if contrast.evidence is not None]
     adjusted = dict[str, float]()
     if tested:
         changes = np.stack([contrast.changes for contrast in tested])  # (heads, samples)
@@ -429,7 +421,7 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
         for contrast, p in zip(tested, p_values, strict=True):
             adjusted[contrast.name] = float(p)
     rows = readings.index_rows(section)
-    for contrast in examined:
+    for contrast in contrasts:
         name = contrast.name
         fields = dict(judge_change(rule, contrast)) | {"p_adjusted": adjusted.get(name)}
         yield HeadChange(**fields, layer=rows[name]["layer"], head=rows[name]["head"])
@@ -447,9 +439,34 @@ def _list_samples(
         contrasts: for each per-sample column, the rule and the old and new values.
         places: the place of each sample in the data, by id.
     """
-    # Old and new value by sample id and metric, such as `attack.robust@worst,linf,2/255`.
+    figures, signs = _pair_figures(contrasts)
+    samples = []
+    for sample, of_sample in figures.items():
+        lost = list[str]()
+        gained = list[str]()
+        for name, (old, new) in of_sample.items():
+            worse = signs.get(name, 0) * (new - old)  # 0 for a norm, which is not yes-or-no
+            if worse > 0:
+                lost.append(name)
+            elif worse < 0:
+                gained.append(name)
+        place = places.get(sample, "")
+        change = SampleChange(
+            id=sample, place=place, figures=of_sample, lost=tuple(lost), gained=tuple(gained)
+        )
+        samples.append(change)
+    return tuple(sorted(samples, key=_rank_sample))
+
+
+def _pair_figures(
+    contrasts: Sequence[tuple[Rule, Contrast]],
+) -> tuple[dict[str, dict[str, tuple[float, float]]], dict[str, int]]:
+    """Return old and new figures by sample id and metric, and the signs of yes-or-no metrics.
+
+    The sign of a metric, such as `attack.robust@worst,linf,2/255`, is that of a change for the
+    worse.
+    """
     figures: dict[str, dict[str, tuple[float, float]]] = {}
-    # The sign of a change for the worse, for yes-or-no metrics only.
     signs: dict[str, int] = {}
     first_measures: dict[tuple[str, str], str] = {}
     for rule, contrast in contrasts:
@@ -465,27 +482,8 @@ def _list_samples(
                 continue
             signs[name] = rule.worse
         for sample, before, now in zip(contrast.ids, contrast.before, contrast.now, strict=False):
-            of_sample = figures.setdefault(sample, {})
-            of_sample[name] = (float(before), float(now))
-    samples = []
-    for sample, of_sample in figures.items():
-        lost = list[str]()
-        gained = list[str]()
-        for name, (old, new) in of_sample.items():
-            worse = signs.get(name, 0) * (new - old)  # 0 for a norm, which is not yes-or-no
-            if worse > 0:
-                lost.append(name)
-            elif worse < 0:
-                gained.append(name)
-        change = SampleChange(
-            id=sample,
-            place=places.get(sample, ""),
-            figures=of_sample,
-            lost=tuple(lost),
-            gained=tuple(gained),
-        )
-        samples.append(change)
-    return tuple(sorted(samples, key=_rank_sample))
+            figures.setdefault(sample, {})[name] = (float(before), float(now))
+    return figures, signs
 
 
 def _rank_sample(change: SampleChange) -> tuple[int, float]:

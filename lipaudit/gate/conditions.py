@@ -283,8 +283,8 @@ def _compare_transfer(current: Section | None, before: Section | None, baseline:
     """
     if current is None:
         return ""
-    tried = _tries_transfer(current)
-    if tried and before is not None and not _tries_transfer(before):
+    tried = tries_transfer(current)
+    if tried and before is not None and not tries_transfer(before):
         return (
             "attack: worst includes transfer, examples of another model that the baseline did not "
             "try"
@@ -298,7 +298,8 @@ def _compare_transfer(current: Section | None, before: Section | None, baseline:
     return ""
 
 
-def _tries_transfer(section: Section) -> bool:
+def tries_transfer(section: Section) -> bool:
+    """Return whether a section of attacks tried adversarial examples of another model."""
     return any(row.get("attack") == "transfer" for row in section.rows)
 
 

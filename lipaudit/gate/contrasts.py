@@ -132,9 +132,50 @@ def _contrast_reports(
     if rule.limit.kind == "absolute":  # a limit on the current figure, which needs no baseline
         if rule.group:
             return _contrast_own_groups(rule, current, new)
-        return [Contrast(name=str(name), old=None, new=value) for name, value in points.items()]
+        return _list_figures(points)
     if old is None:
         raise BaselineError(f"the baseline has no section {rule.measure}")
+    _require_comparable(rule, current, baseline, old, lenient)
+    shared = _find_shared(rule, new, old, lenient=lenient)
+    if rule.group:
+        members = groups.find_members(rule, current, baseline, lenient=lenient)
+        contrasts = _contrast_groups(rule, shared, members, _read_tolerance(new))
+    else:
+        after, before, ids = _read_shared(rule, shared)
+        contrasts = _contrast_rows(rule, after, before, ids, _read_tolerance(new))
+    if not lenient:
+        _require_test(rule, new, contrasts)
+    # A rule with a negative margin demands an improvement: equal weights must not count as good.
+    if compute_margin(rule) < 0 or not conditions.has_same_weights(current, baseline):
+        return [replace(contrast, same=False) for contrast in contrasts]
+    # With equal weights, a figure is unchanged if the old and new values agree. Figures under
+    # attack with other random starts need not agree: the attack breaks other samples of the same
+    # model.
+    if conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct"):
+        return [replace(contrast, same=True) for contrast in contrasts]
+    return contrasts
+
+
+def _list_figures(points: Mapping[Key, float]) -> list[Contrast]:
+    """Return the current figures, by row, for an absolute limit: they have no old values."""
+    return [Contrast(name=str(name), old=None, new=value) for name, value in points.items()]
+
+
+def _require_comparable(
+    rule: Rule, current: Report, baseline: Report, old: Section, lenient: bool
+) -> None:
+    """Refuse a baseline with unreliable figures, or one that was measured in another way.
+
+    Args:
+        rule: a rule on a change.
+        current: the report to judge.
+        baseline: the report to compare it with.
+        old: the section of the baseline.
+        lenient: True for a comparison, False for a gate.
+
+    Raises:
+        BaselineError: the message says why the two reports cannot be compared.
+    """
     try:
         readings.read_trusted(rule, baseline, old, lenient=lenient)
     except EvaluationError as error:
@@ -142,27 +183,14 @@ def _contrast_reports(
     obstacle = conditions.find_obstacle(current, baseline, rule.measure, lenient=lenient)
     if obstacle:
         raise BaselineError(obstacle)
-    # Norms that differ by less than their accuracy are equal.
-    tolerance = TOLERANCE
-    tol = new.settings.get("tol")
+
+
+def _read_tolerance(section: Section) -> float:
+    """Return the relative accuracy of the norms in a section: smaller changes are no change."""
+    tol = section.settings.get("tol")
     if isinstance(tol, float):  # a plug-in may have another setting of this name
-        tolerance = max(TOLERANCE, tol)
-    shared = _find_shared(rule, new, old, lenient=lenient)
-    if rule.group:
-        members = groups.find_members(rule, current, baseline, lenient=lenient)
-        contrasts = _contrast_groups(rule, shared, members, tolerance)
-    else:
-        after, before, ids = _read_shared(rule, shared)
-        contrasts = _contrast_rows(rule, after, before, ids, tolerance)
-    # With equal weights, a figure is unchanged if the old and new values agree. Figures under
-    # attack with other random starts need not agree: the attack breaks other samples of the same
-    # model.
-    restarted = conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct")
-    # A rule with a negative margin demands an improvement: equal weights must not count as good.
-    same = compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
-    if not lenient:
-        _require_test(rule, new, contrasts)
-    return [replace(c, same=same and (c.same or restarted)) for c in contrasts]
+        return max(TOLERANCE, tol)
+    return TOLERANCE
 
 
 def _require_test(rule: Rule, new: Section, contrasts: Sequence[Contrast]) -> None:
@@ -264,15 +292,12 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
         # The stored rows are statistics of all samples: they are computed again for each group.
         reading = readings.read(rule, section, take, recompute=not rule.per_sample)
         readings.require_finite(rule, reading)
-        figures = [
-            Contrast(name=str(name), old=None, new=value) for name, value in reading.points.items()
-        ]
-        for contrast in _keep_distinct(rule, figures):
+        for contrast in _keep_distinct(rule, _list_figures(reading.points)):
             contrasts.append(replace(contrast, group=group, ids=tuple(members)))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
 
 
-def _keep_distinct(rule: Rule, contrasts: Sequence[Contrast]) -> list[Contrast]:
+def _keep_distinct(rule: Rule, contrasts: list[Contrast]) -> list[Contrast]:
     """Return the contrasts (one for each row that a rule judges) of one group, without copies.
 
     The rows of all attacks repeat the accuracy without attack (RIGHT): only one contrast is kept,
@@ -280,7 +305,7 @@ def _keep_distinct(rule: Rule, contrasts: Sequence[Contrast]) -> list[Contrast]:
     """
     if rule.group and rule.about.reduction == readings.RIGHT:
         return [replace(contrast, name="") for contrast in contrasts[:1]]
-    return [*contrasts]
+    return contrasts
 
 
 def _rank_contrast(rule: Rule, contrast: Contrast) -> float:

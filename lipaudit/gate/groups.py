@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lipaudit.errors import BaselineError, LipauditError
+from lipaudit.errors import BaselineError, LipauditError, few
 from lipaudit.gate import pairing, readings
 from lipaudit.gate.rules import EACH, Rule, no_change
 from lipaudit.gate.statistics import Values
@@ -51,7 +51,8 @@ def find_members(
     # The group of each sample, by id.
     now = require_groups(current, "the current report")
     then = require_groups(baseline, "the baseline")
-    new, old = (report.section(rule.measure) for report in (current, baseline))
+    new = current.section(rule.measure)
+    old = baseline.section(rule.measure)
     assert new is not None
     assert old is not None
     moved = [name for name in now.keys() & then.keys() if now[name] != then[name]]
@@ -104,12 +105,7 @@ def note_new_groups(current: Report, baseline: Report) -> list[str]:
     new = sorted({*current.groups.values()} - {*baseline.groups.values()})
     if not (new and baseline.groups):
         return []
-    more = ""
-    if len(new) > LISTED:
-        more = f" and {len(new) - LISTED} more"
-    return [
-        f"the baseline has no such group, so no change is judged: {', '.join(new[:LISTED])}{more}"
-    ]
+    return [f"the baseline has no such group, so no change is judged: {few(new, LISTED)}"]
 
 
 def _list_members(section: Section, groups: dict[str, str]) -> dict[str, set[str]]:

@@ -303,31 +303,36 @@ def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
     evidence = contrast.evidence
     old = contrast.old
     new = contrast.new
-    known: dict[str, Any] = {"rule": rule.text, "metric": rule.metric, "name": contrast.name}
-    known["group"] = contrast.group
-    known |= {"old": old, "new": new, "unit": rule.limit.unit}
+    known: dict[str, Any] = {
+        "rule": rule.text,
+        "metric": rule.metric,
+        "name": contrast.name,
+        "group": contrast.group,
+        "old": old,
+        "new": new,
+        "unit": rule.limit.unit,
+    }
     if evidence is not None and evidence.mcnemar is not None:  # a share of yes-or-no values
         worse = contrast.changes
-        known |= {"lost": int((worse > 0).sum()), "gained": int((worse < 0).sum())}
-        known["mcnemar"] = evidence.mcnemar
+        known |= {
+            "lost": int((worse > 0).sum()),
+            "gained": int((worse < 0).sum()),
+            "mcnemar": evidence.mcnemar,
+        }
     if contrast.same:
         return Verdict(status="unchanged", **known)
     if evidence is None:
-        status: VerdictStatus = "pass"
-        if contrast.group:
-            known["samples"] = len(contrast.ids)
-        if _breaks_limit(rule, new, old):
-            status = "regressed"
-        # A change from new to old would break the limit: so the new value is better by more than
-        # the limit.
-        elif old is not None and _breaks_limit(rule, old, new) and not _praises_loss(rule):
-            status = "improved"
-        return Verdict(status=status, **known)
+        status = _compare_untested(rule, new, old)
+        return Verdict(status=status, samples=len(contrast.ids), **known)
     low, high = evidence.limits(level)
     ends = sorted(_express_change(rule, end) for end in (low, high))
-    known |= {"low": ends[0], "high": ends[1], "samples": evidence.samples}
-    known |= {"paired": _express_change(rule, evidence.estimate)}
-    known["p"] = evidence.p(_compute_null(rule))
+    known |= {
+        "low": ends[0],
+        "high": ends[1],
+        "samples": evidence.samples,
+        "paired": _express_change(rule, evidence.estimate),
+        "p": evidence.p(_compute_null(rule)),
+    }
     alone: VerdictStatus = "inconclusive"
     if round(low, DIGITS) > 0:
         alone = "regressed"
@@ -335,6 +340,17 @@ def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
         alone = "improved"
     alone = _reword(alone, ends, rule.limit.unit)
     return Verdict(status="pass", change_status=alone, **known)
+
+
+def _compare_untested(rule: Rule, new: float, old: float | None) -> VerdictStatus:
+    """Return the status of a row without a test, by its values and the limit of the rule."""
+    if _breaks_limit(rule, new, old):
+        return "regressed"
+    # If the change from new to old would break the limit, the new value is better by more than
+    # the limit.
+    if old is not None and _breaks_limit(rule, old, new) and not _praises_loss(rule):
+        return "improved"
+    return "pass"
 
 
 def _settle(

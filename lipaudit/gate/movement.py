@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lipaudit.errors import BaselineError
-from lipaudit.gate import pairing, statistics
+from lipaudit.gate import pairing, readings, statistics
 from lipaudit.gate.statistics import LEVEL, Movement, Proportion, Values
 from lipaudit.tables import Report, Section
 from lipaudit.tables.report import SCORES
@@ -123,11 +123,8 @@ def _name_predictions(section: Section, take: Sequence[int], is_named: bool) -> 
 
 def _read_flags(section: Section, take: Sequence[int]) -> Values:
     """Return 1 for each correctly classified sample, 0 for a wrong one, NaN without a label."""
-    column = section.samples.get("correct", ())
-    if not column:
-        return np.full(len(take), np.nan)
-    cells = [column[i] for i in take]
-    return np.array([np.nan if cell is None else float(cell) for cell in cells])
+    cells = section.samples.get("correct") or [None] * len(section.ids)
+    return readings.read_numbers(cells[i] for i in take)
 
 
 def _measure_divergence(

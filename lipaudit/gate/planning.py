@@ -18,6 +18,8 @@ from lipaudit.tables.trials import FLAGS, is_repeat
 
 SEEN = 0.9
 """Share of runs in which a change is seen."""
+Z_POWER = NormalDist().inv_cdf(SEEN)
+"""The normal quantile of this share."""
 CHURN = 0.025
 """Share of samples that change sides by chance, each way, from one checkpoint to the next."""
 SPREAD = 0.15
@@ -99,7 +101,7 @@ def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:
 def _see_drop(drop: float, n: int, z_level: float) -> bool:
     """Return whether McNemar's test detects a drop of a share in 9 of 10 runs.
 
-    The condition is D sqrt(n) >= z_level sqrt(s) + z_power sqrt(s - D^2). Here s = 2 CHURN + D is
+    The condition is D sqrt(n) >= z_level sqrt(s) + Z_POWER sqrt(s - D^2). Here s = 2 CHURN + D is
     the share of samples that change sides (right to wrong or back), CHURN each way by chance.
     Source: Connor, Biometrics 43 (1987) 207.
 
@@ -109,9 +111,8 @@ def _see_drop(drop: float, n: int, z_level: float) -> bool:
         z_level: normal quantile of the level of the test.
     """
     discordant = 2 * CHURN + drop  # s
-    z_power = NormalDist().inv_cdf(SEEN)
     spread = math.sqrt(max(0.0, discordant - drop**2))
-    needed = z_level * math.sqrt(discordant) + z_power * spread
+    needed = z_level * math.sqrt(discordant) + Z_POWER * spread
     return drop * math.sqrt(n) >= needed
 
 
@@ -119,16 +120,15 @@ def _see_share(share: float, n: int, z_level: float) -> bool:
     """Return whether the sign test detects in 9 of 10 runs that a share of samples got worse.
 
     By the normal approximation it does if
-    (q - 1/2) sqrt(n) >= z_level / 2 + z_power sqrt(q (1 - q)).
+    (q - 1/2) sqrt(n) >= z_level / 2 + Z_POWER sqrt(q (1 - q)).
 
     Args:
         share: q, the share of samples that got worse; 1/2 without a change.
         n: number of samples.
         z_level: normal quantile of the level of the test.
     """
-    z_power = NormalDist().inv_cdf(SEEN)
     spread = math.sqrt(max(0.0, share * (1 - share)))
-    needed = z_level / 2 + z_power * spread
+    needed = z_level / 2 + Z_POWER * spread
     return (share - 0.5) * math.sqrt(n) >= needed
 
 

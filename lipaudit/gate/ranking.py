@@ -5,7 +5,7 @@ Each model is compared with the best sample by sample, with the verdicts of `jud
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -149,47 +149,68 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
     # With this sign the larger figure is the worse one.
     worse = {i: rule.worse * figure for i, figure in criterion.figures.items()}
     models = sorted(worse, key=lambda i: (worse[i], i))
-    # Pairs of models that cannot be compared, with the reason. Both orders of a pair are tried: a
-    # comparison is refused if the new model lacks an attack of the old model, not vice versa.
-    apart: dict[frozenset[int], str] = {}
-    for i, j in permutations(models, 2):
-        reason = _compare_two(rule, reports[i], reports[j]).reason
-        if reason:
-            apart[frozenset((i, j))] = reason
+    apart = _find_incomparable(rule, models, reports)
     # `base` is the model in the fewest of these pairs, and all models that can be compared with it
     # are ranked. With the best model as base, other attacks on this model alone would leave all
     # other models unranked.
     base = min(models, key=lambda i: sum(i in pair for pair in apart))
-    ranked = [i for i in models if frozenset((i, base)) not in apart]
+    ranked = {i: worse[i] for i in models if frozenset((i, base)) not in apart}
+    entries = _rank_comparable(rule, ranked, reports)
+    # If only one of several models is left, it was compared with no other model: no rank either.
+    outside = [i for i in models if i not in ranked or [*ranked] == [i] != models]
+    for i in outside:
+        reason = next(apart[pair] for pair in apart if i in pair)
+        entries[i] = {"outcome": "not comparable", "reason": reason}
+    return entries
+
+
+def _find_incomparable(
+    rule: Rule, models: Sequence[int], reports: Sequence[Report]
+) -> dict[frozenset[int], str]:
+    """Return the pairs of models that cannot be compared, each with the reason."""
+    apart: dict[frozenset[int], str] = {}
+    # Both orders of a pair are tried: a comparison is refused if the new model lacks an attack of
+    # the old model, not vice versa.
+    for i, j in permutations(models, 2):
+        reason = _compare_two(rule, reports[i], reports[j]).reason
+        if reason:
+            apart[frozenset((i, j))] = reason
+    return apart
+
+
+def _rank_comparable(
+    rule: Rule, worse: Mapping[int, float], reports: Sequence[Report]
+) -> dict[int, dict[str, Any]]:
+    """Return the fields of `Ranked` for models that can all be compared, by index, best first.
+
+    Args:
+        rule: names the figure; it allows no change.
+        worse: the figure of each model, larger if worse; the model with the best figure first.
+        reports: the reports of all models.
+    """
     # Bonferroni's correction for comparing all other models with the best model.
-    level = LEVEL / max(1, len(ranked) - 1)
-    best, *others = ranked
+    level = LEVEL / max(1, len(worse) - 1)
+    best, *others = worse
     for i in others:  # the model with the best figure may not be the best sample by sample
         if _compare_two(rule, reports[i], reports[best], level).status == "improved":
             best = i
-    found: dict[int, dict[str, Any]] = {best: {"rank": 1, "outcome": "best", "difference": None}}
-    for i in ranked:
+    found: dict[int, dict[str, Any]] = {best: {"rank": 1, "outcome": "best"}}
+    for i in worse:
         if i == best:
             continue
         change = _compare_two(rule, reports[i], reports[best], level)
         place = 1
         if change.status == "regressed":
             # After all models with a better figure, and at place 2 or later.
-            place = max(2, 1 + sum(worse[j] < worse[i] for j in ranked))
+            place = max(2, 1 + sum(figure < worse[i] for figure in worse.values()))
             outcome = "behind the best"
         elif worse[i] == worse[best]:
             outcome = "best"
         else:
             outcome = "not distinguishable from the best"
         found[i] = {"rank": place, "outcome": outcome, "difference": change}
-    places = sorted(found, key=lambda i: (i != best, found[i]["rank"]))
-    entries = {i: found[i] for i in places}
-    # If only one of several models is left, it was compared with no other model: no rank either.
-    outside = [i for i in models if i not in ranked or ranked == [i] != models]
-    for i in outside:
-        reason = next(apart[pair] for pair in apart if i in pair)
-        entries[i] = {"outcome": "not comparable", "reason": reason}
-    return entries
+    # Sorting keeps the order of equal ranks: the best model stays first.
+    return dict(sorted(found.items(), key=lambda entry: entry[1]["rank"]))
 
 
 def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:

@@ -330,7 +330,7 @@ def _list_reduced(
         # column of texts has no numbers to compute a statistic from.
         of_row = row.key is not None or len(rows) == 1
         if of_row and not any(isinstance(cell, str) for cell in cells):
-            yield key, row.get(name), _read_numbers(cells)
+            yield key, row.get(name), read_numbers(cells)
 
 
 def is_mean(rule: Rule) -> bool:
@@ -386,7 +386,7 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
         if kind == rule.column:
             if any(isinstance(cell, str) for cell in cells):
                 raise EvaluationError(f"{section.measure}.{name} holds text")
-            values[trial or ""] = _read_numbers(cells)
+            values[trial or ""] = read_numbers(cells)
     if rule.column == RADIUS.column and values:
         # The radius of a misclassified sample is 0: the sample itself has another class.
         wrong = [*_list_wrong(section)]
@@ -404,7 +404,7 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
     return {key: values[key] for key in _choose_worst(chosen, rule.selector)}
 
 
-def _read_numbers(cells: Iterable[Any]) -> Values:
+def read_numbers(cells: Iterable[Any]) -> Values:
     """Return a per-sample column as numbers; empty cells are NaN."""
     return np.array([np.nan if cell is None else float(cell) for cell in cells])
 

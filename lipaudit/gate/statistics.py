@@ -190,22 +190,14 @@ def judge_by_bootstrap(
         return Evidence(
             estimate, n, lambda margin: float(margin >= 0), lambda _: (0.0, 0.0), least
         )
-    if n < least:  # nothing is proven: the p-value is 1, and there are no finite limits
-        return Evidence(estimate, n, p=lambda _: 1.0, limits=lambda _: _UNKNOWN, least=least)
-    generator = np.random.default_rng(0)
-    rows = max(1, _CHUNK // n)  # draws at a time
-    resampled = list[Values]()
-    exchanged = [np.array([estimate])]
-    for start in range(0, RESAMPLES, rows):
-        size = min(rows, RESAMPLES - start), n
-        index = generator.integers(n, size=size, dtype=np.int32)
-        resampled.append(change(old[index], new[index]))
-        swap = generator.integers(2, size=size) > 0
-        exchanged.append(change(np.where(swap, new, old), np.where(swap, old, new)))
-    draws = np.sort(round_changes(np.concatenate(resampled)))
-    nulls = np.concatenate(exchanged)
+    # Nothing is proven: the p-value is 1, and there are no finite limits.
+    unproven = Evidence(estimate, n, p=lambda _: 1.0, limits=lambda _: _UNKNOWN, least=least)
+    if n < least:
+        return unproven
+    draws, nulls = _draw_changes(old, new, change)
     if np.isnan(draws).any():  # a statistic is infinite before and after: their change is NaN
-        return Evidence(estimate, n, p=lambda _: 1.0, limits=lambda _: _UNKNOWN, least=least)
+        return unproven
+    nulls = np.append(nulls, estimate)  # the observed change is one of the exchanges
     # The p-values of "no worse" and of "no better" by exchanges.
     tails = [_count_tail(sign * nulls, sign * estimate) for sign in (1, -1)]
 
@@ -228,6 +220,35 @@ def judge_by_bootstrap(
         return _widen((float(draws[k - 1]), float(draws[-k])), tails, level)
 
     return Evidence(estimate, n, compute_p, compute_limits, least)
+
+
+def _draw_changes(
+    old: Values, new: Values, change: Callable[[Values, Values], Values]
+) -> tuple[Values, Values]:
+    """Return the changes of a statistic in random draws, for a bootstrap and an exchange test.
+
+    Args:
+        old: values of the baseline, (samples,).
+        new: values of the current model on the same samples.
+        change: maps old and new values to the change in each draw, as in `judge_by_bootstrap`.
+
+    Returns:
+        The sorted changes over samples that were drawn with replacement, and the changes if the
+        old and the new value of each sample are exchanged with probability 1/2; (draws,) each.
+    """
+    n = old.size
+    generator = np.random.default_rng(0)  # a fixed seed: equal reports have equal verdicts
+    rows = max(1, _CHUNK // n)  # draws at a time
+    resampled = list[Values]()
+    exchanged = list[Values]()
+    for start in range(0, RESAMPLES, rows):
+        size = min(rows, RESAMPLES - start), n
+        index = generator.integers(n, size=size, dtype=np.int32)
+        resampled.append(change(old[index], new[index]))
+        swap = generator.integers(2, size=size) > 0
+        exchanged.append(change(np.where(swap, new, old), np.where(swap, old, new)))
+    draws = np.sort(round_changes(np.concatenate(resampled)))
+    return draws, np.concatenate(exchanged)
 
 
 def judge_share(worse: int, better: int, samples: int) -> Evidence:

@@ -229,8 +229,8 @@ class Verdict(Frozen):
             if self.high == math.inf and self.low in (-1.0, -math.inf):
                 limits = NO_LIMITS
         return {
-            "baseline": "" if self.old is None else f"{self.old:.4g}",
-            "current": "" if self.new is None else f"{self.new:.4g}",
+            "baseline": _write_figure(self.old, ""),
+            "current": _write_figure(self.new, ""),
             "change": format_change(self.change, self.unit),
             "paired": format_change(self.paired, self.unit),
             "limits": limits,

@@ -21,7 +21,7 @@ from torch import Tensor
 from lipaudit.data import batch
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, draw_indices, make_batch
 from lipaudit.errors import InputError, explain_failure, of_machine
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 # Longer side of a thumbnail, in pixels.
 SIDE = 64
@@ -221,7 +221,7 @@ def draw_arrays(
     order = draw_indices(len(x), options.samples, options.seed)
     chosen = x[order]
     places = [f"index {i}" for i in order]
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     if net.kind == "text":
         samples, notes = read_token_ids(chosen, net, origin, places)
     else:
@@ -307,7 +307,7 @@ def _order_axes(x: Tensor, net: Taker, origin: str) -> Tensor:
 
 def read_token_ids(
     x: Tensor, net: Taker, origin: str, places: Sequence[str]
-) -> tuple[list[Tensor], tuple[Note, ...]]:
+) -> tuple[list[Tensor], Notes]:
     """Return the token ids of each text without its padding, and notes on the padding.
 
     Padding is a pad id of the model before the first or after the last other token, and an id that
@@ -395,7 +395,7 @@ def _is_accepted(ids: Tensor, net: Taker) -> bool:
     return True
 
 
-def _note_unnamed_padding(x: Tensor, net: Taker) -> tuple[Note, ...]:
+def _note_unnamed_padding(x: Tensor, net: Taker) -> Notes:
     """Return a warning if texts seem to be padded, but the model declares no pad id."""
     if net.pad_id is not None:
         return ()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lipaudit.errors import InputError
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 if TYPE_CHECKING:
     from lipaudit.data.hub import Commit
@@ -357,7 +357,7 @@ class Samples:
     """
 
     batch: Batch
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     commit: Commit | None = None
     origins: tuple[SampleOrigin, ...] = ()
     task: Task | None = None
@@ -452,7 +452,7 @@ def _list_classes(net: Taker) -> str:
 
 def match_labels(
     values: Sequence[Any], net: Taker, places: Sequence[str], classes: Sequence[str] | None = None
-) -> tuple[list[int], tuple[Note, ...]]:
+) -> tuple[list[int], Notes]:
     """Return the model's class numbers for labels that are class names or numbers.
 
     Three ways are tried. First, labels are matched with the names of the classes, ignoring case. A
@@ -482,7 +482,7 @@ def match_labels(
     numbers = {name: _read_number(name) for name in names}  # None: the name is no number
     # By name.
     class_of = _match_names(numbers, net)
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     # Numbers and order are tried only if no name matches: to match some labels by name and others
     # by order would be a guess.
     if all(number is None for number in class_of.values()):

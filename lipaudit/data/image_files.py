@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Taker
 from lipaudit.errors import InputError, explain_failure
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"),
@@ -46,7 +46,7 @@ SAMPLE_FORMAT = 339
 Preprocessing = Literal["model", "resize", "none"]
 
 
-def list_pictures(folder: Path) -> tuple[list[Path], tuple[Note, ...]]:
+def list_pictures(folder: Path) -> tuple[list[Path], Notes]:
     """Return the pictures of a folder or of its direct sub-folders, and notes on files left out.
 
     Hidden files and folders are left out: macOS writes `._x.png` beside `x.png`.
@@ -87,7 +87,7 @@ def list_pictures(folder: Path) -> tuple[list[Path], tuple[Note, ...]]:
     return pictures, notes
 
 
-def _note_left_out(kind: str, files: Sequence[Path], folder: Path) -> tuple[Note, ...]:
+def _note_left_out(kind: str, files: Sequence[Path], folder: Path) -> Notes:
     """Warn of files that are not read, if there are any."""
     if not files:
         return ()
@@ -415,7 +415,7 @@ def _find_covering_scale(image: Image.Image, width: int, height: int) -> float:
     return scale
 
 
-def collect_notes(places: Sequence[str], steps: Sequence[Sequence[ImageStep]]) -> tuple[Note, ...]:
+def collect_notes(places: Sequence[str], steps: Sequence[Sequence[ImageStep]]) -> Notes:
     """Return the different notes of the steps of pictures, once each.
 
     The number of pictures with this note, and the first of these pictures, are put in front.

@@ -18,7 +18,7 @@ from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import read_dataset
 from lipaudit.data.image_files import find_common_shape
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
 # Standard deviation of the pixels of random images; about that of photographs.
@@ -203,7 +203,7 @@ def _complete_samples(samples: Samples, spec: str, net: Taker, options: DataOpti
     return replace(samples, notes=notes)
 
 
-def _note_unknown(samples: Samples, net: Taker) -> tuple[Note, ...]:
+def _note_unknown(samples: Samples, net: Taker) -> Notes:
     """Return a warning if the tokenizer does not know many of the tokens; else no notes."""
     x = samples.batch.x
     mask = samples.batch.mask
@@ -228,7 +228,7 @@ def _note_unknown(samples: Samples, net: Taker) -> tuple[Note, ...]:
     return (Note.warn("unknown-tokens", text),)
 
 
-def _note_dark(samples: Samples, net: Taker) -> tuple[Note, ...]:
+def _note_dark(samples: Samples, net: Taker) -> Notes:
     """Return a warning if no image has a bright pixel: the data may have a smaller range."""
     if net.kind != "image" or net.box is None:
         return ()
@@ -246,7 +246,7 @@ def _note_dark(samples: Samples, net: Taker) -> tuple[Note, ...]:
 def _make_random(net: Taker, options: DataOptions) -> Samples:
     """Make samples without labels: 1/f noise for images, a fixed text, or Gaussian tokens."""
     rng = torch.Generator().manual_seed(options.seed)
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     origins: list[SampleOrigin] = []
     shape = net.input_shape
     count = options.samples

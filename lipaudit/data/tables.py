@@ -19,7 +19,7 @@ from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, make_
 from lipaudit.data.image_files import Picture, collect_notes, list_pictures, read_image
 from lipaudit.data.texts import encode, is_empty, limit_tokens, note_cut, shorten
 from lipaudit.errors import InputError, explain_failure, suggestion
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 T = TypeVar("T")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -63,7 +63,7 @@ class SampleTable:
     rows: Sequence[Mapping[str, Any]]
     faults: Mapping[int, str] = field(default_factory=dict)
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
 
     @property
     def column_list(self) -> str:
@@ -277,7 +277,7 @@ def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | Non
 
 def draw_rows(
     table: SampleTable, options: DataOptions, read: Callable[[int], T], *, what: str
-) -> tuple[list[int], list[T], tuple[Note, ...]]:
+) -> tuple[list[int], list[T], Notes]:
     """Draw the requested number of rows at random, and read them.
 
     With `skip_bad`, rows with faults are left out. A row that `read` refuses is replaced by the
@@ -320,7 +320,7 @@ def draw_rows(
     return rows, values, notes
 
 
-def _note_skipped(what: str, reasons: Sequence[str]) -> tuple[Note, ...]:
+def _note_skipped(what: str, reasons: Sequence[str]) -> Notes:
     """Return a warning about rows or samples that were left out; no notes if there are none."""
     if not reasons:
         return ()
@@ -351,7 +351,7 @@ _Labels = dict[int, int] | None
 
 def _read_labels(
     table: SampleTable, inputs: Sequence[str], net: Taker, options: DataOptions
-) -> tuple[SampleTable, _Labels, tuple[Note, ...]]:
+) -> tuple[SampleTable, _Labels, Notes]:
     """Read the labels of a table as class numbers of the model.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, make_batch
 from lipaudit.errors import InputError, UsageError, explain_failure
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 # More characters than a token usually has: a window of a text has enough of them.
 LETTERS_PER_TOKEN = 16
@@ -51,7 +51,7 @@ def read_text(path: Path, net: Taker, options: DataOptions) -> Samples:
 
 def cut_windows(
     text: str, net: Taker, options: DataOptions, *, origin: str, after: str = ""
-) -> tuple[list[Tensor], list[SampleOrigin], tuple[Note, ...]]:
+) -> tuple[list[Tensor], list[SampleOrigin], Notes]:
     """Return as many windows of a text as samples are requested, evenly spread, as token ids.
 
     The text is cut into equal parts. A window begins with the first word that begins in a part,
@@ -86,7 +86,7 @@ def cut_windows(
     return x, origins, notes
 
 
-def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
+def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, Notes]:
     """Return the largest number of tokens of a sample, and notes.
 
     The number is --max-tokens or the limit of the model, whichever is smaller. A note warns if the
@@ -104,7 +104,7 @@ def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, tuple[Note, ...
     return limit, (Note.warn("max-tokens", text),)
 
 
-def note_cut(are_cut: Sequence[bool], how: str) -> tuple[Note, ...]:
+def note_cut(are_cut: Sequence[bool], how: str) -> Notes:
     """Return a warning about texts that were cut to a number of tokens; no notes without any.
 
     Args:

@@ -458,15 +458,18 @@ def _list_samples(
     return tuple(sorted(samples, key=_rank_sample))
 
 
+# Old and new figure of a sample by metric, such as `attack.robust@worst,linf,2/255`.
+_Figures = dict[str, tuple[float, float]]
+
+
 def _pair_figures(
     contrasts: Sequence[tuple[Rule, Contrast]],
-) -> tuple[dict[str, dict[str, tuple[float, float]]], dict[str, int]]:
-    """Return old and new figures by sample id and metric, and the signs of yes-or-no metrics.
+) -> tuple[dict[str, _Figures], dict[str, int]]:
+    """Return the figures of each sample by its id, and the signs of yes-or-no metrics.
 
-    The sign of a metric, such as `attack.robust@worst,linf,2/255`, is that of a change for the
-    worse.
+    The sign of a metric is that of a change for the worse.
     """
-    figures: dict[str, dict[str, tuple[float, float]]] = {}
+    figures: dict[str, _Figures] = {}
     signs: dict[str, int] = {}
     first_measures: dict[tuple[str, str], str] = {}
     for rule, contrast in contrasts:

@@ -20,7 +20,7 @@ from lipaudit.gate.rules import Rule, no_change, parse_rule
 from lipaudit.gate.statistics import LEVEL
 from lipaudit.gate.verdicts import Verdict
 from lipaudit.measures import list_headlines, summarise
-from lipaudit.tables import Note, Report, Section, model_labels
+from lipaudit.tables import Note, Notes, Report, Section, model_labels
 from lipaudit.tables.columns import Frozen
 from lipaudit.tables.trials import FLAGS, TrialKey
 
@@ -76,7 +76,11 @@ class Ranking(Frozen):
     better: Literal["lower", "higher"] = "lower"
     compared: int = 0
     models: tuple[Ranked, ...]
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
+
+
+# The fields of `Ranked` by name, for models by their index.
+_Fields = dict[int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     # by their places in the data.
     matched, by_place = pairing.match_samples(reports, names)
     criteria = _list_criteria(reports, by)
-    # The fields of `Ranked`, by index of the model. A model that cannot be compared has no rank.
+    # A model that cannot be compared has no rank.
     found = _rank_models(criteria[0], matched) if criteria else {}
     known: dict[str, Any] = {}
     compared = sum("rank" in fields for fields in found.values()) - 1  # all but the best
@@ -136,7 +140,7 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     return Ranking(models=tuple(models), notes=tuple(notes), **known)
 
 
-def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, dict[str, Any]]:
+def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> _Fields:
     """Return the fields of `Ranked` for each model that has the metric, by index, best first.
 
     Models that cannot be compared with the ranked ones come last, with the reason.
@@ -178,9 +182,7 @@ def _find_incomparable(
     return apart
 
 
-def _rank_comparable(
-    rule: Rule, worse: Mapping[int, float], reports: Sequence[Report]
-) -> dict[int, dict[str, Any]]:
+def _rank_comparable(rule: Rule, worse: Mapping[int, float], reports: Sequence[Report]) -> _Fields:
     """Return the fields of `Ranked` for models that can all be compared, by index, best first.
 
     Args:
@@ -194,7 +196,7 @@ def _rank_comparable(
     for i in others:  # the model with the best figure may not be the best sample by sample
         if _compare_two(rule, reports[i], reports[best], level).status == "improved":
             best = i
-    found: dict[int, dict[str, Any]] = {best: {"rank": 1, "outcome": "best"}}
+    found: _Fields = {best: {"rank": 1, "outcome": "best"}}
     for i in worse:
         if i == best:
             continue

@@ -11,11 +11,12 @@ from lipaudit.tables.report import (
     Layout,
     Model,
     Note,
+    Notes,
     Report,
     Run,
     Section,
     model_labels,
 )
 
-__all__ = ["Array", "Column", "Data", "Display", "Layout", "Model", "Note", "Reduction"]
+__all__ = ["Array", "Column", "Data", "Display", "Layout", "Model", "Note", "Notes", "Reduction"]
 __all__ += ["Report", "Row", "Run", "Section", "Status", "model_labels"]

@@ -57,6 +57,9 @@ class Note(Frozen):
         return self.model_copy(update={"text": f"{lead}: {self.text}" if lead else self.text})
 
 
+Notes = tuple[Note, ...]
+
+
 class Failure(Frozen):
     """The reason why a measure has no result: its error and exit code."""
 

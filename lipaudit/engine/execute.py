@@ -26,10 +26,10 @@ from lipaudit.errors import (
 from lipaudit.measures import load_measures
 from lipaudit.measures.base import (
     Listener,
+    Measure,
     MeasureOptions,
     Part,
     TimeOverError,
-    in_order,
     listening,
     sample_ids,
     select_complete,
@@ -234,20 +234,8 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     for name, options in request.measures.items():
         if name not in job.request.measures:  # left out since an earlier measure failed
             continue
-        # A later measure draws the attention map of the head with the largest norm, as found by
-        # `bounds`. A shard does not know this head, and stored parts must not depend on it.
-        if request.draws_steepest and not request.run.shard and request.run.parts is None:
-            options = options.draw_steepest(findings.sections)
         try:
-            parts, unmeasured = run_measure(job, name, options, findings)
-            if unmeasured:
-                findings.remainder[name] = unmeasured
-            if request.run.shard:
-                findings.parts[name] = parts
-            else:
-                findings.sections += results.summarise(
-                    name, parts, options, job.notes, len(unmeasured)
-                )
+            _add_findings(job, name, options, findings)
         except Exception as error:
             if not request.partial:
                 raise
@@ -282,6 +270,60 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     return job, shard
 
 
+def _add_findings(job: Job, name: str, options: MeasureOptions, findings: Findings) -> None:
+    """Run a measure; add its sections to the findings, or, for a shard, its parts."""
+    run = job.request.run
+    # Draw the attention map of the head with the largest norm, as found by `bounds`. A shard does
+    # not know this head, and stored parts must not depend on it.
+    if job.request.draws_steepest and not run.shard and run.parts is None:
+        options = options.draw_steepest(findings.sections)
+    parts, unmeasured = run_measure(job, name, options, findings)
+    if unmeasured:
+        findings.remainder[name] = unmeasured
+    if run.shard:
+        findings.parts[name] = parts
+    else:
+        findings.sections += results.summarise(name, parts, options, job.notes, len(unmeasured))
+
+
+@dataclass
+class _Progress:
+    """The results of a measure on the samples of this process so far.
+
+    Attributes:
+        measure: name of the measure.
+        observer: receives the number of measured samples.
+        journal: stores the results on the disk.
+        parts: results by the id of their first sample. A new part replaces an incomplete one of
+            the same samples.
+    """
+
+    measure: str
+    observer: Observer
+    journal: Journal
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def keep(self, part: Part) -> None:
+        """Add and store a result."""
+        self.journal.keep(part)
+        self.parts[part.ids[0]] = part
+        if part.complete:
+            self.observer.advances(self.measure, len(part.ids))
+
+    def list_unfinished(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the samples without a complete result, as batches of adjacent samples."""
+        finished = {*sample_ids(select_complete(self.parts.values()))}
+        remaining = []
+        for batch in batches:
+            finished_rows = [row for row, name in enumerate(batch.ids) if name in finished]
+            begin = 0
+            for end in (*finished_rows, len(batch)):
+                if begin < end:  # samples between two finished ones
+                    remaining.append(batch[begin:end].trim())
+                begin = end + 1
+        return remaining
+
+
 def run_measure(
     job: Job, name: str, options: MeasureOptions, findings: Findings
 ) -> tuple[list[Part], tuple[str, ...]]:
@@ -306,62 +348,85 @@ def run_measure(
     observer = findings.observer
     if run.autocast and options.deploys:  # --autocast rounds predictions, not norms and bounds
         net = net.deploy(run.autocast)
-    size = run.batch_size or job.choose_batch(name)
-    end = job.request.started + (run.time_limit or math.inf)
     # The first batch of the run, and the batches of this process.
     whole_first, batches = job.batches(name)
     first = whole_first  # halved together with the batches if memory runs out
-    ids = list(chain.from_iterable(batch.ids for batch in batches))
-    journal, parts = _open_journal(job, name, options, ids, findings)
-    remaining = list_unfinished(batches, select_complete(parts.values()))
+    progress = _open_journal(job, name, options, batches, findings)
+    remaining = progress.list_unfinished(batches)
     total = sum(map(len, remaining))
     observer.begins(name, total)
     listener = Listener(
         moves=partial(observer.moves, name),
         costs=partial(_note_cost, observer, name, total),
         notes=observer.note,
-        end=end,
+        end=job.request.started + (run.time_limit or math.inf),
     )
+    size = run.batch_size or job.choose_batch(name)
     # One round measures all remaining batches. If memory runs out, the next round has smaller
     # batches.
-    while remaining and time.monotonic() < end:
-        # A measure finds the attention layers on the first batch of the run. All processes use
-        # this batch, so all find the same layers.
-        moved = (batch.to(net.device, net.dtype) for batch in remaining)
-        own_batches = ProcessBatches(first.to(net.device, net.dtype), moved, dict(parts))
+    while remaining and time.monotonic() < listener.end:
         # A measure with `chunk` has results that depend on the batch: its batches stay as they
         # are, and the model runs on `size` samples of a batch at a time.
         if kind.chunk is not None:
             options = options.model_copy(update={"batch_size": size})
         try:
-            with exact_arithmetic(net.device), listening(listener):
-                for part in _take_until(end, kind.compute(net, own_batches, options)):
-                    journal.keep(part)
-                    parts[part.ids[0]] = part
-                    if part.complete:
-                        observer.advances(name, len(part.ids))
+            _measure_batches(kind, net, options, first, remaining, progress, listener)
             break
         except Exception as error:
-            remaining = list_unfinished(batches, select_complete(parts.values()))
+            remaining = progress.list_unfinished(remaining)
             if not out_of_memory(error):
                 _blame_sample(job, net, error, [whole_first, *remaining[:1]])
                 raise
             if size == 1:
                 raise
             # The largest remaining batch may be smaller than `size`: halve the smaller of the two.
-            largest = max(map(len, remaining))
-            size = max(1, min(size, largest) // 2)
+            size = max(1, min(size, max(map(len, remaining))) // 2)
             if kind.chunk is None:
                 remaining = list(chain.from_iterable(batch.split(size) for batch in remaining))
             first = first[:size].trim()
-    if journal.refusal:
-        text = f"results are not saved for --resume: {journal.refusal}"
+    if progress.journal.refusal:
+        text = f"results are not saved for --resume: {progress.journal.refusal}"
         observer.note(Note.info("not-kept", text))
     observer.ends(name)
-    measured = {*sample_ids(select_complete(parts.values()))}
-    unmeasured = tuple(sample for sample in ids if sample not in measured)
+    unmeasured = _list_ids(progress.list_unfinished(batches))
     # Texts are batched by length: their parts come in another order.
-    return in_order([*parts.values()], job.samples.batch.ids), unmeasured
+    return results.in_order([*progress.parts.values()], job.samples.batch.ids), unmeasured
+
+
+def _measure_batches(
+    measure: Measure,
+    net: Net,
+    options: MeasureOptions,
+    first: Batch,
+    batches: Sequence[Batch],
+    progress: _Progress,
+    listener: Listener,
+) -> None:
+    """Measure batches and keep each part, until the time limit of the listener.
+
+    Args:
+        measure: the measure.
+        net: the model.
+        options: the options of the measure.
+        first: the first batch of the run. A measure finds the attention layers on it. All
+            processes use this batch, so all find the same layers.
+        batches: the batches to measure.
+        progress: receives the parts, and has the incomplete parts of an interrupted run.
+        listener: hears the measure while it runs.
+    """
+    moved = (batch.to(net.device, net.dtype) for batch in batches)
+    own = ProcessBatches(first.to(net.device, net.dtype), moved, dict(progress.parts))
+    # A measure itself raises TimeOverError if the limit comes before the part is complete.
+    with exact_arithmetic(net.device), listening(listener), suppress(TimeOverError):
+        for part in measure.compute(net, own, options):
+            progress.keep(part)
+            if time.monotonic() >= listener.end:
+                return
+
+
+def _list_ids(batches: Iterable[Batch]) -> tuple[str, ...]:
+    """Return the ids of the samples of batches in order."""
+    return tuple(chain.from_iterable(batch.ids for batch in batches))
 
 
 def _note_cost(
@@ -384,18 +449,19 @@ def _note_cost(
 
 
 def _open_journal(
-    job: Job, name: str, options: MeasureOptions, ids: Sequence[str], findings: Findings
-) -> tuple[Journal, dict[str, Part]]:
-    """Return the journal of a measure, and the parts that an interrupted run left in it.
+    job: Job, name: str, options: MeasureOptions, batches: Sequence[Batch], findings: Findings
+) -> _Progress:
+    """Open the journal of a measure, and read the parts that an interrupted run left in it.
 
-    The journal stores the finished parts of a run on the disk. Parts are returned by the id of
-    their first sample, so that a new part replaces an incomplete one of the same samples.
+    The journal stores the finished parts of a run on the disk.
     """
     facts = results.identify(job, name, options)
     journal = Journal(facts, job.request.run.parts, keeps=job.stores)
     findings.journals.append(journal)
+    progress = _Progress(name, findings.observer, journal)
     if not job.continues:
-        return journal, {}
+        return progress
+    ids = _list_ids(batches)
     parts = journal.read_parts(ids)
     if parts:
         finished = sample_ids(select_complete(parts))
@@ -404,35 +470,8 @@ def _open_journal(
         if begun:
             text += f" and began {begun}"
         findings.observer.note(Note.info("reused", f"{text}: continuing from there"))
-    return journal, {part.ids[0]: part for part in parts}
-
-
-def _take_until(end: float, parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield parts until the time `end`, or until a measure itself stops at the time limit."""
-    with suppress(TimeOverError):
-        for part in parts:
-            yield part
-            if time.monotonic() >= end:
-                return
-
-
-def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Batch]:
-    """Return the samples without a result, as batches of adjacent samples.
-
-    Args:
-        batches: the batches of a measure.
-        parts: the results of the measure so far; their samples may be anywhere in a batch.
-    """
-    finished = {*sample_ids(parts)}
-    remaining = []
-    for batch in batches:
-        finished_rows = [row for row, name in enumerate(batch.ids) if name in finished]
-        begin = 0
-        for end in (*finished_rows, len(batch)):
-            if begin < end:  # samples between two finished ones
-                remaining.append(batch[begin:end].trim())
-            begin = end + 1
-    return remaining
+    progress.parts |= {part.ids[0]: part for part in parts}
+    return progress
 
 
 def _blame_sample(job: Job, net: Net, error: Exception, batches: Sequence[Batch]) -> None:

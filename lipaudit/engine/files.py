@@ -43,8 +43,9 @@ def write(path: Path, content: bytes) -> None:
         temporary.chmod(ordinary_mode())
         temporary.replace(path)
     except OSError as error:
-        text = f"cannot write {path}: {error.strerror}"
-        raise EvaluationError(text, "Free disk space, or choose another place.") from None
+        raise EvaluationError(
+            f"cannot write {path}: {error.strerror}", "Free disk space, or choose another place."
+        ) from None
     finally:
         if temporary is not None:  # still there if the disk is full, or the run was stopped
             temporary.unlink(missing_ok=True)

@@ -185,6 +185,39 @@ def versions() -> dict[str, str]:
     return installed
 
 
+def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
+    """Return parts in the order of `ids`, the samples of the run.
+
+    A part whose samples are not neighbours in that order is split into one part per sample.
+    Figures of the whole part, such as its seconds, then belong to the part of its first sample.
+    """
+    position = {name: i for i, name in enumerate(ids)}
+    pieces: list[Part] = []
+    for part in parts:
+        first = position[part.ids[0]]
+        neighbours = ids[first : first + len(part.ids)]
+        if list(part.ids) == list(neighbours):
+            pieces.append(part)
+        else:
+            pieces += [_pick_sample(part, i) for i in range(len(part.ids))]
+    return sorted(pieces, key=lambda piece: position[piece.ids[0]])
+
+
+def _pick_sample(part: Part, i: int) -> Part:
+    """Return the part of sample i alone; the first sample takes the figures of the whole part."""
+    values = {}
+    for name, array in part.values.items():
+        if len(array) == len(part.ids):  # a row per sample
+            values[name] = array[i : i + 1]
+        elif i == 0:  # an array of the whole part
+            values[name] = array
+        else:  # empty, so that joining the parts again counts it once
+            values[name] = array[:0]
+    if i == 0:
+        return Part(part.ids[:1], values, part.facts, part.notes)
+    return Part(part.ids[i : i + 1], values)
+
+
 def summarise(
     name: str, parts: Sequence[Part], options: MeasureOptions, notes: tuple[Note, ...], left: int
 ) -> list[Section]:

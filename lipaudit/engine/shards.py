@@ -21,6 +21,7 @@ from lipaudit.engine.files import name_folder, read_parts, write
 from lipaudit.engine.results import (
     describe_run,
     identify,
+    in_order,
     list_origins,
     make_failed,
     make_report,
@@ -28,7 +29,7 @@ from lipaudit.engine.results import (
 )
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import load_measures
-from lipaudit.measures.base import MeasureOptions, Part, in_order, sample_ids, select_complete
+from lipaudit.measures.base import MeasureOptions, Part, sample_ids, select_complete
 from lipaudit.schema import to_json_values
 from lipaudit.tables import Note, Report, Run, Section
 from lipaudit.tables.columns import Cell, Frozen
@@ -254,8 +255,10 @@ def _read_shard(path: Path) -> Shard:
         return Shard.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         reason = getattr(error, "strerror", None) or "it does not describe a shard"
-        advice = "Copy the file again, or delete it and measure the shard again."
-        raise InputError(f"cannot read {path}: {reason}", advice) from None
+        raise InputError(
+            f"cannot read {path}: {reason}",
+            "Copy the file again, or delete it and measure the shard again.",
+        ) from None
 
 
 def _read_options(name: str, plan: MeasurePlan) -> MeasureOptions:

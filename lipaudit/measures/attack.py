@@ -28,7 +28,7 @@ from lipaudit.measures.rating import (
     find_worst_classes,
 )
 from lipaudit.settings.option import repeat_option
-from lipaudit.tables import Column, Display, Layout, Note, Section
+from lipaudit.tables import Column, Display, Layout, Note, Row, Section
 from lipaudit.tables.columns import ACCURACY, OUTCOMES
 from lipaudit.tables.report import SCORES
 from lipaudit.tables.summary import CLEAN_OF_BALLS, Headline, declare_clean, read_worst
@@ -158,7 +158,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     from lipaudit.attacks.transfer import note_source
     from lipaudit.data.batch import find_unfinished
     from lipaudit.measures import texts
-    from lipaudit.measures.rounds import ROUND, attack_round, make_part, prepare_chunks
+    from lipaudit.measures.rounds import ROUND, Round, make_part, prepare_chunks
 
     steps = kinds.list_steps(options.trials())
     target = options.find_target(net)
@@ -174,7 +174,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     unread = iter(batches)
     while group := list(islice(unread, 1 if continues else ROUND)):
         runs = [begin(batch) for batch in group]
-        for run in attack_round(runs, steps, net.classes or 2, _name_round(group)):
+        for run in Round(runs, steps, net.classes or 2, _name_round(group)).attack():
             complete = len(run.outcomes) > len(steps)  # the clean samples, and one per attack
             if continues and complete:
                 run.outcomes += texts.move_losses(
@@ -251,61 +251,73 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     A trial is some attacks in one ball (a norm and a radius). In the worst case of a ball, a
     sample is robust if no trial inside the ball broke it.
     """
-    import numpy as np
-
     from lipaudit.measures import texts
 
     trials = options.trials()
-    results = _read_results(parts, trials)
-    keys = list(results)  # of the trials
-    balls = worst_cases(keys)  # the key of each ball's worst case -> the trials inside the ball
-    for ball, inside in balls.items():
-        results[ball] = _join_results(ball, {key: results[key] for key in inside})
-    columns = _list_samples(parts, keys, results)
-    losses: dict[str, Values] = {}
+    of_trials = _read_results(parts, trials)
+    worst = {}  # the worst case of each ball
+    for ball, inside in worst_cases(of_trials).items():
+        worst[ball] = _join_results(ball, {key: of_trials[key] for key in inside})
+    rows = _make_rows(parts, trials, worst | of_trials)
+    columns = _list_samples(parts, of_trials, worst)
+    notes = [*dict.fromkeys(_write_notes(parts, trials))]  # each once
     if "losses" in parts[0].values:  # attacks on continuations: (samples, clean and trials)
-        names = ["loss", *(key.column("loss") for key in keys)]
+        names = ["loss", *(key.column("loss") for key in of_trials)]
         losses = dict(zip(names, base.join_parts(parts, "losses").astype(float).T, strict=True))
-    order = [*balls, *keys]  # of the rows
-    unique = base.mark_unique(parts)  # a repeated sample counts once in a share
-    shares = base.share_columns("robust", np.stack([results[k].robust[unique] for k in order], 1))
-    # Until all attacks of a row ran, the robust accuracy of the row is an upper limit. It may fall
-    # to any lower value, so there is no lower confidence limit.
-    is_limit = np.array([results[key].unfinished.any() for key in order])
-    shares["robust_low"] = np.where(is_limit, np.nan, shares["robust_low"])
-    # A continuation and its rival are no classes: no worst class, and no calibration.
-    if not losses:
-        shares |= _rate(parts, [results[key] for key in order])
-    costs = np.array([results[key].cost for key in order])
-    untried = {trial.key: texts.share_untried(parts, trial) for trial in trials}
-    rows = base.make_rows(
-        ATTACK_TABLE,
-        attack=[key.attack for key in order],
-        norm=[key.norm for key in order],
-        eps=[float(key.radius) for key in order],
-        eps_text=[key.radius.text for key in order],
-        samples=int(unique.sum()),
-        clean=columns["correct"][unique].mean(),
-        **shares,
-        untried=[untried.get(key, np.nan) for key in order],
-        seconds=costs[:, 0].round(3),
-        forwards=costs[:, 1].astype(int),
-        backwards=costs[:, 2].astype(int),
-    )
-    notes = _write_notes(parts, trials)
-    if losses:
-        notes += (texts.note_losses(losses, options.target),)
+        columns |= losses
+        notes.append(texts.note_losses(losses, options.target))
     # Log-probabilities of the classes, from which two models are compared; not for many classes.
     arrays: dict[str, Values] = {}
     if all(SCORES in part.values for part in parts):
         scores = base.join_parts(parts, SCORES)
         if scores.size <= MOST_SCORES:
             arrays[SCORES] = scores
-    columns |= losses
     section = base.make_section(
         ATTACK_TABLE, parts, options, rows, notes, samples=columns, arrays=arrays
     )
     return [section]
+
+
+def _make_rows(
+    parts: Sequence[Part], trials: Sequence[Trial], results: Mapping[TrialKey, _Result]
+) -> tuple[Row, ...]:
+    """Return a row for each result: accuracy with limits, calibration, worst class and cost.
+
+    Args:
+        parts: the parts.
+        trials: the trials.
+        results: results of the worst cases and of the trials, in the order of the rows.
+    """
+    import numpy as np
+
+    from lipaudit.measures import texts
+
+    unique = base.mark_unique(parts)  # a repeated sample counts once in a share
+    robust = np.stack([result.robust[unique] for result in results.values()], 1)
+    shares = base.share_columns("robust", robust)
+    # Until all attacks of a row ran, the robust accuracy of the row is an upper limit. It may fall
+    # to any lower value, so there is no lower confidence limit.
+    is_limit = np.array([result.unfinished.any() for result in results.values()])
+    shares["robust_low"] = np.where(is_limit, np.nan, shares["robust_low"])
+    # A continuation and its rival are no classes: no worst class, and no calibration.
+    if "losses" not in parts[0].values:
+        shares |= _rate(parts, list(results.values()), robust)
+    costs = np.array([result.cost for result in results.values()])
+    untried = {trial.key: texts.share_untried(parts, trial) for trial in trials}
+    return base.make_rows(
+        ATTACK_TABLE,
+        attack=[key.attack for key in results],
+        norm=[key.norm for key in results],
+        eps=[float(key.radius) for key in results],
+        eps_text=[key.radius.text for key in results],
+        samples=int(unique.sum()),
+        clean=base.join_parts(parts, "correct")[unique].mean(),
+        **shares,
+        untried=[untried.get(key, np.nan) for key in results],
+        seconds=costs[:, 0].round(3),
+        forwards=costs[:, 1].astype(int),
+        backwards=costs[:, 2].astype(int),
+    )
 
 
 def _read_results(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[TrialKey, _Result]:
@@ -346,20 +358,22 @@ def _join_results(ball: TrialKey, results: Mapping[TrialKey, _Result]) -> _Resul
 
 
 def _list_samples(
-    parts: Sequence[Part], trials: Sequence[TrialKey], results: Mapping[TrialKey, _Result]
+    parts: Sequence[Part],
+    of_trials: Mapping[TrialKey, _Result],
+    worst: Mapping[TrialKey, _Result],
 ) -> dict[str, Values]:
     """Return the columns of the samples: without attack, by trial, and for each ball's worst case.
 
     Args:
         parts: the parts.
-        trials: keys of the trials.
-        results: results of the trials and of the worst cases.
+        of_trials: results of the trials.
+        worst: results of the worst cases.
     """
     import numpy as np
 
     columns = {name: base.join_parts(parts, name) for name in ("label", "predicted", "correct")}
-    distances = dict(zip(trials, base.join_parts(parts, "distance").T, strict=True))
-    for key, result in results.items():
+    distances = dict(zip(of_trials, base.join_parts(parts, "distance").T, strict=True))
+    for key, result in {**of_trials, **worst}.items():
         # A broken sample stays broken. A sample that is not broken yet is unknown (NaN) while
         # attacks are still to come.
         unknown = result.robust.astype(bool) & result.unfinished
@@ -369,15 +383,20 @@ def _list_samples(
     if "losses" in parts[0].values:  # a continuation and its rival are no classes
         return columns
     columns["confidence"] = base.join_parts(parts, "confidence")[:, 0].astype(float).round(6)
-    for key in trials:
-        columns[key.column("confidence")] = results[key].confidence.astype(float).round(6)
+    for key, result in of_trials.items():
+        columns[key.column("confidence")] = result.confidence.astype(float).round(6)
     return columns
 
 
-def _rate(parts: Sequence[Part], results: Sequence[_Result]) -> dict[str, Any]:
+def _rate(parts: Sequence[Part], results: Sequence[_Result], robust: Values) -> dict[str, Any]:
     """Return the columns of the calibration error and of the worst class, a value per result.
 
     With fewer than FEWEST_RATED samples, there are no columns of the calibration error.
+
+    Args:
+        parts: the parts.
+        results: the results.
+        robust: whether no attack broke a sample, (samples that repeat no earlier one, results).
     """
     import numpy as np
 
@@ -388,13 +407,12 @@ def _rate(parts: Sequence[Part], results: Sequence[_Result]) -> dict[str, Any]:
         correct = base.join_parts(parts, "correct")[unique]
         columns["ece_clean"] = calibration_error(clean, correct)
         columns["ece"] = []
-        for result in results:
+        for result, survived in zip(results, robust.T, strict=True):
             error = np.nan  # unknown until all attacks ran
             if not result.unfinished.any():
-                error = calibration_error(result.confidence[unique], result.robust[unique])
+                error = calibration_error(result.confidence[unique], survived)
             columns["ece"].append(error)
     labels = base.join_parts(parts, "label")[unique]
-    robust = np.stack([result.robust[unique] for result in results], 1)
     names = base.join_facts(parts, "classes")
     return columns | find_worst_classes(labels, robust, names)
 
@@ -415,8 +433,8 @@ def _mark_unfinished(parts: Sequence[Part], trials: Sequence[Trial]) -> Values:
     return np.array(rows)
 
 
-def _note_limits(parts: Sequence[Part], trials: Sequence[Trial]) -> tuple[Note, ...]:
-    """Warn which attacks did not run on all samples, because of a time limit; () if all ran.
+def _note_limits(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
+    """Warn which attacks did not run on all samples, because of a time limit; nothing if all ran.
 
     A part holds the results of some samples. Its facts["attacks"] has, for each trial, how many
     of the trial's attacks ran on these samples, from the first one on.
@@ -429,49 +447,68 @@ def _note_limits(parts: Sequence[Part], trials: Sequence[Trial]) -> tuple[Note, 
             attacked = sum(len(part.ids) for part in parts if part.facts["attacks"][i] >= count)
             if attacked < samples:
                 partial_runs.append(f"{attack.name} ({trial.key.ball}) on {attacked}")
-    if not partial_runs:
-        return ()
-    text = (
-        "robust accuracy is an upper limit, because not all attacks ran on all "
-        f"{samples} samples: {', '.join(partial_runs)}"
-    )
-    return (Note.warn("upper-limit", text),)
+    if partial_runs:
+        yield Note.warn(
+            "upper-limit",
+            "robust accuracy is an upper limit, because not all attacks ran on all "
+            f"{samples} samples: {', '.join(partial_runs)}",
+        )
 
 
-def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> tuple[Note, ...]:
-    """Return all notes: signs of weak attacks first, then limits, then what options say."""
-    import numpy as np
-
-    from lipaudit.attacks.signs import note_masking, note_signs, note_square
+def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
+    """Yield all notes: signs of weak attacks first, then limits, then what options say."""
     from lipaudit.measures import texts
 
+    unique = base.mark_unique(parts)
     # Whether the model decides between classes. Parts with `losses` are of a model that scores
     # continuations: guessing does not make half of the samples right, as with two classes.
     of_classes = "losses" not in parts[0].values
-    gradients = sum(cost[-1] for part in parts for cost in part.facts["cost"])
+    yield from _note_weakness(parts, len(unique), guessing=of_classes)
+    limits = list(_note_limits(parts, trials))
+    yield from limits
+    if not limits:
+        yield from _note_masked(parts, trials, unique)
+    if unique.sum() < FEWEST_RATED and of_classes:
+        yield Note.info("left-out", f"a calibration error (ECE) needs {FEWEST_RATED} samples")
+    yield from texts.note_changes(parts, trials)
+    yield from base.repeat_notes(parts)
+    for trial in trials:
+        yield from trial.notes  # on the choice of settings
+    yield from base.notes(parts)
+
+
+def _note_weakness(parts: Sequence[Part], samples: int, *, guessing: bool) -> Iterator[Note]:
+    """Warn of weak attacks, as clean samples show, failed gradients, and the success of Square.
+
+    Args:
+        parts: the parts.
+        samples: number of samples.
+        guessing: whether a guess is correct at a rate of 1 / classes.
+    """
+    import numpy as np
+
+    from lipaudit.attacks.signs import note_signs, note_square
+
     nonfinite = sum(part.facts["nonfinite"] for part in parts)
-    notes = note_signs(
-        base.sum_checks(parts), guessing=of_classes, nonfinite=nonfinite / max(gradients, 1)
-    )
-    unique = base.mark_unique(parts)
+    gradients = sum(cost[-1] for part in parts for cost in part.facts["cost"])
+    share = nonfinite / max(gradients, 1)
+    yield from note_signs(base.sum_checks(parts), guessing=guessing, nonfinite=share)
     # Robust samples before and after Square, summed over parts and trials.
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
-    notes += note_square(int(before), int(after), len(unique))
-    limits = _note_limits(parts, trials)
-    notes += limits
-    # Masked gradients show in a comparison: weak attacks break more samples than strong ones. All
-    # attacks must have run for that.
-    if not limits:
-        robust = base.join_parts(parts, "robust")[unique].astype(bool)
-        labels = base.join_parts(parts, "label")[unique]
-        box = parts[0].facts.get("box")  # a list if it was stored
-        notes += note_masking(trials, robust, labels, tuple(box) if box else None)
-    if unique.sum() < FEWEST_RATED and of_classes:
-        text = f"a calibration error (ECE) needs {FEWEST_RATED} samples"
-        notes += (Note.info("left-out", text),)
-    planned = (note for trial in trials for note in trial.notes)  # on the choice of settings
-    notes += (*texts.note_changes(parts, trials), *base.repeat_notes(parts), *planned)
-    return tuple(dict.fromkeys(notes + base.notes(parts)))
+    yield from note_square(int(before), int(after), samples)
+
+
+def _note_masked(parts: Sequence[Part], trials: Sequence[Trial], unique: Values) -> Iterator[Note]:
+    """Warn of masked gradients. All attacks must have run.
+
+    Masked gradients show in a comparison: weak attacks break more samples than strong ones.
+    """
+    from lipaudit.attacks.signs import note_masking
+
+    robust = base.join_parts(parts, "robust")[unique].astype(bool)
+    labels = base.join_parts(parts, "label")[unique]
+    box = parts[0].facts.get("box")  # a list if it was stored
+    yield from note_masking(trials, robust, labels, tuple(box) if box else None)
 
 
 def encode_files(parts: Sequence[Part], options: AttackOptions) -> dict[Path, bytes]:

@@ -256,8 +256,18 @@ ATTENTION_TABLE = Layout(
 
 # Statistics of rows with a mean over all rows, in the order of the arrays.
 MEANS = (
-    *("top1", "top2", "g1", "softmax_norm", "g1_ratio", "gk_ratio"),
-    *("entropy", "entropy_normalized", "support", "uniform", "intermediate", "categorical"),
+    "top1",
+    "top2",
+    "g1",
+    "softmax_norm",
+    "g1_ratio",
+    "gk_ratio",
+    "entropy",
+    "entropy_normalized",
+    "support",
+    "uniform",
+    "intermediate",
+    "categorical",
 )
 # Arrays of a map that is drawn: the map, and the number of its queries and keys.
 MAP = ("map", "map_tokens")
@@ -281,26 +291,16 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     # `projections=False`: statistics of the map need q and k, but no weights.
     parts = by_layer(net, batches, reader.read, layers=options.layers, projections=False)
     for number, part in enumerate(parts):
-        notes = part.notes
         if reader.windowed:  # layers whose attention stays within windows of a sample (Swin)
             layers = few([str(index) for index in reader.windowed])
-            text = (
+            note = Note.info(
+                "windows",
                 f"layers {layers} attend within windows of a sample: p_norm is the largest of all "
-                "windows, and sinks number the keys of a window"
+                "windows, and sinks number the keys of a window",
             )
-            notes += (Note.info("windows", text),)
-        part = replace(part, notes=notes)
+            part = replace(part, notes=(*part.notes, note))
         if reader.head is not None and number == 0:  # the map is of the first sample
-            if reader.map is None:
-                raise UsageError(
-                    f"layer {reader.head[0]} is not measured, so there is no map of it",
-                    f"Give a layer from 0 to {part.facts['heads'][-1][0]} (see --layers).",
-                )
-            # Arrays of a part have the samples on the first axis. The map is one array for the
-            # whole part: its first axis has length 1.
-            arrays = (reader.map.values[None], reader.map.counts[None])
-            values = {**part.values, **dict(zip(MAP, arrays, strict=True))}
-            part = replace(part, values=values, facts={**part.facts, "tokens": reader.map.tokens})
+            part = reader.add_map(part)
         yield part
 
 
@@ -337,6 +337,24 @@ class _LayerReader:
             self.windowed[layer.site.index] = None
         with torch.inference_mode():
             return layer_statistics(layer, self.options)
+
+    def add_map(self, part: Part) -> Part:
+        """Return a part with the map that was read on its first sample.
+
+        Raises:
+            UsageError: the layer of the map is not measured.
+        """
+        assert self.head is not None
+        if self.map is None:
+            raise UsageError(
+                f"layer {self.head[0]} is not measured, so there is no map of it",
+                f"Give a layer from 0 to {part.facts['heads'][-1][0]} (see --layers).",
+            )
+        # Arrays of a part have the samples on the first axis. The map is one array for the whole
+        # part: its first axis has length 1.
+        arrays = (self.map.values[None], self.map.counts[None])
+        values = {**part.values, **dict(zip(MAP, arrays, strict=True))}
+        return replace(part, values=values, facts={**part.facts, "tokens": self.map.tokens})
 
 
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
@@ -468,48 +486,13 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
 
     The section also has the statistics of each sample, and with --map the map of a head.
     """
-    import numpy as np
-
     # Arrays (samples, heads, statistics). Maps and rows are left out: their sizes vary.
     of_layers = [name for name in parts[0].values if name.startswith(ROWS)]
     arrays = base.join_arrays(parts, besides=[*MAP, *of_layers])
-    # For each statistic: its sum over rows, and the number of rows that have it. Rows with few
-    # keys have no regime, so the number differs between statistics and may be 0.
-    total = arrays["total"]
-    count = arrays["count"]
-    # Means over the rows of each sample, and over the rows of all samples.
-    with np.errstate(invalid="ignore"):
-        of_samples = np.where(count > 0, total / count, np.nan)
-        means = np.where(count.sum(0) > 0, total.sum(0) / count.sum(0), np.nan)
-    maxima = arrays["largest"].max(0)  # of g_1 and ||M||, (heads, 2)
-    sinks = arrays["sink"].mean(0)  # attention on the first and on the most attended key
-    rows = base.make_rows(
-        ATTENTION_TABLE,
-        parts[0].facts["heads"],
-        **dict(zip(MEANS, means.T, strict=True)),
-        tokens=arrays["tokens"].max(0),
-        g1_max=maxima[:, 0],
-        softmax_norm_max=maxima[:, 1],
-        sink_first=sinks[:, 0],
-        sink_max=sinks[:, 1],
-        sink_token=[int(np.bincount(positions).argmax()) for positions in arrays["sink_token"].T],
-        short_rows=arrays["short"].sum(0).astype(int),
-        p_norm=arrays["p_norm"].mean(0),
-    )
-    # Arrays that a comparison of two models reads: the statistics of each sample, and the numbers
-    # of rows if they differ between samples.
-    stored: dict[str, Values] = {}
-    for column in ATTENTION_TABLE.columns.values():
-        if column.reduction is not None:
-            name = column.reduction.values
-            stored[name] = of_samples[..., MEANS.index(name)]
-    counts = {
-        "rows": count[..., MEANS.index("g1")],
-        "long_rows": count[..., MEANS.index("uniform")],
-    }
-    stored |= {name: values for name, values in counts.items() if (values != values[:1]).any()}
-    layers = [layer for layer, _, _ in parts[0].facts["heads"]]
-    stored |= attention_rows.join_counts(arrays, layers)
+    heads = parts[0].facts["heads"]
+    rows = _make_rows(arrays, heads)
+    stored = _list_compared(arrays["total"], arrays["count"])
+    stored |= attention_rows.join_counts(arrays, [layer for layer, _, _ in heads])
     attended: dict[str, Attended] = {}
     if options.map is not None:
         first = parts[0]
@@ -520,19 +503,82 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         tokens = first.facts["tokens"]
         if tokens:
             attended[f"map@{options.map}"] = Attended(sample=first.ids[0], tokens=tokens)
-    notes = base.notes(parts)
-    short = int(arrays["short"].sum())
-    all_rows = int(counts["rows"].sum())
-    if 2 * short > all_rows:
-        text = (
-            f"{short} of {all_rows} rows have at most {SHORT_ROW} keys, too few for fragile rows "
-            "to differ. The shares of regimes leave them out"
-        )
-        notes += (Note.info("short-rows", text),)
+    notes = (*base.notes(parts), *_note_short_rows(arrays))
     section = base.make_section(
         ATTENTION_TABLE, parts, options, rows, notes, arrays=stored, attended=attended
     )
     return [section]
+
+
+def _make_rows(
+    arrays: Mapping[str, Values], heads: Sequence[tuple[int, int, str]]
+) -> tuple[Row, ...]:
+    """Return the row of each head: means over all attention rows, and largest values.
+
+    Args:
+        arrays: figures of each sample, (samples, heads, ...), of `_reduce_rows` and the keys.
+        heads: layer, number and module of each head.
+    """
+    import numpy as np
+
+    # For each statistic: its sum over rows, and the number of rows that have it. Rows with few
+    # keys have no regime, so the number differs between statistics. If it is 0, 0 / 0 gives NaN.
+    with np.errstate(invalid="ignore"):
+        means = arrays["total"].sum(0) / arrays["count"].sum(0)  # (heads, statistics)
+    maxima = arrays["largest"].max(0)  # of g_1 and ||M||, (heads, 2)
+    sinks = arrays["sink"].mean(0)  # attention on the first and on the most attended key
+    return base.make_rows(
+        ATTENTION_TABLE,
+        heads,
+        **dict(zip(MEANS, means.T, strict=True)),
+        tokens=arrays["tokens"].max(0),
+        g1_max=maxima[:, 0],
+        softmax_norm_max=maxima[:, 1],
+        sink_first=sinks[:, 0],
+        sink_max=sinks[:, 1],
+        sink_token=[int(np.bincount(positions).argmax()) for positions in arrays["sink_token"].T],
+        short_rows=arrays["short"].sum(0).astype(int),
+        p_norm=arrays["p_norm"].mean(0),
+    )
+
+
+def _list_compared(total: Values, count: Values) -> dict[str, Values]:
+    """Return the arrays, (samples, heads), from which two models are compared sample by sample.
+
+    These are the mean of a statistic over the rows of a sample, and the numbers of rows, by which
+    samples are weighted, if they differ between samples.
+
+    Args:
+        total: the sum of each statistic over the rows, (samples, heads, statistics).
+        count: the number of rows that have the statistic; if it is 0, the mean is NaN.
+    """
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):
+        means = total / count
+    compared: dict[str, Values] = {}
+    for column in ATTENTION_TABLE.columns.values():
+        if column.reduction is not None:
+            name = column.reduction.values
+            compared[name] = means[..., MEANS.index(name)]
+    # All rows have g1, and only long rows have a regime, such as uniform.
+    for name, statistic in (("rows", "g1"), ("long_rows", "uniform")):
+        weights = count[..., MEANS.index(statistic)]
+        if (weights != weights[:1]).any():
+            compared[name] = weights
+    return compared
+
+
+def _note_short_rows(arrays: Mapping[str, Values]) -> Iterator[Note]:
+    """Note if most attention rows have too few keys for a regime."""
+    short = int(arrays["short"].sum())
+    rows = int(arrays["count"][..., MEANS.index("g1")].sum())
+    if 2 * short > rows:
+        yield Note.info(
+            "short-rows",
+            f"{short} of {rows} rows have at most {SHORT_ROW} keys, too few for fragile rows "
+            "to differ. The shares of regimes leave them out",
+        )
 
 
 def encode_files(parts: Sequence[Part], options: AttentionOptions) -> dict[Path, bytes]:

@@ -21,8 +21,17 @@ CSV = ".csv"
 NPZ = ".npz"
 # Statistics of a row in the file, by their names in `softmax.row_statistics`.
 STATISTICS = (
-    *("top1", "top2", "g1", "softmax_norm", "g1_ratio", "gk_ratio", "entropy", "support"),
-    *("uniform", "intermediate", "categorical"),
+    "top1",
+    "top2",
+    "g1",
+    "softmax_norm",
+    "g1_ratio",
+    "gk_ratio",
+    "entropy",
+    "support",
+    "uniform",
+    "intermediate",
+    "categorical",
 )
 # Columns of the file that name a row.
 KEYS = ("sample", "layer", "head", "window", "row")

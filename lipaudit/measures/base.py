@@ -85,6 +85,10 @@ class MeasureOptions(Settings):
         """Return the files that the measure writes in addition to the report."""
         return ()
 
+    def list_seeds(self, ids: Sequence[str]) -> list[int]:
+        """Return the seed of each sample's random numbers, independent of its batch."""
+        return [seed_of(sample, self.seed) for sample in ids]
+
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
         """Return the options for a kind of model: unchanged, unless a measure overrides this.
 
@@ -447,39 +451,6 @@ def share_columns(name: str, flags: Values) -> dict[str, Any]:
     }
 
 
-def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
-    """Return parts in the order of `ids`, the samples of the run.
-
-    A part whose samples are not neighbours in that order is split into one part per sample.
-    Figures of the whole part, such as its seconds, then belong to the part of its first sample.
-    """
-    position = {name: i for i, name in enumerate(ids)}
-    pieces: list[Part] = []
-    for part in parts:
-        first = position[part.ids[0]]
-        neighbours = ids[first : first + len(part.ids)]
-        if list(part.ids) == list(neighbours):
-            pieces.append(part)
-        else:
-            pieces += [_pick_sample(part, i) for i in range(len(part.ids))]
-    return sorted(pieces, key=lambda piece: position[piece.ids[0]])
-
-
-def _pick_sample(part: Part, i: int) -> Part:
-    """Return the part of sample i alone; the first sample takes the figures of the whole part."""
-    values = {}
-    for name, array in part.values.items():
-        if len(array) == len(part.ids):  # a row per sample
-            values[name] = array[i : i + 1]
-        elif i == 0:  # an array of the whole part
-            values[name] = array
-        else:  # empty, so that joining the parts again counts it once
-            values[name] = array[:0]
-    if i == 0:
-        return Part(part.ids[:1], values, part.facts, part.notes)
-    return Part(part.ids[i : i + 1], values)
-
-
 def mark_unique(parts: Sequence[Part]) -> Values:
     """Return for each sample whether it repeats no earlier sample; shares count only such ones."""
     import numpy as np
@@ -487,16 +458,15 @@ def mark_unique(parts: Sequence[Part]) -> Values:
     return np.array([not is_repeat(name) for name in sample_ids(parts)])
 
 
-def repeat_notes(parts: Sequence[Part]) -> tuple[Note, ...]:
+def repeat_notes(parts: Sequence[Part]) -> Iterator[Note]:
     """Warn if samples repeat others."""
     unique = mark_unique(parts)
-    if unique.all():
-        return ()
-    text = (
-        f"{sum(~unique)} of {len(unique)} samples are duplicates: accuracies and confidence "
-        "limits leave them out"
-    )
-    return (Note.warn("repeated-samples", text),)
+    if not unique.all():
+        yield Note.warn(
+            "repeated-samples",
+            f"{sum(~unique)} of {len(unique)} samples are duplicates: accuracies and confidence "
+            "limits leave them out",
+        )
 
 
 def class_names(net: Net, *columns: Values) -> dict[str, str]:
@@ -518,7 +488,7 @@ def join_facts(parts: Sequence[Part], name: str) -> dict[Any, Any]:
 
 
 def seed_of(sample: str, seed: int) -> int:
-    """Return the seed of a sample's start vector, independent of its batch."""
+    """Return the seed of a sample's random numbers, independent of its batch."""
     # An id is a hash in hexadecimal: 12 digits are 48 bits.
     return (int(sample[:12], 16) + seed) % 2**63
 
@@ -531,20 +501,18 @@ def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
     return tuple(distinct)
 
 
-def lower_estimates(within: float) -> tuple[Note, ...]:
+def lower_estimates(within: float) -> Iterator[Note]:
     """Note how far norms may be too low: `within` is their relative error, 0 if they are exact."""
     if within > 0:
         text = f"norms may be up to {100 * within:.2g}% too low (99.9% confidence)"
-        return (Note.info("lower-estimates", text),)
-    return ()
+        yield Note.info("lower-estimates", text)
 
 
-def note_missed(count: int, what: str = "norms") -> tuple[Note, ...]:
+def note_missed(count: int, what: str = "norms") -> Iterator[Note]:
     """Warn of norms that did not converge; nothing if there are none."""
-    if count == 0:
-        return ()
-    text = f"{count} {what} did not converge to tol, so they may be too low"
-    return (Note.warn("not-converged", text),)
+    if count:
+        text = f"{count} {what} did not converge to tol, so they may be too low"
+        yield Note.warn("not-converged", text)
 
 
 def reduce_known(values: Values, statistic: Callable[[Values], Any]) -> float | None:
@@ -555,6 +523,11 @@ def reduce_known(values: Values, statistic: Callable[[Values], Any]) -> float | 
     return float(statistic(known))
 
 
+def reduce_columns(values: Values, statistic: Callable[[Values], Any]) -> list[float | None]:
+    """Return a statistic of each column of an array (samples, columns), by `reduce_known`."""
+    return [reduce_known(column, statistic) for column in values.T]
+
+
 def require_labels(batch: Batch, what: str) -> Tensor:
     """Return the labels of samples, all of which must have one.
 
@@ -562,8 +535,10 @@ def require_labels(batch: Batch, what: str) -> Tensor:
         InputError: a sample has no label. The message says that `what` needs one.
     """
     if batch.y is None or bool((batch.y < 0).any()):
-        text = f"{what} needs a label for every sample"
-        raise InputError(text, "Give labelled samples with --data (a folder, .npz, .csv...).")
+        raise InputError(
+            f"{what} needs a label for every sample",
+            "Give labelled samples with --data (a folder, .npz, .csv...).",
+        )
     return batch.y
 
 

@@ -232,7 +232,7 @@ def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | Non
     for name, values in columns.items():
         is_maximum = name in MAXIMA or (name.endswith("_max") and name not in load_bounds())
         statistic = np.max if is_maximum else np.median
-        cells[name] = [base.reduce_known(of_row, statistic) for of_row in values.T]
+        cells[name] = base.reduce_columns(values, statistic)
     return cells
 
 
@@ -253,10 +253,10 @@ def _make_layer_section(
     rows = base.make_rows(LAYERS_TABLE, layer=index, module=module, **_reduce_columns(columns))
     concat = columns["exact"]
     out = columns["exact_out"]
-    notes: tuple[Note, ...] = ()
+    notes: list[Note] = []
     if (~np.isnan(out) & np.isnan(concat)).any():
         text = "norms before W_O were not computed; add --concat to get them"
-        notes = (Note.info("left-out", text),)
+        notes.append(Note.info("left-out", text))
     places = [f"layer {layer} ({module})" for layer, module in layers]
     rss = {"sharp_rss": columns["sharp_rss"]}
     notes += below_by_rounding(places, base.sample_ids(parts), out, rss)
@@ -284,28 +284,28 @@ def _write_notes(
     yield from base.lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))
     # ||P|| of a large map is not proven to be exact: a proof would take more memory than the map.
     if measured["limited"].any():
-        text = (
+        yield Note.info(
+            "long-maps",
             f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit, "
-            "possibly a loose one. Bounds that use it still hold"
+            "possibly a loose one. Bounds that use it still hold",
         )
-        yield Note.info("long-maps", text)
     if facts["apart"]:
-        text = (
+        yield Note.info(
+            "inputs-apart",
             f"layers {', '.join(map(str, facts['apart']))}: queries and keys/values read "
             "different inputs, and the norms vary both independently. For norms with respect to "
-            "the module's input, use --input module"
+            "the module's input, use --input module",
         )
-        yield Note.info("inputs-apart", text)
     yield from base.note_missed(int(measured["missed"].sum()), "head norms")
     yield from base.note_missed(int(measured["layer_missed"].sum()), "layer norms")
     error = measured["forward_error"].max(0)
     if (error > NOTABLE).any():
-        text = (
+        yield Note.warn(
+            "forward-error",
             f"the logits of {int((error > NOTABLE).sum())} heads are large for their precision. "
             "Rounding in the forward pass may have changed their norms by up to "
-            f"{error.max():.1g} (an estimate). For higher accuracy, use --dtype float64"
+            f"{error.max():.1g} (an estimate). For higher accuracy, use --dtype float64",
         )
-        yield Note.warn("forward-error", text)
     causes = _explain_missing(facts["reasons"], measured["numerical"], options)
     for name, bound in load_bounds().items():
         counts: Counter[str] = Counter()  # heads by cause
@@ -313,8 +313,7 @@ def _write_notes(
             if np.isnan(values).all():
                 counts[cause or bound.null or "no value on any sample"] += 1
         for cause, count in counts.items():
-            text = f"{name} was not computed for {count} heads: {cause}"
-            yield Note.info("no-bound", text)
+            yield Note.info("no-bound", f"{name} was not computed for {count} heads: {cause}")
 
 
 def _explain_missing(
@@ -384,19 +383,20 @@ def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> Iterator[Note]:
     """
     missing = sum(row.ball_sharp is None for row in rows) // len(options.radius)
     if missing:
-        text = f"ball_sharp was not computed for {missing} heads: it {AFFINE_PLAIN}"
-        yield Note.info("no-bound", text)
+        yield Note.info(
+            "no-bound", f"ball_sharp was not computed for {missing} heads: it {AFFINE_PLAIN}"
+        )
     for radius in options.radius:
         ratios = []
         for row in rows:
             if row.r == float(radius) and row.ball_norm and row.ball_sharp is not None:
                 ratios.append(row.ball_sharp / row.ball_norm)
         if ratios and median(ratios) > LOOSE:
-            text = (
+            yield Note.info(
+                "loose-ball",
                 f"at r = {radius.text} ball_sharp is {median(ratios):.3g} times the norm found "
-                "(median over heads), so it is not informative. Use smaller radii"
+                "(median over heads), so it is not informative. Use smaller radii",
             )
-            yield Note.info("loose-ball", text)
 
 
 BOUNDS = Measure(

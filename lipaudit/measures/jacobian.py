@@ -283,7 +283,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
             blocks = find_blocks(net, first, options)
         values, facts, of_blocks = measure_batch(net, batch, options, blocks.cuts, first)
         if blocks.inner:
-            seeds = [base.seed_of(sample, options.seed) for sample in batch.ids]
+            seeds = options.list_seeds(batch.ids)
             residuals = compute_residual_norms(
                 net, batch, blocks.inner, seeds=seeds, **options.accuracy
             )
@@ -371,32 +371,36 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
 
     unlabelled = sum(part.facts.get("unlabelled", 0) for part in parts)
     if unlabelled:
-        text = f"the loss of {unlabelled} samples without a label uses the predicted class"
-        yield Note.info("loss-of-predicted", text)
+        yield Note.info(
+            "loss-of-predicted",
+            f"the loss of {unlabelled} samples without a label uses the predicted class",
+        )
     bypassed = dict.fromkeys(name for part in parts for name in part.facts.get("around", ()))
     if bypassed:
-        text = (
+        yield Note.info(
+            "paths-fixed",
             f"the input also reaches the output around {', '.join(bypassed)} (as from an encoder "
-            "to a decoder): norms from there hold these paths fixed"
+            "to a decoder): norms from there hold these paths fixed",
         )
-        yield Note.info("paths-fixed", text)
     for reason in dict.fromkeys(part.facts.get("unshared") for part in parts):
         if reason:
             yield Note.warn("no-shares", UNSHARED.format(reason))
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
     yield from base.lower_estimates(max(np.nanmax(values, initial=0.0) for values in within))
     if "radius_first_order" in arrays:
-        text = "radius_first_order is a first-order estimate at each sample, not a certificate"
-        yield Note.info("indicative", text)
+        yield Note.info(
+            "indicative",
+            "radius_first_order is a first-order estimate at each sample, not a certificate",
+        )
         # A class that was not examined may be the nearest.
         unknown = ~arrays["complete"]
         if unknown.any():
-            text = (
+            yield Note.warn(
+                "radius-incomplete",
                 f"{int(unknown.sum())} first-order radii are lower limits: the nearest class may "
                 f"not be among the {int(arrays['rivals'][unknown].max())} classes considered. "
-                "Raise --rivals"
+                "Raise --rivals",
             )
-            yield Note.warn("radius-incomplete", text)
     for prefix, what in (("", "norms of the model"), ("block_", "norms of blocks")):
         if f"{prefix}norm" in arrays:
             known = ~np.isnan(arrays[f"{prefix}norm"])
@@ -404,8 +408,9 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
             yield from base.note_missed(int(missed.sum()), what)
     undefined = int(np.isnan(arrays["norm"]).sum())
     if undefined:
-        text = f"the norms of {undefined} samples are NaN: the model overflows on them"
-        yield Note.warn("not-finite", text)
+        yield Note.warn(
+            "not-finite", f"the norms of {undefined} samples are NaN: the model overflows on them"
+        )
 
 
 def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
@@ -428,13 +433,17 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
         )
         raise UsageError(f"{option} {text}", f"Leave out {option} or --score.")
     if options.shares and from_layer:
-        text = f"--shares are of paths from the input of the model, not {from_layer}"
-        raise UsageError(text, "Leave out --shares or --from.")
+        raise UsageError(
+            f"--shares are of paths from the input of the model, not {from_layer}",
+            "Leave out --shares or --from.",
+        )
     batch = batch.to(net.device, net.dtype)
     end = resolve_target(net, batch, options.target)
     if options.direction == "margin" and not (end.what == "logits" and (net.classes or 0) > 1):
-        text = f"--direction margin needs the scores of classes, not {end.text}"
-        raise UsageError(text, "Leave out --direction, or use --to logits of a classifier.")
+        raise UsageError(
+            f"--direction margin needs the scores of classes, not {end.text}",
+            "Leave out --direction, or use --to logits of a classifier.",
+        )
     position = find_position(net, batch, end)
     if position is not None and bool((position < 0).any()):
         raise InputError(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipaudit.measures import base
 from lipaudit.measures.bound_tables import IN_BALLS, INGREDIENTS, NUMERICAL, OF_LAYERS
 from lipaudit.measures.layers import Facts, Reduced, per_sample, require_bounds_hold
 from lipaudit.models.attention.capture import APART, Layer, Site
@@ -47,11 +46,9 @@ def describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
         # How q, k and v depend on the input (affine, rotation...), named once if they are alike.
         kinds = site.kinds if is_closed_form else (NUMERICAL,)
         if len(set(kinds)) == 1:
-            kind = kinds[0]
-        else:
-            kind = "/".join(kinds)
+            kinds = kinds[:1]
         input_name = site.input if options.input == "projections" else site.module_input
-        facts["kinds"] += [kind] * site.heads
+        facts["kinds"] += ["/".join(kinds)] * site.heads
         facts["inputs"] += [input_name] * site.heads
         facts["module_inputs"] += [site.module_input] * site.heads
         facts["reasons"] += [site.reason or ""] * site.heads
@@ -74,7 +71,7 @@ def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, flo
     """
     site = layer.site
     ids = layer.batch.ids
-    seeds = [base.seed_of(sample, options.seed) for sample in ids]
+    seeds = options.list_seeds(ids)
     is_closed_form = has_bounds(site, options)
     if is_closed_form:
         heads = layer.heads()

@@ -89,10 +89,13 @@ def by_layer(
             if joined.dtype in HALF:
                 joined = joined.float()
             values[name] = joined.numpy()
-        names = [
-            (site.index, head, site.module) for site in selected for head in range(site.heads)
-        ]
-        yield Part(batch.ids, values, {"heads": names} | describe(selected), notes + changes)
+        facts = {"heads": list_heads(selected)} | describe(selected)
+        yield Part(batch.ids, values, facts, notes + changes)
+
+
+def list_heads(sites: Sequence[Site]) -> list[tuple[int, int, str]]:
+    """Return layer, number and module of every head of some layers."""
+    return [(site.index, head, site.module) for site in sites for head in range(site.heads)]
 
 
 def _read_pieces(
@@ -183,21 +186,21 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
     # One note for each group of layers that share their linear maps of q and k (`partners`).
     calls = {site.partners: site for site in selected if site.partners}
     for partners, site in calls.items():
-        text = (
+        yield Note.warn(
+            "in-parts",
             f"layers {few([str(index) for index in partners])} ({_name_module(site)}, "
             f"{site.line}) are separate calls on the same input. They may be parts of one "
-            "attention; each table row is one call"
+            "attention; each table row is one call",
         )
-        yield Note.warn("in-parts", text)
     yield from note_unread(net, sites)
     blocks = list_blocks_without_attention(net.module, sites) if net.kind == "text" else ()
     if blocks:
         kinds = [f"{path}: {type(net.module.get_submodule(path)).__name__}" for path in blocks]
-        text = (
+        yield Note.info(
+            "no-attention",
             f"no softmax over q k^T was seen in these blocks, so they have no heads "
-            f"({few(kinds)}). `lipaudit jacobian` covers them, whatever they compute"
+            f"({few(kinds)}). `lipaudit jacobian` covers them, whatever they compute",
         )
-        yield Note.info("no-attention", text)
 
 
 def _note_inputs(sites: Sequence[Site]) -> Iterator[Note]:
@@ -241,7 +244,7 @@ def _name_layers(sites: Sequence[Site]) -> str:
     return f"layer{plural} {numbers} ({_name_module(sites[0])})"
 
 
-def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
+def note_unread(net: Net, sites: tuple[Site, ...]) -> Iterator[Note]:
     """Note which modules have attention that no layer covers; layer numbers skip them."""
     modules: Sequence[str] = ()
     # A survey is the search for the attention layers of a model. A model may have several surveys.
@@ -249,15 +252,14 @@ def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     for survey in net.surveys:
         if survey.sites is sites:
             modules = survey.unread
-    if not modules:
-        return ()
-    text = (
-        f"not recognised as attention, and not measured ({few(modules)}): values are multiplied "
-        "by a product of activations. Attention does so whose weights are no plain softmax over "
-        "keys, or are used twice, detached, or computed per sample. State spaces (Mamba-2) and "
-        "linear attention do, too. Layer numbers skip it"
-    )
-    return (Note.warn("attention-unread", text),)
+    if modules:
+        yield Note.warn(
+            "attention-unread",
+            f"not recognised as attention, and not measured ({few(modules)}): values are "
+            "multiplied by a product of activations. Attention does so whose weights are no plain "
+            "softmax over keys, or are used twice, detached, or computed per sample. State spaces "
+            "(Mamba-2) and linear attention do, too. Layer numbers skip it",
+        )
 
 
 def sum_windows(values: Tensor, sample: Tensor, samples: int) -> Tensor:
@@ -400,7 +402,7 @@ def below_by_rounding(
     exact: Values,
     bounds: Mapping[str, Values],
     norm: str = "exact norm",
-) -> tuple[Note, ...]:
+) -> Iterator[Note]:
     """Note how many bounds are below their norm, and the bound that is furthest below.
 
     The run passed `require_bounds_hold`, so rounding errors explain all these differences.
@@ -417,13 +419,13 @@ def below_by_rounding(
         gaps = {name: np.where(b < exact, 1 - b / exact, 0) for name, b in bounds.items()}
     count = sum(int((gap > 0).sum()) for gap in gaps.values())
     if not count:
-        return ()
+        return
     name = max(gaps, key=lambda name: float(gaps[name].max()))
     sample, place = np.unravel_index(gaps[name].argmax(), exact.shape)
-    text = (
+    yield Note.info(
+        "within-rounding",
         f"{count} bounds are below the {norm} by no more than rounding can explain. At most "
         f"by {gaps[name][sample, place]:.1g} of it: {name} of {places[int(place)]} is "
         f"{bounds[name][sample, place]:.12g} on sample {ids[int(sample)]}, the {norm} "
-        f"{exact[sample, place]:.12g}"
+        f"{exact[sample, place]:.12g}",
     )
-    return (Note.info("within-rounding", text),)

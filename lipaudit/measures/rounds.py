@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from lipaudit.measures.base import Part, Values
 from lipaudit.models.net import Net
 from lipaudit.tables import Note
 from lipaudit.tables.report import SCORES
-from lipaudit.tables.trials import COSTS, COUNTED, is_repeat
+from lipaudit.tables.trials import COSTS, COUNTED, Radius, is_repeat
 
 if TYPE_CHECKING:
     from lipaudit.measures.attack_options import AttackOptions
@@ -46,6 +47,7 @@ TEN_MINUTES = 600.0
 # Forward passes of a sample from which the work is estimated: fewer take less than the estimate.
 COUNTED_PASSES = 100
 
+# An attack of a trial.
 Step = tuple[Trial, Attack]
 
 
@@ -156,145 +158,165 @@ def _make_chunk(net: Net, batch: Batch, options: AttackOptions, reader: Reader |
     return Chunk(batch.start // CHUNK, x, y, net.free(batch), drafts, saved)
 
 
-def attack_round(
-    runs: Sequence[ChunkRun], steps: Sequence[Step], classes: int, prefix: str = ""
-) -> Iterator[ChunkRun]:
-    """Run each attack on all chunks before the next attack, and yield a chunk after each attack.
+@dataclass
+class Round:
+    """Chunks that are attacked together: each attack runs on all chunks before the next attack.
 
-    Reports to the listener: progress, the estimated time, and the robust accuracy so far.
-
-    Args:
+    Attributes:
         runs: the chunks, some perhaps of an interrupted run.
         steps: the attacks in order, of `kinds.list_steps`.
         classes: number of classes of the model.
         prefix: the samples of this round in words, for messages; "" if a message needs none.
-
-    Raises:
-        TimeOverError: the time limit is over; chunks that were yielded keep their outcomes.
     """
-    # Forward passes that each attack takes at most on a sample.
-    costs = [adapt(attack, classes)[0].estimate_cost(trial.radius) for trial, attack in steps]
-    for run in runs:
-        if not run.outcomes:
-            run.outcomes.append(next(run.attacks))  # of the clean samples
-    complete = 0
-    _report_progress(runs, steps, costs, complete)
-    _report_estimate(runs, steps, costs, classes, prefix)
-    for number, (trial, attack) in enumerate(steps, 1):
-        # Chunks without an outcome of this attack. All other chunks have the outcome from an
-        # interrupted run. outcomes[0] is that of the clean samples.
-        waiting = [run for run in runs if len(run.outcomes) <= number]
-        for run in waiting:
-            run.outcomes.append(next(run.attacks))
-            _report_progress(runs, steps, costs, complete)
-            yield run
-            if number == len(steps):
-                complete += len(run.batch)
-        if waiting:
-            seconds = _estimate_seconds(runs, steps, costs, number)
-            text = _describe_survivors(runs, trial, attack, seconds)
-            base.report_note("so-far", prefix + text)
 
+    runs: Sequence[ChunkRun]
+    steps: Sequence[Step]
+    classes: int
+    prefix: str = ""
 
-def _report_progress(
-    runs: Sequence[ChunkRun], steps: Sequence[Step], costs: Sequence[int], complete: int
-) -> None:
-    """Report progress as a number of samples: the share of the round's forward passes that ran.
+    def attack(self) -> Iterator[ChunkRun]:
+        """Run all attacks, and yield a chunk after each attack on it.
 
-    Args:
-        runs: the chunks of the round.
-        steps: the attacks in order.
-        costs: forward passes of each attack on a sample.
-        complete: samples of complete chunks, which the listener counts itself.
-    """
-    samples = sum(len(run.batch) for run in runs)
-    done = samples  # one pass for each clean sample
-    remaining = 0
-    for run in runs:
-        remaining += _count_remaining(run, steps, costs)
-        for outcome, cost in zip(run.outcomes[1:], costs, strict=False):
-            done += cost * int(outcome.tried.sum())
-    base.report_progress(samples * done / (done + remaining) - complete)
+        Reports to the listener: progress, the estimated time, and the robust accuracy so far.
 
+        Raises:
+            TimeOverError: the time limit is over; chunks that were yielded keep their outcomes.
+        """
+        for run in self.runs:
+            if not run.outcomes:
+                run.outcomes.append(next(run.attacks))  # of the clean samples
+        complete = 0
+        self._report_progress(complete)
+        self._report_estimate()
+        for number, (trial, attack) in enumerate(self.steps, 1):
+            # Chunks without an outcome of this attack. All other chunks have the outcome from an
+            # interrupted run. outcomes[0] is that of the clean samples.
+            waiting = [run for run in self.runs if len(run.outcomes) <= number]
+            for run in waiting:
+                run.outcomes.append(next(run.attacks))
+                self._report_progress(complete)
+                yield run
+                if number == len(self.steps):
+                    complete += len(run.batch)
+            if waiting:
+                text = self._describe_survivors(trial, attack)
+                seconds = self._estimate_seconds(number)
+                if seconds >= 1:
+                    text += f"; at most about {format_duration(seconds)} left"
+                base.report_note("so-far", self.prefix + text)
 
-def _count_remaining(run: ChunkRun, steps: Sequence[Step], costs: Sequence[int]) -> int:
-    """Return the largest number of forward passes of the attacks still to come on a chunk.
+    @cached_property
+    def costs(self) -> list[int]:
+        """The forward passes that each attack takes at most on a sample."""
+        return [self._estimate_cost(attack, trial.radius) for trial, attack in self.steps]
 
-    Args:
-        run: the chunk.
-        steps: the attacks in order.
-        costs: forward passes of each attack on a sample.
-    """
-    clean, *attacked = run.outcomes
-    correct = int(clean.robust.sum())
-    # By norm and attacks: how many samples survived at the last radius. The same attacks at a
-    # larger radius run on the survivors only.
-    survivors: dict[Any, int] = {}
-    for outcome, (trial, _) in zip(attacked, steps, strict=False):
-        survivors[trial.norm, trial.attacks] = int(outcome.robust.sum())
-    passes = 0
-    for (trial, _), cost in zip(steps[len(attacked) :], costs[len(attacked) :], strict=True):
-        passes += cost * survivors.get((trial.norm, trial.attacks), correct)
-    return passes
+    def _estimate_cost(self, attack: Attack, radius: Radius) -> int:
+        """Return the forward passes that an attack takes at most on a sample of this model."""
+        adapted, _ = adapt(attack, self.classes)
+        return adapted.estimate_cost(radius)
 
+    def _count_samples(self) -> int:
+        return sum(len(run.batch) for run in self.runs)
 
-def _estimate_seconds(
-    runs: Sequence[ChunkRun], steps: Sequence[Step], costs: Sequence[int], number: int
-) -> float:
-    """Return the largest time in seconds of the attacks still to come, at the pace of one attack.
+    def _count_remaining(self) -> int:
+        """Return the largest number of forward passes of the attacks still to come."""
+        passes = 0
+        for run in self.runs:
+            clean, *attacked = run.outcomes
+            correct = int(clean.robust.sum())
+            # By norm and attacks: how many samples survived at the last radius. The same attacks
+            # at a larger radius run on the survivors only.
+            survivors: dict[Any, int] = {}
+            for outcome, (trial, _) in zip(attacked, self.steps, strict=False):
+                survivors[trial.norm, trial.attacks] = int(outcome.robust.sum())
+            ran = len(attacked)
+            for (trial, _), cost in zip(self.steps[ran:], self.costs[ran:], strict=True):
+                passes += cost * survivors.get((trial.norm, trial.attacks), correct)
+        return passes
 
-    The pace is that of attack `number`, the position in `outcomes`; 0 are the clean samples.
+    def _report_progress(self, complete: int) -> None:
+        """Report progress as a number of samples: the share of the forward passes that ran.
 
-    A backward pass counts as two forward passes.
-    """
-    seconds = 0.0
-    passes = 0
-    for run in runs:
-        outcome = run.outcomes[number]
-        seconds += outcome.seconds
-        passes += outcome.forwards + 2 * outcome.backwards
-    remaining = sum(_count_remaining(run, steps, costs) for run in runs)
-    return remaining * seconds / max(passes, 1)
+        Args:
+            complete: samples of complete chunks, which the listener counts itself.
+        """
+        samples = self._count_samples()
+        done = samples  # one pass for each clean sample
+        for run in self.runs:
+            for outcome, cost in zip(run.outcomes[1:], self.costs, strict=False):
+                done += cost * int(outcome.tried.sum())
+        base.report_progress(samples * done / (done + self._count_remaining()) - complete)
 
+    def _estimate_seconds(self, number: int) -> float:
+        """Return the largest time in seconds of the attacks still to come, at the pace of one.
 
-def _report_estimate(
-    runs: Sequence[ChunkRun],
-    steps: Sequence[Step],
-    costs: Sequence[int],
-    classes: int,
-    prefix: str,
-) -> None:
-    """Report how long all attacks take at most, and which flags make it shorter.
+        The pace is that of attack `number`, the position in `outcomes`; 0 are the clean samples.
+        A backward pass counts as two forward passes.
+        """
+        seconds = 0.0
+        passes = 0
+        for run in self.runs:
+            outcome = run.outcomes[number]
+            seconds += outcome.seconds
+            passes += outcome.forwards + 2 * outcome.backwards
+        return self._count_remaining() * seconds / max(passes, 1)
 
-    Args:
-        runs: the chunks of the round.
-        steps: the attacks in order.
-        costs: forward passes of each attack on a sample.
-        classes: number of classes of the model.
-        prefix: the beginning of the message.
-    """
-    if sum(costs) < COUNTED_PASSES:  # timing a pass would take as long as the attacks
-        return
-    seconds_per_pass = time_pass(runs[0].model, runs[0].chunk)
-    passes = sum(_count_remaining(run, steps, costs) for run in runs)
-    samples = sum(len(run.batch) for run in runs)
-    seconds = seconds_per_pass * passes
-    text = f"the attacks on {samples} samples take at most about {format_duration(seconds)}"
-    # Balls with the standard AutoAttack, for which `--attack quick` is the shorter one.
-    radii = {trial.radius for trial, _ in steps if trial.attacks in (STANDARD, STANDARD_L1)}
-    options = []
-    if seconds >= LONG and radii:
-        quick_passes = 0  # forward passes of a sample
+    def _describe_survivors(self, trial: Trial, attack: Attack) -> str:
+        """Return a message after an attack: how many samples survive so far.
+
+        Args:
+            trial: the trial of the attack; samples survive in its ball.
+            attack: the attack that just ran.
+        """
+        samples = 0
+        survivors = 0
+        for run in self.runs:
+            clean, *attacked = run.outcomes
+            robust = clean.robust.clone()
+            for outcome in attacked:
+                other = outcome.trial
+                assert other is not None
+                # An example in a smaller ball of the same norm is inside this ball, too.
+                if other.norm == trial.norm and other.radius.value <= trial.radius.value:
+                    robust &= outcome.robust
+            unique = torch.tensor([not is_repeat(name) for name in run.batch.ids])
+            samples += int(unique.sum())
+            survivors += int((robust.cpu() & unique).sum())
+        name = attack.name
+        if trial.label != name:
+            name = f"{name} of {trial.label}"
+        text = f"{name}, {trial.key.ball}: robust accuracy at most {survivors / samples:.1%} "
+        return text + f"({survivors} of {samples} samples)"
+
+    def _report_estimate(self) -> None:
+        """Report how long all attacks take at most, and which flags make it shorter."""
+        if sum(self.costs) < COUNTED_PASSES:  # timing a pass would take as long as the attacks
+            return
+        seconds_per_pass = time_pass(self.runs[0].model, self.runs[0].chunk)
+        seconds = seconds_per_pass * self._count_remaining()
+        text = f"the attacks on {self._count_samples()} samples take at most about "
+        text += format_duration(seconds)
+        options = []
+        quick_passes = self._count_quick()
+        if seconds >= LONG and quick_passes:
+            quick = format_duration(seconds_per_pass * quick_passes)
+            options.append(f"--attack quick (about {quick})")
+        if seconds >= TEN_MINUTES and not base.is_limited():
+            options.append("--time-limit 10m, which reports what is known by then")
+        if options:
+            text += f". Shorter: {', or '.join(options)}"
+        base.report_note("cost", self.prefix + text)
+
+    def _count_quick(self) -> int:
+        """Return the forward passes of `--attack quick` in place of the standard AutoAttack.
+
+        0 if no trial of the round is the standard AutoAttack.
+        """
+        radii = {t.radius for t, _ in self.steps if t.attacks in (STANDARD, STANDARD_L1)}
+        passes = 0  # of a sample
         for attack, radius in itertools.product(PRESETS["quick"], radii):
-            quick_passes += adapt(attack, classes)[0].estimate_cost(radius)
-        correct = sum(int(run.outcomes[0].robust.sum()) for run in runs)
-        quick_seconds = seconds_per_pass * quick_passes * correct
-        options.append(f"--attack quick (about {format_duration(quick_seconds)})")
-    if seconds >= TEN_MINUTES and not base.is_limited():
-        options.append("--time-limit 10m, which reports what is known by then")
-    if options:
-        text += f". Shorter: {', or '.join(options)}"
-    base.report_note("cost", prefix + text)
+            passes += self._estimate_cost(attack, radius)
+        return passes * sum(int(run.outcomes[0].robust.sum()) for run in self.runs)
 
 
 def time_pass(model: Classifier | ByRow, chunk: Chunk) -> float:
@@ -322,97 +344,96 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _describe_survivors(
-    runs: Sequence[ChunkRun], trial: Trial, attack: Attack, seconds: float
-) -> str:
-    """Return a message after an attack: how many samples survive so far, and what time is left.
-
-    Args:
-        runs: the chunks of the round.
-        trial: the trial of the attack; samples survive in its ball.
-        attack: the attack that just ran.
-        seconds: estimated time of the attacks to come.
-    """
-    samples = 0
-    survivors = 0
-    for run in runs:
-        clean, *attacked = run.outcomes
-        robust = clean.robust.clone()
-        for outcome in attacked:
-            other = outcome.trial
-            assert other is not None
-            # An example in a smaller ball of the same norm is inside this ball, too.
-            if other.norm == trial.norm and other.radius.value <= trial.radius.value:
-                robust &= outcome.robust
-        unique = torch.tensor([not is_repeat(name) for name in run.batch.ids])
-        samples += int(unique.sum())
-        survivors += int((robust.cpu() & unique).sum())
-    name = attack.name
-    if trial.label != name:
-        name = f"{name} of {trial.label}"
-    text = f"{name}, {trial.key.ball}: robust accuracy at most {survivors / samples:.1%} "
-    text += f"({survivors} of {samples} samples)"
-    if seconds >= 1:
-        text += f"; at most about {format_duration(seconds)} left"
-    return text
-
-
 # Parts
 
 
 def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note, ...]) -> Part:
     """Return the part of a chunk after some or all attacks, with all that the report needs.
 
-    An attack that did not run yet counts as one that broke no sample. An incomplete part also
-    stores the outcomes so far, from which a resumed run continues.
+    An incomplete part also stores the outcomes so far, from which a resumed run continues.
     """
-    chunk = run.chunk
-    clean, *attacked = run.outcomes
     trials = options.trials()
+    clean, *attacked = run.outcomes
     by_trial: list[list[Outcome]] = []
     for trial in trials:
         by_trial.append([outcome for outcome in attacked if outcome.trial == trial])
-    unknown = torch.full_like(clean.distance, torch.nan)
-    not_begun = replace(clean, distance=unknown, confidence=unknown.to(clean.confidence))
-    # Each attack of a trial runs on the survivors of the one before, so the last outcome is the
-    # result of the trial.
-    ends = [outcomes[-1] if outcomes else not_begun for outcomes in by_trial]
+    ends = _find_ends(clean, by_trial)
     arrays = _read_arrays(net, run, options, ends)
-    costs = []
-    squares = []  # numbers of samples robust before and after Square, behind gradient attacks
-    for outcomes in by_trial:
-        costs.append([sum(getattr(outcome, what) for outcome in outcomes) for what in COSTS])
-        if len(outcomes) > 1 and outcomes[-1].attack == "square":
-            squares.append((int(outcomes[-1].tried.sum()), int(outcomes[-1].robust.sum())))
-    facts: dict[str, Any] = {
-        "checks": base.read_checks(clean),
-        "attacks": [len(outcomes) for outcomes in by_trial],
-        "cost": costs,
-        "square": squares or [(0, 0)],
-        # One sign of masked gradients needs a ball that contains the centre of the box. A ball
-        # contains the centre only if every entry of a sample may change.
-        "box": net.box if chunk.mask is None else None,
-        "nonfinite": sum(outcome.nonfinite for outcome in attacked),
-    }
-    if chunk.number * CHUNK < DRAWN:  # a page draws examples of the first samples only
-        run.examples |= drawings.describe_examples(
-            net, run.batch, chunk, [clean, *ends], options.batch_size, known=run.examples
-        )
-        facts["examples"] = dict(run.examples)
-    if chunk.texts is not None:
-        facts["texts"] = texts.describe_changes(ends, chunk.texts, run.batch.ids)
-        facts["sizes"] = texts.count_units(chunk.texts)
+    facts = _count_work(by_trial)
+    facts["checks"] = base.read_checks(clean)
+    facts["nonfinite"] = sum(outcome.nonfinite for outcome in attacked)
+    # One sign of masked gradients needs a ball that contains the centre of the box. A ball
+    # contains the centre only if every entry of a sample may change.
+    facts["box"] = net.box if run.chunk.mask is None else None
     facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
+    facts |= _describe_samples(net, run, options, ends)
     complete = len(attacked) >= sum(len(trial.attacks) for trial in trials)
     # Outcomes are stored without their adversarial examples. A run that saves examples or changes
     # texts needs the examples, so nothing is stored here: when resumed, such a run attacks the
     # chunk from the beginning.
-    if not complete and options.save_adv is None and chunk.texts is None:
+    if not complete and options.save_adv is None and run.chunk.texts is None:
         outcome_arrays, outcome_facts = store_outcomes(run.outcomes)
         arrays |= outcome_arrays
         facts |= outcome_facts
     notes = (*(note for outcome in run.outcomes for note in outcome.notes), *notes)
     return Part(run.batch.ids, arrays, facts, notes, complete)
+
+
+def _find_ends(clean: Outcome, by_trial: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """Return the result of each trial: the outcome of the last of its attacks that ran.
+
+    Each attack of a trial runs on the survivors of the one before. A trial that has not begun
+    counts as one that broke no sample.
+
+    Args:
+        clean: the outcome of the clean samples.
+        by_trial: the outcomes of the attacks of each trial.
+    """
+    unknown = torch.full_like(clean.distance, torch.nan)
+    not_begun = replace(clean, distance=unknown, confidence=unknown.to(clean.confidence))
+    return [outcomes[-1] if outcomes else not_begun for outcomes in by_trial]
+
+
+def _count_work(by_trial: Sequence[Sequence[Outcome]]) -> dict[str, Any]:
+    """Return what the attacks of each trial took, and what Square added, as facts of a part.
+
+    `attacks` is the number of attacks that ran, and `cost` their seconds, forward passes and
+    backward passes. `square` has the numbers of samples that were robust before and after Square,
+    which ran behind gradient attacks.
+    """
+    costs = []
+    squares = []
+    for outcomes in by_trial:
+        costs.append([sum(getattr(outcome, what) for outcome in outcomes) for what in COSTS])
+        if len(outcomes) > 1 and outcomes[-1].attack == "square":
+            squares.append((int(outcomes[-1].tried.sum()), int(outcomes[-1].robust.sum())))
+    counts = [len(outcomes) for outcomes in by_trial]
+    return {"attacks": counts, "cost": costs, "square": squares or [(0, 0)]}
+
+
+def _describe_samples(
+    net: Net, run: ChunkRun, options: AttackOptions, ends: Sequence[Outcome]
+) -> dict[str, Any]:
+    """Describe adversarial examples and changed texts, as facts of a part.
+
+    Args:
+        net: the model.
+        run: the chunk and its outcomes; it keeps the examples for the parts after later attacks.
+        options: the options.
+        ends: the result of each trial.
+    """
+    facts: dict[str, Any] = {}
+    chunk = run.chunk
+    if chunk.number * CHUNK < DRAWN:  # a page draws examples of the first samples only
+        outcomes = [run.outcomes[0], *ends]
+        run.examples |= drawings.describe_examples(
+            net, run.batch, chunk, outcomes, options.batch_size, known=run.examples
+        )
+        facts["examples"] = dict(run.examples)
+    if chunk.texts is not None:
+        facts["texts"] = texts.describe_changes(ends, chunk.texts, run.batch.ids)
+        facts["sizes"] = texts.count_units(chunk.texts)
+    return facts
 
 
 def _read_arrays(

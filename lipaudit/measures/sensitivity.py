@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, few
-from lipaudit.measures import base, drawings
+from lipaudit.measures import drawings
 from lipaudit.measures.base import Values
 from lipaudit.measures.layers import choose_layers
 from lipaudit.measures.shares import measure_shares
@@ -197,7 +197,7 @@ def measure_batch(
     accuracy: dict[str, Any] = {
         **options.accuracy,
         "norm": options.norm,
-        "seeds": [base.seed_of(i, options.seed) for i in batch.ids],
+        "seeds": options.list_seeds(batch.ids),
     }
     graph = _CutGraph(net, at, cuts)
     linear = graph.whole

@@ -5,7 +5,6 @@ Their computation and its proof are in `lipaudit.models.attribution`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -200,6 +199,7 @@ def measure_shares(
         tied: which directions count, (samples, directions).
         first: the first sample of the run; the attention layers are found by running it.
     """
+    from lipaudit.measures.layers import list_heads
     from lipaudit.models.attention.survey import find_layers
     from lipaudit.models.attribution import compute_shares, join_shares
 
@@ -232,7 +232,7 @@ def measure_shares(
     }
     modules = {site.index: site.module for site in sites}
     facts = {
-        "heads": [(site.index, head, site.module) for site in sites for head in range(site.heads)],
+        "heads": list_heads(sites),
         "steps": [[step.part, step.layer, step.module] for step in shares.steps],
         "uncut": [[layer, modules[layer], why] for layer, why in shares.missing.items()],
         "whole": list(shares.unsplit),
@@ -257,7 +257,7 @@ def summarise_shares(
         to: name of the output; `margin` if shares are of the direction of the margin.
     """
     # Parts with the facts of shares. A part whose samples are not neighbours in the report was
-    # split (`base.in_order`), and only its first piece has the facts.
+    # split (`engine.results.in_order`), and only its first piece has the facts.
     described = [part for part in parts if "steps" in part.facts]
     if not described:
         return []
@@ -289,26 +289,18 @@ def _make_heads_section(
     import numpy as np
 
     heads = described[0].facts["heads"]
-    unique = base.mark_unique(parts)
-    # (samples, heads, 3): the share of a head, the share through its attention map, and the share
-    # through its values.
-    values = _join(parts, "share_heads", (len(heads), len(OF_HEADS)))
-    arrays = dict(zip(OF_HEADS, values.transpose(2, 0, 1), strict=True))  # (samples, heads)
+    # The share of a head, the share through its attention map, and through its values.
+    arrays = _join_columns(parts, "share_heads", OF_HEADS, len(heads))
     arrays["carried"] = arrays["share"] * norm[:, None]  # in the unit of the norm
+    unique = base.mark_unique(parts)
     shares = arrays["share"][unique]
-    ids = np.array(base.sample_ids(parts))[unique]
-    # For each head, the id of the sample with its largest share; empty if all shares are NaN.
-    largest = np.where(np.isnan(shares), -np.inf, shares).argmax(0)
-    samples = []
-    for i, of_head in zip(largest, shares.T, strict=True):
-        samples.append("" if np.isnan(of_head[i]) else str(ids[i]))
     rows = base.make_rows(
         HEADS_TABLE,
         heads,
         **ends,
-        **{name: _reduce(values[unique], np.median) for name, values in arrays.items()},
-        share_max=_reduce(shares, np.max),
-        sample=samples,
+        **_reduce(arrays, unique),
+        share_max=base.reduce_columns(shares, np.max),
+        sample=_name_largest(shares, np.array(base.sample_ids(parts))[unique]),
         samples=int(unique.sum()),
     )
     notes = [*base.notes(parts), *_write_notes(described)]
@@ -321,6 +313,22 @@ def _make_heads_section(
     )
 
 
+def _name_largest(shares: Values, ids: Values) -> list[str]:
+    """Return for each head the id of the sample with its largest share; "" if all are NaN.
+
+    Args:
+        shares: (samples, heads).
+        ids: (samples,).
+    """
+    import numpy as np
+
+    largest = np.where(np.isnan(shares), -np.inf, shares).argmax(0)
+    samples = []
+    for i, of_head in zip(largest, shares.T, strict=True):
+        samples.append("" if np.isnan(of_head[i]) else str(ids[i]))
+    return samples
+
+
 def _make_paths_section(
     parts: Sequence[Part],
     steps: Sequence[tuple[str, int, str]],
@@ -331,13 +339,10 @@ def _make_paths_section(
 
     A step is a branch with a skip connection: attention, MLP, both in parallel, or a whole block.
     """
-    import numpy as np
-
-    unique = base.mark_unique(parts)
-    # (samples, steps, 4): the share of a step, and how much of it passes maps, values and MLPs.
-    values = _join(parts, "share_paths", (len(steps), len(OF_PATHS)))
-    arrays = dict(zip(OF_PATHS, values.transpose(2, 0, 1), strict=True))  # (samples, steps)
+    # The share of a step, and how much of it passes attention maps, values and MLPs.
+    arrays = _join_columns(parts, "share_paths", OF_PATHS, len(steps))
     arrays["rest"] = 1 - arrays["share"]  # what passes around the step, by its skip connection
+    unique = base.mark_unique(parts)
     kinds, layers, modules = zip(*steps, strict=True)
     rows = base.make_rows(
         PATHS_TABLE,
@@ -346,10 +351,30 @@ def _make_paths_section(
         layer=[None if layer < 0 else layer for layer in layers],  # -1: before any attention
         module=modules,
         **ends,
-        **{name: _reduce(values[unique], np.median) for name, values in arrays.items()},
+        **_reduce(arrays, unique),
         samples=int(unique.sum()),
     )
     return base.make_section(PATHS_TABLE, parts, options, rows, (), arrays=arrays)
+
+
+def _reduce(arrays: Mapping[str, Values], unique: Values) -> dict[str, list[float | None]]:
+    """Return the cells of each column: medians over the samples that repeat no earlier one.
+
+    Args:
+        arrays: shares by column, (samples, rows).
+        unique: whether a sample repeats no earlier one, (samples,).
+    """
+    import numpy as np
+
+    return {name: base.reduce_columns(a[unique], np.median) for name, a in arrays.items()}
+
+
+def _join_columns(
+    parts: Sequence[Part], name: str, columns: Sequence[str], rows: int
+) -> dict[str, Values]:
+    """Return an array (samples, rows, columns) of all parts as one array per column."""
+    values = _join(parts, name, (rows, len(columns)))
+    return dict(zip(columns, values.transpose(2, 0, 1), strict=True))
 
 
 def _join(parts: Sequence[Part], name: str, shape: tuple[int, ...]) -> Values:
@@ -369,15 +394,6 @@ def _join(parts: Sequence[Part], name: str, shape: tuple[int, ...]) -> Values:
     return np.concatenate(pieces)
 
 
-def _reduce(values: Values, statistic: Any) -> list[float]:
-    """Return a statistic of each column of an array (samples, heads or steps), without NaN.
-
-    A column with no value but NaN gives NaN.
-    """
-    reduced = [base.reduce_known(of_row, statistic) for of_row in values.T]
-    return [math.nan if value is None else value for value in reduced]
-
-
 def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
     """Note which layers have no shares of heads, and which have no shares through the map P.
 
@@ -388,10 +404,13 @@ def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
         (why, f"{index} ({module})") for index, module, why in parts[0].facts["uncut"]
     )
     for why, layers in reasons.items():
-        text = f"no shares of the heads of attention layers {few(layers)}: {why}"
-        yield Note.warn("no-share", text)
+        yield Note.warn(
+            "no-share", f"no shares of the heads of attention layers {few(layers)}: {why}"
+        )
     whole = parts[0].facts["whole"]
     if whole:
         numbers = few([str(layer) for layer in whole])
-        text = f"attention layers {numbers}: shares of whole heads only, as P could not be read"
-        yield Note.info("no-pattern", text)
+        yield Note.info(
+            "no-pattern",
+            f"attention layers {numbers}: shares of whole heads only, as P could not be read",
+        )

@@ -58,10 +58,10 @@ def make_reader(net: Net) -> Reader:
     """
     table = getattr(net.entry, "weight", None)
     if not isinstance(table, Tensor) or table.ndim != 2 or not net.vocabulary:
-        text = (
-            f"{net.architecture} has no embedding table, which the search for similar words needs"
+        raise InputError(
+            f"{net.architecture} has no embedding table, which the search for similar words needs",
+            "Attack its embeddings: --attack fgsm,pgd --eps 0.1.",
         )
-        raise InputError(text, "Attack its embeddings: --attack fgsm,pgd --eps 0.1.")
     if net.lexicon is None:  # without a tokenizer, every id is a word, except known special ids
         kinds = torch.full((net.vocabulary,), BEGINS)
         for special in {net.pad_id or 0, net.end_id} - {None}:
@@ -371,11 +371,11 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
         sizes = [size for part in parts for size in part.facts["sizes"][norm]]
         whole = sum(0 < size <= budget for size in sizes)
         if 2 * whole > len(sizes):
-            text = (
+            yield Note.warn(
+                "whole-texts",
                 f"{budget} {norm} can replace whole texts: {whole} of {len(sizes)} have no more "
-                f"(median {median_low(sizes)}). Allow fewer changes: --attack {norm} --eps 1,2"
+                f"(median {median_low(sizes)}). Allow fewer changes: --attack {norm} --eps 1,2",
             )
-            yield Note.warn("whole-texts", text)
 
 
 # Relative drop of a score above which a loss counts as raised, beyond rounding.
@@ -444,8 +444,15 @@ def move_losses(
     last_of_trial = {outcome.trial: outcome for outcome in outcomes if outcome.trial is not None}
     # `end` is the outcome of the attacks that ran before, `top` that of the attacks on the loss.
     for trial, end in last_of_trial.items():
-        climb = _climb_texts if trial.norm in COUNTED else _climb_ball
-        climbs = climb(net, batch, chunk, trial, sign, how)
+        texts = chunk.texts
+        if trial.norm in COUNTED:
+            model, texts = _classify_texts(net, batch, chunk, sign)
+        else:
+            model = _classify_points(net, batch, chunk.x, sign, size)
+        # Attacks need a classifier. In this one, the label of all samples is class 0.
+        relabelled = replace(chunk, y=torch.zeros_like(chunk.y), texts=texts)
+        # The first outcome is that of the clean samples.
+        _, *climbs = evaluate_chunk(model, relabelled, [trial], **how)
         top = climbs[-1]
         scores = score_outcome(net, batch, chunk, end, size)
         top_scores = score_outcome(net, batch, chunk, top, size)
@@ -456,42 +463,47 @@ def move_losses(
         only_end_broke = correct & ~end.robust & right
         only_top_broke = end.robust & ~right
         replaced = higher & ~only_end_broke | only_top_broke
-        drafts = end.drafts
-        if drafts is not None and top.drafts is not None:
-            drafts = list(drafts)
-            for i in replaced.nonzero().flatten().tolist():
-                drafts[i] = top.drafts[i]
-        yield replace(
-            end,
-            robust=end.robust & right,
-            x_adv=torch.where(replaced[:, None, None], top.x_adv, end.x_adv),
-            distance=torch.where(replaced, top.distance, end.distance),
-            drafts=drafts,
-            notes=(),
-            **{what: sum(getattr(outcome, what) for outcome in climbs) for what in COSTS},
-        )
+        costs = {what: sum(getattr(outcome, what) for outcome in climbs) for what in COSTS}
+        yield replace(_choose(replaced, top, end), robust=end.robust & right, notes=(), **costs)
 
 
-def _climb_ball(
-    net: Net, batch: Batch, chunk: Chunk, trial: Trial, sign: int, how: dict[str, Any]
-) -> list[Outcome]:
-    """Raise the loss -log p of every continuation by attacks in a norm ball; return the outcomes.
+def _choose(chosen: Tensor, one: Outcome, other: Outcome) -> Outcome:
+    """Return an outcome with the points or texts of `one` where `chosen`, else those of `other`.
 
-    Attacks need a classifier, so they get one of two classes. Class 0, the label of all samples,
-    has the logit log p; class 1 has a constant logit, the floor. Its cross-entropy
-    softplus(floor - log p) rises as log p falls, and its gradient has the direction of the
-    gradient of -log p. The margin is log p - floor: the iterate with the smallest margin has the
-    highest loss.
+    Args:
+        chosen: (samples,).
+        one: the outcome of some attacks.
+        other: the outcome of other attacks; it gives all other attributes.
+    """
+    drafts = other.drafts
+    if drafts is not None and one.drafts is not None:
+        drafts = list(drafts)
+        for i in chosen.nonzero().flatten().tolist():
+            drafts[i] = one.drafts[i]
+    return replace(
+        other,
+        x_adv=torch.where(chosen[:, None, None], one.x_adv, other.x_adv),
+        distance=torch.where(chosen, one.distance, other.distance),
+        drafts=drafts,
+    )
+
+
+def _classify_points(net: Net, batch: Batch, x: Tensor, sign: int, size: int) -> ByRow:
+    """Return a classifier of points in which attacks raise the loss -log p of each continuation.
+
+    Class 0, the label of all samples, has the logit log p; class 1 has a constant logit, the
+    floor. The cross-entropy softplus(floor - log p) rises as log p falls, and its gradient has the
+    direction of the gradient of -log p. The margin is log p - floor: the iterate with the smallest
+    margin has the highest loss.
 
     Args:
         net: the model, whose first score is log p of the continuation.
         batch: the samples.
-        chunk: the samples, to be attacked.
-        trial: the attacks, and the ball.
+        x: the clean points.
         sign: 1 raises the loss; -1 lowers it, with -log p in place of log p.
-        how: box, seed and batch size, for `evaluate_chunk`.
+        size: number of samples at a time.
     """
-    log_p = sign * forward_pieces(net, batch, chunk.x, how["batch_size"])[:, 0]
+    log_p = sign * forward_pieces(net, batch, x, size)[:, 0]
     # Slightly below log p of the clean sample: all samples are classified as class 0 at first, so
     # all are attacked, and the gradient of the softplus is not flat there.
     floor = log_p - SMALL * (1 + log_p.abs())
@@ -501,19 +513,13 @@ def _climb_ball(
         log_p = sign * net.forward(z, batch.without_ids(rows))[:, 0]
         return torch.stack([log_p, floor[rows]], 1)
 
-    relabelled = replace(chunk, y=torch.zeros_like(chunk.y))
-    # The first outcome is that of the clean samples.
-    _, *climbs = evaluate_chunk(ByRow(make_logits), relabelled, [trial], **how)
-    return climbs
+    return ByRow(make_logits)
 
 
-def _climb_texts(
-    net: Net, batch: Batch, chunk: Chunk, trial: Trial, sign: int, how: dict[str, Any]
-) -> list[Outcome]:
-    """Raise the loss -log p of every continuation by changes of texts; return the outcomes.
+def _classify_texts(net: Net, batch: Batch, chunk: Chunk, sign: int) -> tuple[ByRow, Texts]:
+    """Return a classifier as `_classify_points` does, and the texts for a search with it.
 
-    The arguments are those of `_climb_ball`, and the attacks get a classifier of two classes, too:
-    class 0, the label of all samples, has the logit log p. The logit of class 1 is far below. A
+    Class 0, the label of all samples, has the logit log p. The logit of class 1 is far below. A
     search ends once the margin is negative. With this logit the margin stays positive, and the
     search goes on to the highest loss.
     """
@@ -530,18 +536,14 @@ def _climb_texts(
         output=lambda ids, mask: make_logits(reader.output(ids, mask)),
         forward=lambda z, ids, mask: make_logits(reader.forward(z, ids, mask)),
     )
-    texts = replace(chunk.texts, reader=two_class_reader)
-    relabelled = replace(chunk, y=torch.zeros_like(chunk.y), texts=texts)
     model = ByRow(lambda z, rows: make_logits(net.forward(z, batch.without_ids(rows))))
-    # The first outcome is that of the clean samples.
-    _, *climbs = evaluate_chunk(model, relabelled, [trial], **how)
-    return climbs
+    return model, replace(chunk.texts, reader=two_class_reader)
 
 
-def note_target(net: Net, target: int | None) -> tuple[Note, ...]:
-    """Return the note on a target; none without one."""
+def note_target(net: Net, target: int | None) -> Iterator[Note]:
+    """Note what attacks with a target do; nothing without one."""
     if target is None:
-        return ()
+        return
     if net.scored == "continuation":
         text = (
             "the attacks make the continuation likelier: accuracy is the share of prompts behind "
@@ -553,7 +555,7 @@ def note_target(net: Net, target: int | None) -> tuple[Note, ...]:
             f"the attacks aim at {name}: a sample is broken if the model answers it. Samples "
             "whose answer it is count as they are"
         )
-    return (Note.info("target", text),)
+    yield Note.info("target", text)
 
 
 def note_losses(losses: dict[str, Values], target: str | None) -> Note:

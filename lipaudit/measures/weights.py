@@ -164,7 +164,7 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
                 )
             facts, notes = _read_tables(net, first, sites, around)
         if options.at_samples and blocks:
-            seeds = [base.seed_of(sample, options.seed) for sample in batch.ids]
+            seeds = options.list_seeds(batch.ids)
             pairs = compute_residual_norms(net, batch, blocks, seeds=seeds, **options.accuracy)
             norms = torch.stack([norms.norm for _, norms in pairs], 1)  # (samples, blocks)
             values["blocks"] = norms.numpy()

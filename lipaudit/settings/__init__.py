@@ -22,10 +22,11 @@ from lipaudit.settings.value_types import (
 MODEL = "Model"
 DATA = "Data"
 RUN = "Run"
-model_option = partial(option, panel=MODEL)
+# Most options of models and all options of texts are `rare`: only --help-all shows them.
+model_option = partial(option, panel=MODEL, rare=True)
 data_option = partial(option, panel=DATA)
 image_option = partial(model_option, kinds=("image",))
-text_option = partial(data_option, kinds=("text",))
+text_option = partial(data_option, kinds=("text",), rare=True)
 run_option = partial(option, panel=RUN)
 
 
@@ -48,12 +49,10 @@ class RunOptions(Settings):
         "Cut texts to this many tokens.",
         usual="128, or what a measure of long texts needs",
         ge=1,
-        rare=True,
     )
     text_column: str | None = text_option(
         None,
         "Table column with the texts; FIRST,SECOND for pairs of texts.",
-        rare=True,
     )
     label_column: str | None = data_option(None, "Table column with the labels.", rare=True)
     group_column: str | None = data_option(
@@ -67,7 +66,6 @@ class RunOptions(Settings):
         "Score continuations, choices or labels with a language model: sum or mean of the "
         "log-likelihoods of their tokens.",
         usual="sum when a language model is attacked",
-        rare=True,
     )
     skip_bad: bool = data_option(
         False,
@@ -75,63 +73,56 @@ class RunOptions(Settings):
         rare=True,
     )
     arch: str | None = model_option(
-        None, "Architecture of a weights file: timm:NAME, py:FILE:FACTORY."
+        None,
+        "Architecture of a weights file: timm:NAME, py:FILE:FACTORY.",
+        rare=False,
     )
-    model_kwargs: Keywords = model_option(None, "k=v,... for the model's constructor.", rare=True)
+    model_kwargs: Keywords = model_option(None, "k=v,... for the model's constructor.")
     mean: Numbers = image_option(
         None,
         "Pixel mean R,G,B that the model was trained with, in place of the stored one.",
-        rare=True,
     )
     std: Numbers = image_option(
         None,
         "Pixel standard deviation R,G,B that the model was trained with, in place of "
         "the stored one.",
-        rare=True,
     )
     input_size: Sizes = image_option(
         None,
         "Image size, in place of the model's own: 224, or 1,28,28.",
-        rare=True,
     )
     preprocess: Literal["model", "resize", "none"] | None = image_option(
         None,
         "How images get that size: by the model's own resizing (model), scaled and cropped in "
         "the middle (resize), or not at all (none).",
         usual="model, but images of that size stay as they are",
-        rare=True,
     )
     class_names: str | None = model_option(
         None,
         "File of class names, one per line, in the order of the model's outputs; in place of its "
         "own names.",
-        rare=True,
     )
     tower: str | None = model_option(
         None,
         "Tower to measure, for a model with two: image or text.",
         values=lambda: ("image", "text"),
-        rare=True,
     )
     quantize: Quantization = model_option(
         None,
         "Round the weights of linear layers on loading: int8, int4, or with groups of inputs "
         "int4:32.",
         values=lambda: ("int8", "int4", "int4:32"),
-        rare=True,
     )
     autocast: Literal["bfloat16", "float16"] | None = model_option(
         None,
         "Judge predictions as torch.autocast computes them: bfloat16 or float16. Norms and bounds "
         "stay in --dtype.",
-        rare=True,
     )
     classes: str | None = model_option(
         None,
         "File of class names, one per line: CLIP, SigLIP and other image-text models become a "
         "zero-shot classifier. For training, the number of classes of the data: if the model has "
         "another number, its classifier is replaced by a new one.",
-        rare=True,
     )
     prompt: str | None = model_option(
         None,
@@ -139,7 +130,6 @@ class RunOptions(Settings):
         "several, separated by |.",
         usual="a photo of a {}",
         need=needs("classes"),
-        rare=True,
     )
     # torch takes seeds of 64 bits.
     seed: int = run_option(0, "Random seed.", ge=-(2**63), lt=2**63, rare=True)

@@ -163,24 +163,20 @@ class Column:
         Raises:
             ValueError: the value does not fit the column.
         """
-        if value is None and not self.needed and self.default is None:
+        if value is None:
+            if self.needed or self.default is not None:
+                raise ValueError(f"{name} is missing")
             return None
         kind: Any = {"s": str, "d": int, "": bool}.get(self.format, float)
-        # JSON has no NaN, so NaN is written as a string. Only columns of floats convert it back.
         if kind is float:
-            value = _revive(value)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = _revive(value)  # JSON has no NaN, so NaN is written as a string
+            if type(value) is int:
+                value = float(value)
         # In Python True is an int, but it is not a valid count.
-        fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-        if fits:
-            reason = ""
-        else:
-            reason = f"is {value!r}, not of type {kind.__name__}"
-        if fits and self.least is not None and value < self.least:
-            reason = f"is {value}, below {self.least:g}"
-        if reason:
-            raise ValueError(f"{name} {reason}" if value is not None else f"{name} is missing")
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")
+        if self.least is not None and value < self.least:
+            raise ValueError(f"{name} is {value}, below {self.least:g}")
         return value
 
 
@@ -246,10 +242,10 @@ def make_row(columns: Mapping[str, Column], cells: Mapping[str, Any]) -> Row:
     """
     if strange := sorted(cells.keys() - columns.keys()):
         raise ValueError(f"a row has no column {strange[0]!r}")
-    given = {}
+    row = Row()
     for name, column in columns.items():
-        given[name] = cells.get(name, None if column.needed else column.default)
-    row = Row({name: columns[name].read(name, cell) for name, cell in given.items()})
+        default = None if column.needed else column.default
+        row[name] = column.read(name, cells.get(name, default))
     try:
         _ = row.key  # raises if the radius of the row cannot be read
     except LipauditError as error:

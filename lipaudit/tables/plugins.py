@@ -155,8 +155,9 @@ def load_object(place: str) -> Any:
 def blame_package(place: str, fault: str, error: Exception) -> UsageError:
     """Return the error of an object that a package declares as `module:object`."""
     package = place.partition(":")[0].partition(".")[0]
-    text = f"{place} {fault}: {type(error).__name__}: {error}"
-    return UsageError(text, f"Update {package}, or uninstall it.")
+    return UsageError(
+        f"{place} {fault}: {type(error).__name__}: {error}", f"Update {package}, or uninstall it."
+    )
 
 
 def explain_missing() -> str:

@@ -93,17 +93,12 @@ def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
     """
     for name, array in arrays.items():
         kind, _, head = name.partition("@")
-        labels = kind == "map_tokens"
-        fits = True
-        if labels:
-            fits = array.shape == (2,)
-        elif kind == "map":
-            fits = len(array.shape) == 2
-        if array.data and not fits:
+        fits = {"map": len(array.shape) == 2, "map_tokens": array.shape == (2,)}
+        if array.data and not fits.get(kind, True):
             raise ValueError(f"{name} has the shape {array.shape}")
         if kind == "map" and f"map_tokens@{head}" not in arrays:
             raise ValueError(f"{name} without map_tokens@{head}")
-        if labels and len(finite(array.data)) < len(array.data):
+        if kind == "map_tokens" and len(finite(array.data)) < len(array.data):
             raise ValueError(f"{name} has values that are no numbers")
     return arrays
 
@@ -245,8 +240,10 @@ class Section(Frozen):
     def _check_flags(self) -> Section:
         # Cells of yes-or-no columns (FLAGS), such as `robust@pgd,linf,2/255`: 1, 0 or empty.
         flags = FLAGS & self.sample_columns.keys()
-        for name in (name for name in self.samples if name.partition("@")[0] in flags):
-            for cell in self.samples[name]:
+        for name, cells in self.samples.items():
+            if name.partition("@")[0] not in flags:
+                continue
+            for cell in cells:
                 if isinstance(cell, float | int) and math.isfinite(cell) and cell not in (0, 1):
                     raise ValueError(f"{name} holds {cell}, which is neither 0 nor 1")
         return self
@@ -340,12 +337,13 @@ class Layout:
     @property
     def columns(self) -> dict[str, Column]:
         """Return the columns by name, in printed order."""
-        if self.declared is None:
-            return dict(self.fixed)
-        # Columns declared elsewhere, such as those of bounds, follow the column `behind`.
-        items = list(self.fixed.items())
-        place = list(self.fixed).index(self.behind) + 1
-        return dict([*items[:place], *self.declared().items(), *items[place:]])
+        columns: dict[str, Column] = {}
+        for name, column in self.fixed.items():
+            columns[name] = column
+            # Columns declared elsewhere, such as those of bounds, follow the column `behind`.
+            if self.declared is not None and name == self.behind:
+                columns |= self.declared()
+        return columns
 
     def row(self, /, **cells: Any) -> Row:
         """Return a row of these cells (`from_` for `from`); missing cells get their defaults.

@@ -114,9 +114,14 @@ class Headline:
         if column is None:
             column = section.columns.get(self.column) or section.sample_column(self.column)
         known: dict[str, Any] = {name: getattr(column, name) or "" for name in DESCRIPTION}
-        known |= {"name": self.name, "metric": f"{section.measure}.{self.column}"}
-        known |= {"figure": self.label, "value": value, "samples": len(section.ids)}
-        known["text"] = text
+        known |= {
+            "name": self.name,
+            "metric": f"{section.measure}.{self.column}",
+            "figure": self.label,
+            "value": value,
+            "samples": len(section.ids),
+            "text": text,
+        }
         if limits is not None:
             known["low"], known["high"] = limits
             ends = f"95% CI {format_limits(*limits, column)}"
@@ -363,12 +368,12 @@ def list_warnings(report: Report) -> Iterator[Note]:
         by = ""
         if trial.attack:
             by = f" by {trial.attack}"
-        text = (
+        yield Note.warn(
+            "contradiction",
             f"a contradiction: sample {sample} is certified in {ball.ball} and was broken{by} "
             f"in {trial.ball} (such samples: {len(known)}). One of the two is wrong: try "
-            "--dtype float64, and report this as a bug in lipaudit"
+            "--dtype float64, and report this as a bug in lipaudit",
         )
-        yield Note.warn("contradiction", text)
     # The text in front of each note: nothing for shared notes, else the name of the first measure
     # that has the note.
     leads: dict[Note, str] = dict.fromkeys(list_shared_notes(report), "")

@@ -232,7 +232,7 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
     free = net.free(batch)
     selecting, estimating = options.copies
     copies_per_sample = selecting + estimating
-    seeds = [base.seed_of(name, options.seed) for name in batch.ids]
+    seeds = options.list_seeds(batch.ids)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     counts = torch.zeros(len(batch), 2, net.classes or 0, dtype=torch.long)
     finished = 0  # number of samples whose counts were yielded

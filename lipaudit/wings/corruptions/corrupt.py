@@ -222,7 +222,7 @@ def _predict_images(net: Net, batch: Batch, options: CorruptOptions) -> Iterator
 
     # Corruptions take pixels in [0, 1]; the box of the model may be another one.
     low, high = net.box or (0.0, 1.0)
-    seeds = [base.seed_of(i, options.seed) for i in batch.ids]
+    seeds = options.list_seeds(batch.ids)
     pixels = batch.x.cpu().double().numpy()
     pixels = (pixels - low) / (high - low)
     for name, level in options.copies:
@@ -248,7 +248,7 @@ def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[
     # With `reads_padding`, the model gets texts of one length at a time. The flag is set for every
     # model, so that no figure depends on padding.
     reader = replace(original.reader, reads_padding=True)
-    seeds = [base.seed_of(i, options.seed) for i in batch.ids]
+    seeds = options.list_seeds(batch.ids)
     oracle = TextOracle(reader, len(batch))
     for name, level in options.copies:
         copies = []

@@ -183,7 +183,7 @@ def _measure_lengths(
     facts = dict(of_heads[0].facts)
     facts["model"] = f"{of_model[0].facts['from']} to {of_model[0].facts['to']}"
     facts |= {"within": float(max(within)), "kind": net.kind}
-    return arrays, facts, base.notes(of_heads) + base.note_missed(missed)
+    return arrays, facts, (*base.notes(of_heads), *base.note_missed(missed))
 
 
 @dataclass(frozen=True)

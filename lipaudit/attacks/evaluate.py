@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,7 +167,6 @@ def evaluate_chunk(
     else:
         clean = _examine_clean(oracle, chunk, logits, seed)
         yield clean
-    session = _Session(f, chunk, box, batch_size, logits, patch, target)
     finished = earlier[1:]
     outcome = clean  # the outcome of the previous step: its robust samples are attacked next
     # By norm and attacks: the outcome at the largest radius so far. Radii increase.
@@ -180,13 +179,22 @@ def evaluate_chunk(
         if number < len(finished):  # known from the interrupted run
             outcome = finished[number]
         else:
+            run = _AttackRun(
+                f,
+                chunk=chunk,
+                logits=logits,
+                trial=trial,
+                attack=attack,
+                box=box,
+                patch=patch,
+                target=target,
+                batch_size=batch_size,
+                meter=Meter(check=check),
+                seed=derive_seed(seed, attack.name, chunk.number),
+            )
             # COUNTED: words, characters and suffix, whose attacks change texts.
-            run = session.rewrite if trial.norm in COUNTED else session.search
-            meter = Meter(check=check)
-            attack_seed = derive_seed(seed, attack.name, chunk.number)
-            generator = torch.Generator().manual_seed(attack_seed)
-            fields = run(trial, attack, outcome, meter, generator)
-            outcome = Outcome(trial, attack.name, attack_seed, **fields, **meter.read())
+            search = run.rewrite if trial.norm in COUNTED else run.search
+            outcome = search(outcome)
             yield outcome
         latest[trial.norm, trial.attacks] = outcome
 
@@ -221,73 +229,70 @@ def _examine_clean(oracle: Oracle, chunk: Chunk, logits: Tensor, seed: int) -> O
 
 
 @dataclass(frozen=True)
-class _Session:
-    """The attacks on a chunk: the arguments of `evaluate_chunk`, and the clean logits."""
+class _AttackRun:
+    """One attack on one chunk. Other attributes are the arguments of `evaluate_chunk`.
+
+    Attributes:
+        logits: the logits of the clean samples.
+        trial: norm and radius of the ball; for an attack on texts, the largest number of changes.
+        attack: the attack and its settings.
+        meter: counts passes.
+        seed: seed of all random numbers of the attack.
+    """
 
     f: Classifier | ByRow
     chunk: Chunk
-    box: tuple[float, float] | None
-    batch_size: int
     logits: Tensor
+    trial: Trial
+    attack: Attack
+    box: tuple[float, float] | None
     patch: tuple[int, int] | None
     target: int | None
+    batch_size: int
+    meter: Meter
+    seed: int
 
-    def search(
-        self, trial: Trial, attack: Attack, last: Outcome, meter: Meter, rng: torch.Generator
-    ) -> dict[str, Any]:
-        """Run one attack in a ball, on the samples that are not broken yet.
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """Return the source of all random numbers, on the CPU."""
+        return torch.Generator().manual_seed(self.seed)
 
-        A turn is one run of the attack from one random start, against one target class per row.
-        Each turn gets the samples that survived the previous turn.
+    @cached_property
+    def rivals(self) -> Int[Tensor, "samples others"]:
+        """Return the classes that the model does not predict, the likeliest first."""
+        descending = self.logits.sort(dim=1)[1].flip(1)
+        return descending[:, 1:]
+
+    def _report(self, **fields: Any) -> Outcome:
+        return Outcome(self.trial, self.attack.name, self.seed, **fields, **self.meter.read())
+
+    def search(self, last: Outcome) -> Outcome:
+        """Run an attack in a ball, on the samples that are not broken yet.
+
+        The attack runs from each random start, against one target class after the other. Each of
+        these runs (a turn) gets the samples that survived the previous one.
 
         Args:
-            trial: norm and radius of the ball.
-            attack: the attack and its settings.
             last: the previous outcome; its robust samples are attacked.
-            meter: counts passes.
-            rng: source of all random numbers.
-
-        Returns:
-            Fields of an `Outcome`.
         """
         chunk = self.chunk
-        patch = self.patch if trial.norm == "patch" else None
-        ball = Ball(trial.norm, float(trial.radius), self.box, chunk.mask, patch)
-        fitted, notes = adapt(attack, self.logits.shape[1])
-        notes += note_resolution(chunk.x, ball, single=fitted.kind.single)
-        function: AttackFunction = fitted.kind.load()
+        norm = self.trial.norm
+        patch = self.patch if norm == "patch" else None
+        ball = Ball(norm, float(self.trial.radius), self.box, chunk.mask, patch)
+        attack, notes = adapt(self.attack, self.logits.shape[1])
+        notes += note_resolution(chunk.x, ball, single=attack.kind.single)
         robust = last.robust.clone()
         x_adv = last.x_adv.clone()
         confidence = last.confidence.clone()
-        ranks = self.logits.sort(dim=1)[1]  # from the least likely class to the likeliest
-        turns = fitted.turns if ball.eps > 0 else 0  # a ball of radius 0 needs no search
-        number = 0  # number of turns that ran
-        while number < turns and bool(robust.any()):
+        turns = attack.turns if ball.eps > 0 else 0  # a ball of radius 0 needs no search
+        finished = 0  # number of turns that ran
+        while finished < turns and bool(robust.any()):
             rows = robust.nonzero()[:, 0]
-            # The number of the start, and the number of the target class: each start has `aims`
-            # targets, which run one after the other.
-            restart, first = divmod(number, fitted.aims)
-            # With few survivors, several targets share a batch: the batch repeats the samples once
-            # (a copy) for each target.
-            room = max(CHUNK // len(rows), 1)
-            copies = min(room, fitted.aims - first)
-            number += copies
-            # `ranks` ends with the predicted class. The first target is the runner-up, at -2.
-            targets = [ranks[rows, -2 - i] for i in range(first, first + copies)]
-            start = partial(_draw_starts, chunk.x, ball, rng, rows, copies)
-            turn = Turn(
-                attack=fitted,
-                generator=rng,
-                start=start,
-                rows=rows.repeat(copies),
-                target=torch.cat(targets),
-                restart=restart,
-                saved=chunk.saved,
-                check=meter.check,
-            )
-            points, logits = self._run(function, turn, ball, meter)
+            turn = self._plan_turn(attack, ball, rows, finished)
+            points, logits = self._run(turn, ball)
             right = logits.argmax(1) == chunk.y[turn.rows]
-            right = right.reshape(copies, -1)  # (copies, samples)
+            right = right.view(-1, len(rows))  # one row for each target class of the turn
+            finished += len(right)
             robust[rows] = right.all(0)
             chosen = _choose_copies(right)  # the copy that broke each sample, else the last one
             x_adv[rows] = points[chosen]
@@ -295,24 +300,51 @@ class _Session:
         # Samples that were broken earlier keep their distance: a resumed run lacks their points.
         attacked = last.robust
         distances = last.distance.clone()
-        distances[attacked] = distance(x_adv[attacked], chunk.x[attacked], ball.norm, patch)
-        return {
-            "tried": attacked if fitted.turns else torch.zeros_like(robust),
-            "robust": robust,
-            "x_adv": x_adv,
-            "distance": distances,
-            "confidence": confidence,
-            "notes": notes,
-        }
+        distances[attacked] = distance(x_adv[attacked], chunk.x[attacked], norm, patch)
+        return self._report(
+            tried=attacked if attack.turns else torch.zeros_like(robust),
+            robust=robust,
+            x_adv=x_adv,
+            distance=distances,
+            confidence=confidence,
+            notes=notes,
+        )
 
-    def _run(
-        self, function: AttackFunction, turn: Turn, ball: Ball, meter: Meter
-    ) -> tuple[Tensor, Tensor]:
+    def _plan_turn(self, attack: Attack, ball: Ball, rows: Tensor, finished: int) -> Turn:
+        """Return the next turn of an attack: one start, and one target class or several.
+
+        With few survivors, several target classes share a batch: it repeats the samples (a copy)
+        for each of them.
+
+        Args:
+            attack: the attack, adapted to the model.
+            ball: the ball, in which the start is drawn.
+            rows: the samples that survived the earlier turns.
+            finished: number of earlier turns; each start has `attack.aims` turns, one per target.
+        """
+        x = self.chunk.x
+        restart, first = divmod(finished, attack.aims)
+        room = max(CHUNK // len(rows), 1)
+        copies = min(room, attack.aims - first)
+        targets = self.rivals[rows, first : first + copies]  # (samples, copies)
+        return Turn(
+            attack=attack,
+            generator=self.generator,
+            start=partial(_draw_starts, x, ball, self.generator, rows, copies),
+            rows=rows.repeat(copies),
+            target=targets.T.flatten(),
+            restart=restart,
+            saved=self.chunk.saved,
+            check=self.meter.check,
+        )
+
+    def _run(self, turn: Turn, ball: Ball) -> tuple[Tensor, Tensor]:
         """Run an attack once; return its points, checked to be inside the ball, and their logits.
 
         If a gradient was not finite, the attack runs again, with NaN in gradients replaced.
         """
-        oracle = Oracle(self.f, turn.rows, self.batch_size, meter)
+        function: AttackFunction = turn.attack.kind.load()
+        oracle = Oracle(self.f, turn.rows, self.batch_size, self.meter)
         x = self.chunk.x[turn.rows]
         y = self.chunk.y[turn.rows]
         ball = ball[turn.rows]
@@ -324,68 +356,68 @@ class _Session:
             z = balls.check_inside(z, x, ball, name)
             # A fresh evaluation decides which points are misclassified, not the attack.
             logits = _require_finite(oracle(z), f"{name} samples", self.chunk)
-            if meter.mends or not bool(meter.broken > 0):
+            if self.meter.mends or not bool(self.meter.broken > 0):
                 return z, logits
             # Some gradients were not finite. Run again with the same random numbers; the meter now
             # replaces NaN.
-            meter.mends = True
+            self.meter.mends = True
             turn.generator.set_state(random_state)
 
-    def rewrite(
-        self, trial: Trial, attack: Attack, last: Outcome, meter: Meter, rng: torch.Generator
-    ) -> dict[str, Any]:
+    def rewrite(self, last: Outcome) -> Outcome:
         """Run an attack that changes texts, on the texts that are not broken yet.
 
         Args:
-            trial: its radius is the largest number of changes.
-            attack: the attack and its settings.
             last: the previous outcome; its robust samples are attacked.
-            meter: counts passes.
-            rng: source of all random numbers.
-
-        Returns:
-            Fields of an `Outcome`.
         """
         chunk = self.chunk
-        texts = chunk.texts
-        assert texts is not None
-        reader = texts.reader
-        drafts = list(last.drafts or texts.drafts)
+        assert chunk.texts is not None
+        drafts = list(last.drafts or chunk.texts.drafts)
         robust = last.robust.clone()
         confidence = last.confidence.clone()
         attacked = robust
         if self.target is not None:  # a sample of the target class cannot be broken
             attacked = robust & (chunk.y != self.target)
         rows = attacked.nonzero()[:, 0]
-        budget = int(trial.radius.value)
+        budget = int(self.trial.radius.value)
         if len(rows) and budget > 0:
-            runners_up = self.logits[rows].sort(dim=1)[1][:, -2]  # the second likeliest classes
-            turn = Turn(attack, rng, lambda: chunk.x[rows], rows, runners_up)
-            oracle = TextOracle(reader, self.batch_size, meter, self.target)
-            originals = [texts.drafts[i] for i in rows.tolist()]
-            y = chunk.y[rows]
-            function: RewriteFunction = attack.kind.load()
-            changed = function(oracle, list(originals), y, budget, turn)
-            check_drafts(changed, originals, reader.lexicon, budget, attack.name)
-            logits = oracle([reader.read(draft) for draft in changed])
-            logits = _require_finite(logits, f"{attack.name} texts", chunk)
+            changed, logits = self._run_on_texts(chunk.texts, rows, budget)
             predicted = logits.argmax(1)
             if self.target is None:
-                robust[rows] = predicted == y
+                robust[rows] = predicted == chunk.y[rows]
             else:
                 robust[rows] = predicted != self.target
             confidence[rows] = logits.softmax(1).amax(1).to(confidence)
             for i, draft in zip(rows.tolist(), changed, strict=True):
                 drafts[i] = draft
         counts = [float(draft.changes) for draft in drafts]
-        return {
-            "tried": last.robust,
-            "robust": robust,
-            "x_adv": chunk.x,
-            "distance": chunk.x.new_tensor(counts),
-            "confidence": confidence,
-            "drafts": drafts,
-        }
+        return self._report(
+            tried=last.robust,
+            robust=robust,
+            x_adv=chunk.x,
+            distance=chunk.x.new_tensor(counts),
+            confidence=confidence,
+            drafts=drafts,
+        )
+
+    def _run_on_texts(self, texts: Texts, rows: Tensor, budget: int) -> tuple[list[Draft], Tensor]:
+        """Run an attack that changes texts; return the changed texts, checked, and their logits.
+
+        Args:
+            texts: the texts of the chunk.
+            rows: which of them are attacked.
+            budget: largest number of changes of a text.
+        """
+        chunk = self.chunk
+        function: RewriteFunction = self.attack.kind.load()
+        oracle = TextOracle(texts.reader, self.batch_size, self.meter, self.target)
+        originals = [texts.drafts[i] for i in rows.tolist()]
+        runners_up = self.rivals[rows, 0]
+        turn = Turn(self.attack, self.generator, lambda: chunk.x[rows], rows, runners_up)
+        changed = function(oracle, list(originals), chunk.y[rows], budget, turn)
+        check_drafts(changed, originals, texts.reader.lexicon, budget, self.attack.name)
+        # A fresh evaluation decides which texts are broken, not the attack.
+        logits = oracle([texts.reader.read(draft) for draft in changed])
+        return changed, _require_finite(logits, f"{self.attack.name} texts", chunk)
 
 
 def _choose_copies(right: Bool[Tensor, "copies samples"]) -> Int[Tensor, " samples"]:

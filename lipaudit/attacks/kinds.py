@@ -229,6 +229,7 @@ STANDARD = (Attack("apgd-ce"), Attack("apgd-t"), Attack("fab-t"), Attack("square
 STANDARD_L1 = (Attack("apgd-ce", restarts=5), Attack("apgd-t", targets=5), *STANDARD[2:])
 # Lists of attacks with a name.
 PRESETS: dict[str, tuple[Attack, ...]] = {
+    "autoattack": STANDARD,
     # The attacks of Yudin et al. (arXiv 2507.07814) differ from radius to radius: `_plan_paper`.
     "paper": (),
     "standard": STANDARD,
@@ -329,22 +330,21 @@ def read_plan(
     for name, attacks in ensembles.items():
         unit = units[name]
         fitting = _choose_radii(radii, attacks, unit, only_counts)
-        if name == "paper":
-            trials = _plan_paper(norm or "linf", fitting)
-        else:
-            label = name.partition(":")[0]  # `custom` for custom:NAME,NAME
-            if norm == "l1" and attacks == STANDARD:  # AutoAttack has other settings in l1
-                attacks = STANDARD_L1
-            trials = _plan_radii(label, attacks, unit or norm or "linf", fitting)
-        notes: tuple[Note, ...] = ()
-        preset = "standard" if name == "autoattack" else name
-        if changes and preset in PRESETS:
-            listed = ", ".join(f"{setting} = {value}" for setting, value in changes.items())
-            notes = (Note.info("preset-changed", f"the preset {preset} was changed: {listed}"),)
-        for trial in trials:  # typed settings replace those of the attacks
+        notes = _note_changes(name, changes)
+        for trial in _plan_radii(name, attacks, unit or norm or "linf", fitting):
+            # Typed settings replace those of the attacks.
             changed = tuple(replace(attack, **changes) for attack in trial.attacks)
             plan.append(replace(trial, attacks=changed, notes=trial.notes + notes))
     return tuple(plan)
+
+
+def _note_changes(name: str, changes: Mapping[str, Any]) -> tuple[Note, ...]:
+    """Return a note on the settings that the user changed in a preset; none for other attacks."""
+    if not changes or name not in PRESETS:
+        return ()
+    listed = ", ".join(f"{setting} = {value}" for setting, value in changes.items())
+    preset = "standard" if name == "autoattack" else name
+    return (Note.info("preset-changed", f"the preset {preset} was changed: {listed}"),)
 
 
 def _find_attacks(name: str) -> tuple[Attack, ...]:
@@ -352,13 +352,11 @@ def _find_attacks(name: str) -> tuple[Attack, ...]:
 
     A name is a preset, an ensemble `custom:NAME,NAME`, or a single attack.
     """
-    preset = "standard" if name == "autoattack" else name
+    if name in PRESETS:
+        return PRESETS[name]
     kinds = attack_kinds()
-    if preset in PRESETS:
-        return PRESETS[preset]
     if not name.startswith("custom:") and name not in kinds:
-        known = ("autoattack", *PRESETS, *kinds)
-        raise UsageError(f"unknown attack preset {name!r}", suggestion(name, known))
+        raise UsageError(f"unknown attack preset {name!r}", suggestion(name, [*PRESETS, *kinds]))
     members = [member.strip() for member in name.removeprefix("custom:").split(",")]
     for member in members:
         if member not in kinds:
@@ -455,13 +453,17 @@ def _refuse_units(
 
 
 def _plan_radii(
-    label: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
+    name: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
 ) -> list[Trial]:
-    """Return a trial per radius, all with the same attacks.
+    """Return the trials of one name of --attack: one per radius, all with the same attacks.
+
+    The attacks of the preset `paper` differ from radius to radius.
 
     Raises:
         UsageError: there is no radius, or a number of changes is not whole.
     """
+    if name == "paper":
+        return _plan_paper(norm, radii)
     if not radii:
         raise UsageError("no attack radius was given", "Add a radius, for example --eps 2/255.")
     for radius in radii:
@@ -471,6 +473,9 @@ def _plan_radii(
                 f"the radius {radius.text} is not a whole number of {name_unit(norm)}",
                 f"Give whole numbers: --attack {norm} --eps 1,2. For a ball, use --attack pgd.",
             )
+    if norm == "l1" and attacks == STANDARD:  # AutoAttack has other settings in l1
+        attacks = STANDARD_L1
+    label = name.partition(":")[0]  # `custom` for custom:NAME,NAME
     return [Trial(label, norm, radius, attacks) for radius in radii]
 
 
@@ -518,23 +523,9 @@ def require_suitable(
         UsageError: an attack or a norm does not suit the model (the message lists what does), or
             an attack cannot be loaded.
     """
-    samples = {"image": "images", "tokens": "sequences of vectors"}.get(kind, kind)
     for trial in trials:
         for attack in trial.attacks:
-            if not attack.kind.can_attack(kind):
-                suitable = [name for name, k in attack_kinds().items() if k.can_attack(kind)]
-                suitable = [name for name in suitable if name != "transfer"]  # needs a file
-                raise UsageError(
-                    f"{attack.name} cannot attack {samples}, the input of this model",
-                    f"Use --attack {','.join(suitable)}.",
-                )
-            attack.kind.load()  # raises if it cannot be imported
-            norms = attack.kind.norms
-            if trial.norm not in norms:
-                raise UsageError(
-                    f"{attack.name} cannot search {trial.norm} balls, only {', '.join(norms)}",
-                    "Use --attack fgsm,pgd.",
-                )
+            _require_suitable_attack(attack, trial.norm, kind)
         if kind not in SPACES[trial.norm]:
             fitting = [n for n, kinds in SPACES.items() if kind in kinds and n not in WHOLE]
             raise UsageError(
@@ -546,6 +537,29 @@ def require_suitable(
                 f"{trial.norm} cannot be changed for this model: {why}",
                 f"Use --attack {','.join([*changes, 'fgsm', 'pgd'])} --eps 0.1.",
             )
+
+
+def _require_suitable_attack(attack: Attack, norm: Norm, kind: str) -> None:
+    """Refuse an attack that does not suit a kind of model, or balls of a norm.
+
+    Raises:
+        UsageError: as above, or the attack cannot be loaded.
+    """
+    if not attack.kind.can_attack(kind):
+        # All but `transfer`, which needs a file.
+        suitable = [n for n, k in attack_kinds().items() if k.can_attack(kind) and n != "transfer"]
+        samples = {"image": "images", "tokens": "sequences of vectors"}.get(kind, kind)
+        raise UsageError(
+            f"{attack.name} cannot attack {samples}, the input of this model",
+            f"Use --attack {','.join(suitable)}.",
+        )
+    attack.kind.load()  # raises if it cannot be imported
+    norms = attack.kind.norms
+    if norm not in norms:
+        raise UsageError(
+            f"{attack.name} cannot search {norm} balls, only {', '.join(norms)}",
+            "Use --attack fgsm,pgd.",
+        )
 
 
 def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import random
 import string
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -36,6 +35,7 @@ from lipaudit.attacks.kinds import TYPING
 from lipaudit.attacks.oracle import Turn, list_pieces
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Ids, Lexicon, Reader, Span, TextOracle
 from lipaudit.errors import UsageError
+from lipaudit.tables.columns import group_values
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -49,12 +49,26 @@ class Change:
     """A single change of a text.
 
     Attributes:
-        place: the number of the word that it changes.
+        word: the number of the word that it changes.
         make: returns the changed text; None if the result is no word.
     """
 
-    place: int
+    word: int
     make: Callable[[], Draft | None]
+
+
+class ChangedText(NamedTuple):
+    """A text with one word changed.
+
+    Attributes:
+        word: the number of the word.
+        ids: the token ids of the changed text, as the model reads it.
+        draft: the changed text.
+    """
+
+    word: int
+    ids: Ids
+    draft: Draft
 
 
 # (text, gradient of its margin) -> all single changes, the most promising first.
@@ -73,8 +87,8 @@ class _Step:
         best: the changed text with the lowest margin; the text itself before the first.
         lowest: that margin.
         tried: number of changes evaluated.
-        by_place: the lowest margin of the changes of each word.
-        left: the changes that `choose_first` left out.
+        lowest_of_word: the lowest margin of the changes of each word.
+        untried: the changes that `choose_first` left out.
     """
 
     text: int
@@ -84,8 +98,8 @@ class _Step:
     best: Draft
     lowest: float = math.inf
     tried: int = 0
-    by_place: dict[int, float] = field(default_factory=dict)
-    left: Sequence[Change] = ()
+    lowest_of_word: dict[int, float] = field(default_factory=dict)
+    untried: Sequence[Change] = ()
 
     @property
     def possible(self) -> int:
@@ -94,29 +108,30 @@ class _Step:
         Some changes make a text that the model cannot read. If all changes were tried, such
         changes are known and not counted. Otherwise all changes count.
         """
-        if self.left:  # not all changes were tried
+        if self.untried:
             return len(self.changes)
         return self.tried
 
-    def choose_first(self) -> list[tuple[Change, Draft]]:
-        """Return the changes to try first, each with the text that it makes.
+    def choose_first(self) -> list[ChangedText]:
+        """Return the changed texts to try first.
 
         If there are few changes, these are all changes. Otherwise each word gets its most
         promising change: the resulting margins tell `choose_others` which words matter.
         """
         if len(self.changes) <= self.queries:
-            return self._make(self.changes, len(self.changes))
+            return self._make(self.changes, self.queries)
         first_of_word: dict[int, Change] = {}
         for change in self.changes:
-            first_of_word.setdefault(change.place, change)
+            first_of_word.setdefault(change.word, change)
         # At most half of the queries: the second half is for `choose_others`.
-        chosen = list(first_of_word.values())[: max(1, self.queries // 2)]
+        half = max(1, self.queries // 2)
+        chosen = list(first_of_word.values())[:half]
         first = set(chosen)
-        self.left = [change for change in self.changes if change not in first]
-        return self._make(chosen, len(chosen))
+        self.untried = [change for change in self.changes if change not in first]
+        return self._make(chosen, half)
 
-    def choose_others(self) -> list[tuple[Change, Draft]]:
-        """Return the changes to try next, each with its text, up to the number of queries.
+    def choose_others(self) -> list[ChangedText]:
+        """Return the changed texts to try next, up to the number of queries.
 
         Three orders take turns: by the gradient; by word, with the word first whose change had the
         lowest margin; and evenly, with one change of every word in turn.
@@ -124,47 +139,44 @@ class _Step:
 
         def rank(change: Change) -> float:
             """Return the lowest margin so far of a change of the same word."""
-            return self.by_place.get(change.place, math.inf)
+            return self.lowest_of_word.get(change.word, math.inf)
 
-        of_words = defaultdict(list)
-        for change in self.left:
-            of_words[change.place].append(change)
+        of_words = group_values((change.word, change) for change in self.untried)
         evenly = take_turns(of_words.values())
-        by_word = sorted(self.left, key=rank)
+        by_word = sorted(self.untried, key=rank)
         # Each of the three orders has all changes: a dict drops the repeats.
-        ordered = dict.fromkeys(take_turns([self.left, by_word, evenly]))
+        ordered = dict.fromkeys(take_turns([self.untried, by_word, evenly]))
         return self._make(ordered, self.queries - self.tried)
 
-    def _make(self, changes: Iterable[Change], most: int) -> list[tuple[Change, Draft]]:
-        """Return at most `most` changes, each with the text that it makes.
+    def _make(self, changes: Iterable[Change], most: int) -> list[ChangedText]:
+        """Return the texts that changes make, at most `most`.
 
         A change is left out if the result is not a word, or not a text that the model can read.
         """
-        with_texts: list[tuple[Change, Draft]] = []
+        made: list[ChangedText] = []
         for change in changes:
-            if len(with_texts) == most:
+            if len(made) == most:
                 break
             draft = change.make()
-            if draft is not None and self.read(draft):
-                with_texts.append((change, draft))
-        return with_texts
+            if draft is None:
+                continue
+            ids = self.read(draft)
+            if ids:
+                made.append(ChangedText(change.word, ids, draft))
+        return made
 
-    def note_margins(self, chosen: Sequence[tuple[Change, Draft]], values: list[float]) -> None:
+    def note_margins(self, texts: Sequence[ChangedText], margins: Sequence[float]) -> None:
         """Record the margins of changed texts, and the text with the lowest one.
 
         If margins are equal up to rounding, the first text counts.
-
-        Args:
-            chosen: the changes, each with the changed text.
-            values: the margins of the changed texts.
         """
-        self.tried += len(chosen)
-        for (change, draft), value in zip(chosen, values, strict=True):
-            lowest_of_word = self.by_place.get(change.place, math.inf)
-            self.by_place[change.place] = min(value, lowest_of_word)
-            if round(value, DIGITS) < round(self.lowest, DIGITS):
-                self.lowest = value
-                self.best = draft
+        self.tried += len(texts)
+        for text, margin in zip(texts, margins, strict=True):
+            lowest_of_word = self.lowest_of_word.get(text.word, math.inf)
+            self.lowest_of_word[text.word] = min(margin, lowest_of_word)
+            if round(margin, DIGITS) < round(self.lowest, DIGITS):
+                self.lowest = margin
+                self.best = text.draft
 
 
 def take_turns(lists: Iterable[Iterable[Change]]) -> Iterator[Change]:
@@ -201,9 +213,8 @@ def search(
     """
     best = list(drafts)
     read = oracle.reader.read
-    logits = oracle([read(draft) for draft in best])
-    margin = oracle.measure_leads(logits, y).tolist()
-    robust = [i for i, value in enumerate(margin) if value >= 0]
+    margins = oracle.score([read(draft) for draft in best], y)
+    robust = [i for i, margin in enumerate(margins) if margin >= 0]
     for _ in range(budget):
         if not robust:
             break
@@ -214,16 +225,16 @@ def search(
             changes = propose(best[i], best[i].align(slope))
             steps.append(_Step(i, changes, queries, read, best[i]))
         _try_changes(oracle, y, [(step, step.choose_first()) for step in steps])
-        _try_changes(oracle, y, [(step, step.choose_others()) for step in steps if step.left])
+        _try_changes(oracle, y, [(step, step.choose_others()) for step in steps if step.untried])
         robust = []
         for step in steps:
             i = step.text
             # Counts of tried and possible changes add up over the steps.
             tried = best[i].tried + step.tried
             possible = best[i].possible + step.possible
-            if step.lowest < margin[i]:
+            if step.lowest < margins[i]:
                 best[i] = step.best
-                margin[i] = step.lowest
+                margins[i] = step.lowest
                 if step.lowest >= 0:
                     robust.append(i)
             best[i] = replace(best[i], tried=tried, possible=possible)
@@ -231,27 +242,21 @@ def search(
 
 
 def _try_changes(
-    oracle: TextOracle, y: Tensor, chosen: list[tuple[_Step, list[tuple[Change, Draft]]]]
+    oracle: TextOracle, y: Tensor, changed: Sequence[tuple[_Step, Sequence[ChangedText]]]
 ) -> None:
     """Evaluate the changed texts of several steps in one batch, and record their margins.
 
     Args:
         oracle: the model.
         y: the labels of the unchanged texts.
-        chosen: for each step of a text its changes, and the texts that they make.
+        changed: steps, each of one text, with the changed texts.
     """
-    texts = []
-    owners = []  # for each changed text, the position of its unchanged text
-    for step, changes in chosen:
-        for _, draft in changes:
-            texts.append(oracle.reader.read(draft))
-            owners.append(step.text)
-    if not texts:
-        return
-    labels = y[torch.tensor(owners, device=y.device)]
-    margins = iter(oracle.measure_leads(oracle(texts), labels).tolist())
-    for step, changes in chosen:
-        step.note_margins(changes, list(islice(margins, len(changes))))
+    ids = {}
+    for step, texts in changed:
+        ids[step.text] = [text.ids for text in texts]
+    margins = oracle.score_changes(ids, y)
+    for step, texts in changed:
+        step.note_margins(texts, margins[step.text])
 
 
 # Words
@@ -353,20 +358,6 @@ def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     return reader.near
 
 
-class Substitution(NamedTuple):
-    """A text with one word replaced.
-
-    Attributes:
-        word: the number of the word.
-        ids: the token ids of the changed text, as the model reads it.
-        draft: the changed text.
-    """
-
-    word: int
-    ids: Ids
-    draft: Draft
-
-
 def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Ids]] | None:
     """Return (word, token ids of the text) for every substitution that `rewrite_words` may try.
 
@@ -375,40 +366,41 @@ def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Id
     substitution changes the number of tokens or tokens of another word, or if the tokenizer reads
     several substitutions together differently than one by one.
     """
-    near = neighbours(reader, draft.ids)
     ids_before = reader.read(draft)
     word_of_token = [i for i, word in enumerate(draft.words) for _ in word]
-    substitutions: list[Substitution] = []
+    substitutions: list[ChangedText] = []
+    for text in _replace_each_word(reader, draft):
+        if len(text.ids) != len(ids_before):
+            return None
+        pairs = zip(word_of_token, text.ids, ids_before, strict=True)
+        changed_words = {word for word, new_id, old_id in pairs if new_id != old_id}
+        if changed_words - {text.word}:
+            return None
+        if changed_words:
+            substitutions.append(text)
+    # A tokenizer may join words with nothing between them: read their combinations, too. With more
+    # than COMBINATIONS of them, the answer is unknown, which counts as None.
+    spans = draft.source.spans if draft.source else ()
+    for number, together in enumerate(_combine(substitutions, _chain(spans), k)):
+        if number == COMBINATIONS or not _reads_alike(reader, draft, together, word_of_token):
+            return None
+    return [(text.word, text.ids) for text in substitutions]
+
+
+def _replace_each_word(reader: Reader, draft: Draft) -> Iterator[ChangedText]:
+    """Yield a text with every substitute of every word, one at a time, as the model reads it."""
+    near = neighbours(reader, draft.ids)
     for i in range(len(draft.words)):
         for new in find_substitutes(near, draft, i, reader.lexicon):
             changed = _replace_word(draft, i, new, reader.lexicon)
-            if changed is None:
-                continue
-            ids = reader.read(changed)
-            if len(ids) != len(ids_before):
-                return None
-            pairs = zip(word_of_token, ids, ids_before, strict=True)
-            changed_words = {word for word, new_id, old_id in pairs if new_id != old_id}
-            if changed_words - {i}:
-                return None
-            if changed_words:
-                substitutions.append(Substitution(i, ids, changed))
-    # A tokenizer may join words with nothing between them: read their combinations, too. With more
-    # than COMBINATIONS of them, the answer is unknown, which counts as None.
-    number = 0
-    spans = draft.source.spans if draft.source else ()
-    for adjacent in _chain(spans):
-        for together in _combine(substitutions, adjacent, k):
-            if number == COMBINATIONS or not _reads_alike(reader, draft, together, word_of_token):
-                return None
-            number += 1
-    return [(substitution.word, substitution.ids) for substitution in substitutions]
+            if changed is not None:
+                yield ChangedText(i, reader.read(changed), changed)
 
 
 def _reads_alike(
     reader: Reader,
     draft: Draft,
-    changes: Sequence[Substitution],
+    changes: Sequence[ChangedText],
     word_of_token: Sequence[int],
 ) -> bool:
     """Say whether the tokenizer reads several changes together as the tokens of each change alone.
@@ -446,17 +438,21 @@ def _chain(spans: Sequence[Sequence[Span]]) -> list[list[int]]:
 
 
 def _combine(
-    substitutions: Sequence[Substitution], chain: Sequence[int], k: int
-) -> Iterator[tuple[Substitution, ...]]:
-    """Yield every combination of substitutions of two to k words of a chain, one for each word."""
-    of_words: dict[int, list[Substitution]] = defaultdict(list)
-    for substitution in substitutions:
-        if substitution.word in chain:
-            of_words[substitution.word].append(substitution)
-    most = min(k, len(of_words))
-    for size in range(2, most + 1):
-        for words in combinations(of_words.values(), size):
-            yield from product(*words)
+    substitutions: Sequence[ChangedText], chains: Sequence[Sequence[int]], k: int
+) -> Iterator[tuple[ChangedText, ...]]:
+    """Yield every combination of substitutions in two to k words of a chain, one for each word.
+
+    Args:
+        substitutions: the texts with one word replaced.
+        chains: groups of adjacent words, from `_chain`.
+        k: largest number of words.
+    """
+    for chain in chains:
+        of_words = group_values((text.word, text) for text in substitutions if text.word in chain)
+        most = min(k, len(of_words))
+        for size in range(2, most + 1):
+            for words in combinations(of_words.values(), size):
+                yield from product(*words)
 
 
 def _replace_word(draft: Draft, i: int, token: int, lexicon: Lexicon) -> Draft | None:
@@ -494,19 +490,8 @@ def rewrite_characters(
         raise UsageError(text, advice)
     encode = cache(lambda text: tuple(tokenize(text)))
 
-    def misspell(draft: Draft, i: int, spelling: str) -> Draft:
-        """Return the text with another spelling of word i, tokenized with the space before it."""
-        assert draft.source is not None
-        piece, start, _ = draft.source.span(i)
-        first = max(start - 1, 0)
-        before = draft.source.texts[piece][first:start]
-        space = before if before.isspace() else ""
-        return draft.with_word(i, encode(space + spelling), spelling)
-
     def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
         """Return every possible error; words take turns, the word of steepest gradient first."""
-        if draft.source is None:  # without known characters there are no typing errors
-            return []
         norms = iter(slope.norm(dim=1).tolist())
         steepness = [sum(islice(norms, len(word))) for word in draft.words]
         words, letters = spell_words(draft, lexicon)
@@ -514,11 +499,30 @@ def rewrite_characters(
         for i in sorted(words, key=lambda i: -steepness[i]):
             changes = []
             for spelling in _list_misspellings(words[i], letters):
-                changes.append(Change(i, partial(misspell, draft, i, spelling)))
+                make = partial(_respell, draft, i, spelling, encode)
+                changes.append(Change(i, make))
             of_words.append(changes)
         return list(take_turns(of_words))
 
     return search(oracle, drafts, y, budget, propose, turn.attack.queries)
+
+
+def _respell(draft: Draft, i: int, spelling: str, encode: Callable[[str], Ids]) -> Draft:
+    """Return the text with another spelling of word i.
+
+    Args:
+        draft: the text.
+        i: number of the word.
+        spelling: its new characters.
+        encode: tokenizes a piece of text. The word is tokenized with the space before it, because
+            tokens of many vocabularies begin with this space.
+    """
+    assert draft.source is not None
+    piece, start, _ = draft.source.span(i)
+    first = max(start - 1, 0)
+    before = draft.source.texts[piece][first:start]
+    space = before if before.isspace() else ""
+    return draft.with_word(i, encode(space + spelling), spelling)
 
 
 def spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[str]]:

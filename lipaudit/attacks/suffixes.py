@@ -20,7 +20,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -335,8 +335,7 @@ def _begin(
     reserved = reader.lexicon.reserved
     count = min(len(reader.lexicon.tokens), len(reader.table))
     tokens = torch.tensor([i for i in range(count) if i not in reserved])
-    logits = oracle([reader.read(draft) for draft in drafts])
-    leads = oracle.measure_leads(logits, y).tolist()
+    leads = oracle.score([reader.read(draft) for draft in drafts], y)
     seed = turn.generator.initial_seed()
     searches: dict[int, _Search] = {}
     for i, (draft, lead) in enumerate(zip(drafts, leads, strict=True)):
@@ -363,17 +362,12 @@ def _try_suffixes(
         searches: by the position of the unchanged text.
         changed: texts with suffixes, by the position of the unchanged text.
     """
-    texts: list[Ids] = []
-    owners: list[int] = []  # for each changed text, the position of its unchanged text
+    ids = {}
     for i, drafts in changed.items():
-        texts += (draft.input_ids for draft in drafts)
-        owners += [i] * len(drafts)
-    if not texts:
-        return
-    labels = y[torch.tensor(owners, device=y.device)]
-    leads = iter(oracle.measure_leads(oracle(texts), labels).tolist())
+        ids[i] = [draft.input_ids for draft in drafts]
+    leads = oracle.score_changes(ids, y)
     for i, drafts in changed.items():
-        searches[i].note_leads(drafts, list(islice(leads, len(drafts))))
+        searches[i].note_leads(drafts, leads[i])
 
 
 def _collect(drafts: Sequence[Draft], searches: dict[int, _Search]) -> list[Draft]:

@@ -7,10 +7,9 @@ made in the characters, and the model reads the changed characters. `rewriting` 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lipaudit.attacks.balls import blame_attack
 from lipaudit.attacks.oracle import Meter, Turn, list_pieces, margins, pull
+from lipaudit.tables.columns import group_values
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -433,6 +433,28 @@ class TextOracle:
             return margins(logits, y)
         return -margins(logits, torch.full_like(y, self.target))
 
+    def score(self, texts: Sequence[Ids], y: Int[Tensor, " texts"]) -> list[float]:
+        """Return the lead of each text (see `measure_leads`), from its token ids."""
+        leads: list[float] = self.measure_leads(self(texts), y).tolist()
+        return leads
+
+    def score_changes(
+        self, changed: Mapping[int, Sequence[Ids]], y: Int[Tensor, " originals"]
+    ) -> dict[int, list[float]]:
+        """Return the leads of several changed texts of each text, evaluated together.
+
+        Args:
+            changed: token ids of the changed texts, by the position of the unchanged text.
+            y: labels of the unchanged texts.
+        """
+        texts = list(chain.from_iterable(changed.values()))
+        if not texts:
+            return dict.fromkeys(changed, [])
+        # For each changed text the position of its unchanged text.
+        originals = [i for i, group in changed.items() for _ in group]
+        leads = iter(self.score(texts, y[originals]))
+        return {i: list(islice(leads, len(group))) for i, group in changed.items()}
+
     def slopes(
         self, texts: Sequence[Ids], y: Int[Tensor, " texts"]
     ) -> list[Float[Tensor, "tokens width"]]:
@@ -471,13 +493,12 @@ class TextOracle:
 
         A model that reads padding gets texts of one length together.
         """
-        groups: dict[int, list[int]] = defaultdict(list)  # by length
-        for i, ids in enumerate(texts):
-            length = len(ids) if self.reader.reads_padding else 0
-            groups[length].append(i)
+        by_length = {0: list(range(len(texts)))}
+        if self.reader.reads_padding:
+            by_length = group_values((len(ids), i) for i, ids in enumerate(texts))
         pieces = []
-        for length in sorted(groups):
-            rows = groups[length]
+        for length in sorted(by_length):
+            rows = by_length[length]
             for cut in list_pieces(len(rows), self.batch_size):
                 pieces.append(rows[cut])
         return pieces

@@ -84,7 +84,7 @@ class AttackOptions(MeasureOptions):
         None,
         "Comma-separated attacks, or standard, quick, paper, custom:... "
         f"Default {IMAGES}; texts {TEXTS}; embeddings {EMBEDDINGS}.",
-        values=lambda: ("autoattack", *kinds.PRESETS, *kinds.attack_kinds()),
+        values=lambda: (*kinds.PRESETS, *kinds.attack_kinds()),
     )
     norm: Norm | None = option(
         None, "linf (default for images), l2, l1, or token-l2 (default for embeddings of texts)."

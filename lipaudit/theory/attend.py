@@ -447,7 +447,7 @@ def linearize_attention(heads: Heads) -> Attend:
     # If the heads hold gradients of logits for each pair of tokens (`pairs`), these take as much
     # memory as P. P is then stored too, whatever its size.
     p = None
-    if len(heads.row_blocks()) == 1 or heads.pairs is not None:
+    if heads.fits_memory or heads.pairs is not None:
         p = heads.attention().flatten(0, 1)
     scale = heads.scale[..., None, None]
     v = heads.v.flatten(0, 1)

@@ -22,7 +22,15 @@ from torch import Tensor
 from torch.linalg import matrix_norm, vector_norm
 
 from lipaudit.theory import attend, matrix_norms, products
-from lipaudit.theory.heads import Heads, are_affine, factor, local_map, projections
+from lipaudit.theory.heads import (
+    Heads,
+    are_affine,
+    factor,
+    local_map,
+    narrow_jacobians,
+    projections,
+    select_tokens,
+)
 from lipaudit.theory.ingredients import (
     Centred,
     Ingredients,
@@ -34,7 +42,8 @@ from lipaudit.theory.ingredients import (
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-    PerHead = Float[Tensor, "batch heads"]
+    from lipaudit.theory.heads import PerHead
+
     Rows = Float[Tensor, "batch heads n"]
     Maps = Float[Tensor, "batch heads n m"]
     OfHeads = Float[Tensor, "batch heads 1 1"]
@@ -477,17 +486,17 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
     per_key = p[..., 0].numel() * channels
     for j in heads.policy.chunks(p.shape[-1], per_key):
         # u_ij and a_ij, (batch, heads, keys, channels, n)
-        key_map = _pick(key_maps, j).mT
+        key_map = select_tokens(key_maps, j).mT
         b = attend.logit_gradients(heads, "k", j).mT
         u = (root @ key_map) @ b
-        a = _pick(value_maps, j) @ mixed @ key_map
+        a = select_tokens(value_maps, j) @ mixed @ key_map
         a = a @ b
         w = _subtract_outputs(at.v[:, :, j], tokens[j], rows)
         # Proof of the second limit: for x = c u / ||u|| + y with y orthogonal to u,
         # (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y. By Cauchy-Schwarz this is at most
         # (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| long. The squares of both limits
         # are ||Phi||^2 + ||u||^2 ||w||^2 plus `triangle` (first limit) or `split` (second limit).
-        norm = _pick(norms, j)[..., None]
+        norm = select_tokens(norms, j)[..., None]
         u2 = u.square().sum(-2)  # ||u||^2, (batch, heads, keys, n)
         w2 = w.square().sum(-2)
         split = (a.square().sum(-2) / u2).nan_to_num(0.0)  # u = 0: beta is ||Phi||
@@ -523,8 +532,7 @@ def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tenso
         rows: the outputs o_i, and c_ij for the largest entry of each row.
     """
     to_q = projections(heads)[0]
-    # Phi^q_i = G_i W_Q^T. G_i R^T with R^T R = W_Q^T W_Q gives the same norms, in fewer columns.
-    phi = local_map(to_q) @ factor(to_q).mT
+    phi = narrow_jacobians(to_q)
     m, d = heads.k.shape[2:]
     dv = at.v.shape[-1]
     if heads.pairs is None:
@@ -542,15 +550,8 @@ def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tenso
         largest = largest.expand(-1, -1, -1, -1, dv)
         c.scatter_(3, largest, rows.c[:, :, i, None])
         a = attend.logit_gradients(heads, "q", i)
-        images = c.mT @ a @ _pick(phi, i)
+        images = c.mT @ a @ select_tokens(phi, i)
         # t_i is the Schatten-4 norm: ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, which is at
         # most rank^1/4 times as large.
         t[..., i] = matrix_norm(images @ images.mT).sqrt()
     return t
-
-
-def _pick(per_token: Tensor, chunk: slice) -> Tensor:
-    """Return the entries of some tokens (third axis); an axis of length 1 serves all tokens."""
-    if per_token.shape[2] == 1:
-        return per_token
-    return per_token[:, :, chunk]

@@ -42,11 +42,11 @@ from lipaudit.theory.ingredients import Ingredients, Tokens, squared_distances
 from lipaudit.theory.matrix_norms import spectral_norm
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool
 
-    PerHead = Float[Tensor, "batch heads"]
-    Maps = Float[Tensor, "batch heads n m"]
-    OfHeads = Float[Tensor, "batch heads 1 1"]
+    from lipaudit.theory.block_norms import Maps, OfHeads, OfRows
+    from lipaudit.theory.heads import PerHead
+
     Flags = Bool[Tensor, "batch heads n 1"]
 
 ROUNDING = 1e-12
@@ -89,7 +89,7 @@ def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[
     if bounds is None:
         bounds = load_bounds().values()
     records = list(bounds)
-    if len(heads.row_blocks()) > 1 and len(heads.q) > 1:
+    if len(heads.q) > 1 and not heads.fits_memory:
         # Attention maps too large to be stored for all batch rows: one row at a time.
         rows = []
         for b in range(len(heads.q)):
@@ -156,13 +156,9 @@ def _compute(bound: Bound, ingredients: Ingredients) -> Tensor:
         EvaluationError: the function of the bound fails, or does not return floats of shape
             (batch, heads).
     """
-    shape = ingredients.heads.q.shape[:2]
     try:
         values = ingredients.once(bound.compute)
-        if not isinstance(values, Tensor):
-            raise _describe_result(type(values).__name__, shape)
-        if values.shape != shape or not values.is_floating_point():
-            raise _describe_result(tuple(values.shape), shape)
+        _require_floats(values, ingredients.heads.q.shape[:2])
     except Exception as error:
         # Errors of memory or device are not the bound's fault and stay as they are. An OSError is
         # about a file that the function of the bound opens.
@@ -174,9 +170,14 @@ def _compute(bound: Bound, ingredients: Ingredients) -> Tensor:
     return values.to(torch.float64)
 
 
-def _describe_result(result: object, shape: torch.Size) -> TypeError:
-    """Return the error for a bound whose result has another type, or another shape."""
-    return TypeError(f"returned {result}, not floats of shape {tuple(shape)} (batch, heads)")
+def _require_floats(values: object, shape: torch.Size) -> None:
+    """Refuse a result of a bound that is not a tensor of floats in the expected shape."""
+    returned: object = type(values).__name__
+    if isinstance(values, Tensor):
+        if values.shape == shape and values.is_floating_point():
+            return
+        returned = tuple(values.shape)
+    raise TypeError(f"returned {returned}, not floats of shape {tuple(shape)} (batch, heads)")
 
 
 @torch.inference_mode()
@@ -245,11 +246,7 @@ def ball_size_bounds(heads: Heads, r: float) -> dict[str, PerHead]:
     heads, size = unit_values(heads.to(torch.float64))
     ingredients = Ingredients(heads, Tokens(heads))
     size = (1 + ROUNDING) * size.to(heads.v.device)
-    return {
-        "hu": hu(ingredients, r) * size,
-        "castin": castin(ingredients, r) * size,
-        "mean_field": mean_field(ingredients, r) * size,
-    }
+    return {bound.__name__: bound(ingredients, r) * size for bound in (hu, castin, mean_field)}
 
 
 @dataclass(frozen=True)
@@ -259,7 +256,7 @@ class BallPoint:
     p: Maps  # 0 where masked, at least the smallest number elsewhere
     z: Maps  # ||z_j - E_i z||
     w: Maps  # ||v_j - o_i||, 0 where masked
-    u: Float[Tensor, "batch heads n 1"]  # ||u_i||
+    u: OfRows  # ||u_i||
     wv: OfHeads  # ||W_V||
     a: OfHeads  # ||A||
     slope: Maps  # of log P_ij: a_ij of `_log_growth`
@@ -346,11 +343,11 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         z: ||z_j - E_i z||, in the same shape.
         u: ||u_i||, (batch, heads, n, 1).
     """
-    identity = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
     others = _others(p)  # 1 - P_ij
     # For each i and j, (batch, heads, n, m): |c_i| = P_ii, or 1 - P_ii where j = i.
+    is_diagonal = torch.eye(p.shape[-1], dtype=torch.bool, device=p.device)
     diagonal = p.diagonal(0, -2, -1)[..., None]
-    c_i = diagonal * (1 - identity) + others * identity
+    c_i = torch.where(is_diagonal, others, diagonal)
     square = others.square() + _others(p.square())  # sum_l c_l^2
     # a_ij^2 is an upper limit of the squared length of all coefficients: c_l u_i for e_l, and
     # z_j - E_i z + c_i u_i for e_i.

@@ -57,7 +57,7 @@ from lipaudit.theory.spectral import Norms, random_starts, spectral_norms, take_
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-    PerHead = Float[Tensor, "batch heads"]
+    from lipaudit.theory.heads import PerHead
 
 SINGLE_ERROR = 1e-5
 """Relative error of a norm in single precision, if it resolves P; measured: at most 3e-6."""
@@ -155,7 +155,7 @@ def _split_rows(heads: Heads) -> list[Heads]:
     The only part is the whole layer if its attention maps P fit into memory. Otherwise every batch
     row is a part.
     """
-    if len(heads.row_blocks()) == 1:
+    if heads.fits_memory:
         return [heads]
     return [heads.row(b) for b in range(len(heads.q))]
 
@@ -167,7 +167,7 @@ def _split_problems(heads: Heads) -> list[Heads]:
     serves all heads and batch rows. Otherwise every head on every batch row is a part, and the
     rows of P are computed in chunks.
     """
-    if len(heads.row_blocks()) == 1:  # P is stored
+    if heads.fits_memory:
         return [heads]
     problems: list[Heads] = []
     for row in _split_rows(heads):
@@ -356,7 +356,7 @@ def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     """
     gamma = _sum_error(heads)
     t_c, t_d = _bound_parts(heads)
-    if len(heads.row_blocks()) > 1:  # P is not stored: norm and bound compute it in other orders
+    if not heads.fits_memory:  # P is not stored: norm and bound compute it in other orders
         gamma = gamma + forward_error(heads)
     error = gamma * (t_c + t_d)  # E
     square = error.square() + gamma * (t_c + error).square()

@@ -19,6 +19,8 @@ from lipaudit.theory.spectral import shift_exponent, take_size
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Shaped
 
+    PerHead = Float[Tensor, "batch heads"]
+
 MASK = 9e3
 """A bias entry this far below the largest of its row hides the key. Common masks are -inf, the
 most negative number and -1e4; position biases and windows of Swin (-100) are far smaller."""
@@ -119,6 +121,16 @@ class Heads:
     """P, with the sink as a last key, in each precision that was asked for."""
 
     @property
+    def fits_memory(self) -> bool:
+        """Return whether P of all heads of a sample has at most `map_limit` entries.
+
+        P is then stored. Otherwise its rows are computed again, chunk by chunk, wherever they are
+        needed.
+        """
+        entries = self.q.shape[1] * self.q.shape[2] * self.k.shape[2]
+        return entries <= self.policy.map_limit
+
+    @property
     def key_input(self) -> Float[Tensor, "batch m Dkv"]:
         """Return the input of the key and value projections."""
         return self.x if self.x_kv is None else self.x_kv
@@ -202,14 +214,14 @@ class Heads:
 
         A large map is filled chunk by chunk: the temporaries of softmax stay small.
         """
-        blocks = self.row_blocks()
-        if len(blocks) == 1:
-            return self.rows(*blocks[0], whole=True)
+        n = self.q.shape[2]
+        if self.fits_memory:
+            return self.rows(0, n, whole=True)
         keys = self.k.shape[2]
         if self.sink is not None:
             keys += 1
         p = self.q.new_empty(*self.q.shape[:3], keys)
-        for start, stop in blocks:
+        for start, stop in self.row_blocks():
             p[:, :, start:stop] = self.rows(start, stop, whole=True)
         return p
 
@@ -220,11 +232,10 @@ class Heads:
         """
         if self.sink is None:
             return None
-        blocks = self.row_blocks()
-        if len(blocks) == 1:
+        if self.fits_memory:
             return self.attention(whole=True)[..., -1:]
         shares = []
-        for start, stop in blocks:
+        for start, stop in self.row_blocks():
             p = self.rows(start, stop, whole=True)
             shares.append(p[..., -1:])
         return torch.cat(shares, 2)
@@ -252,14 +263,12 @@ class Heads:
     def row_blocks(self) -> list[tuple[int, int]]:
         """Return the chunks (start, stop) of queries in which P is computed.
 
-        If the maps of all heads of a sample fit into memory (`map_limit`), one chunk has all
-        queries, and P is stored. Otherwise P is computed again, chunk by chunk, wherever it is
-        needed.
+        The only chunk has all queries if P fits into memory.
         """
         count, n = self.q.shape[1:3]
-        row_entries = count * self.k.shape[2]  # of one query in all heads
-        if n * row_entries <= self.policy.map_limit:
+        if self.fits_memory:
             return [(0, n)]
+        row_entries = count * self.k.shape[2]  # of one query in all heads
         size = max(1, self.policy.chunk_entries // row_entries)
         return [(start, min(start + size, n)) for start in range(0, n, size)]
 
@@ -516,6 +525,21 @@ def local_map(projection: Projection) -> Float[Tensor, "#batch #heads #tokens d 
 def factor(projection: Projection) -> Float[Tensor, "heads 1 r e"]:
     """Return R with R^T R = W^T W: ||R y|| = ||W y||, and the width D leaves the computation."""
     return torch.linalg.qr(projection.weight, mode="r").R[:, None]
+
+
+def narrow_jacobians(projection: Projection) -> Float[Tensor, "#batch #heads #tokens d r"]:
+    """Return Phi_i = G_i W^T, the Jacobian of a projection, with fewer columns for the same norms.
+
+    It is G_i R^T with R^T R = W^T W: ||A G_i R^T|| = ||A Phi_i|| for every matrix A.
+    """
+    return local_map(projection) @ factor(projection).mT
+
+
+def select_tokens(per_token: Tensor, chunk: slice) -> Tensor:
+    """Return the entries of some tokens (third axis); an axis of length 1 serves all tokens."""
+    if per_token.shape[2] == 1:
+        return per_token
+    return per_token[:, :, chunk]
 
 
 _SWAMPED = 16

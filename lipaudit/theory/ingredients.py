@@ -22,7 +22,9 @@ from lipaudit.theory.heads import (
     are_affine_everywhere,
     factor,
     local_map,
+    narrow_jacobians,
     projections,
+    select_tokens,
 )
 from lipaudit.theory.matrix_norms import gram_root, map_norm, spectral_norm
 from lipaudit.theory.softmax import row_maxima
@@ -30,7 +32,8 @@ from lipaudit.theory.softmax import row_maxima
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-    PerHead = Float[Tensor, "batch heads"]
+    from lipaudit.theory.heads import PerHead
+
     Norm = Float[Tensor, " heads"]
 
 T = TypeVar("T")
@@ -183,8 +186,7 @@ class Tokens:
 
 def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
     """Return ||dv_j / dx_j|| of every key token j, or one for all tokens if v = x W_V + b."""
-    to_v = projections(heads)[2]
-    return spectral_norm(local_map(to_v) @ factor(to_v).mT)
+    return spectral_norm(narrow_jacobians(projections(heads)[2]))
 
 
 class Ingredients:
@@ -200,7 +202,6 @@ class Ingredients:
         """Hold what bounds are computed from: some heads of a layer, and the layer's tokens."""
         self.heads = heads
         self.tokens = tokens
-        self.policy = heads.policy
         # Self-attention, q, k and v all affine in the tokens: what most published bounds need.
         self.affine = are_affine_everywhere(heads)
         # Results of `once`, by function.
@@ -281,7 +282,7 @@ class Ingredients:
     @cached_property
     def p_norm(self) -> PerHead:
         """||P||."""
-        return map_norm(self.at.p, policy=self.policy)
+        return map_norm(self.at.p, policy=self.heads.policy)
 
     @cached_property
     def _row_maxima(self) -> Tensor:
@@ -368,8 +369,8 @@ def value_and_growth(ingredients: Ingredients) -> tuple[Tensor, Tensor]:
     values = (value_norms(heads) * keys).amax(-1)
     if heads.pairs is None:  # logits s q k^T
         q = heads.q * queries[..., None]
-        in_keys = _largest_image(q, to_k, keys, ingredients.policy)
-        in_queries = _largest_image(at.k, to_q, queries, ingredients.policy)
+        in_keys = _largest_image(q, to_k, keys, heads.policy)
+        in_queries = _largest_image(at.k, to_q, queries, heads.policy)
         in_tokens = heads.scale.abs() * (in_keys + in_queries)
     else:
         in_queries = _largest_gradient(ingredients, "q", to_q, queries)
@@ -399,20 +400,15 @@ def _largest_gradient(
     if name == "k":
         p = p.mT
     norms = torch.zeros_like(p[..., 0])
-    # Phi_i = local_i W^T. `factor` is a smaller R with R^T R = W^T W, and gives the same norms.
-    local = local_map(projection)
-    weight = factor(projection).mT
+    phi = narrow_jacobians(projection)
     partners = p[:, :, 0].numel()
     per_token = 2 * partners * heads.q.shape[-1]
-    for i in ingredients.policy.chunks(p.shape[2], per_token):
-        phi = local
-        if local.shape[2] > 1:
-            phi = local[:, :, i]
+    for i in heads.policy.chunks(p.shape[2], per_token):
         # Where P_ij = 0 the logit ij does not count.
         seen = p[:, :, i] > 0
         rows = logit_gradients(heads, name, i)
         rows = seen[..., None] * rows
-        norms[..., i] = spectral_norm(rows @ (phi @ weight))
+        norms[..., i] = spectral_norm(rows @ select_tokens(phi, i))
     return (norms * used).amax(-1)
 
 

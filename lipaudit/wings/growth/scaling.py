@@ -21,6 +21,7 @@ from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.settings.option import Need, option, repeat_option
 from lipaudit.settings.value_types import Layers, Lengths, Names, read_list
 from lipaudit.tables import Note, Row, Section
+from lipaudit.tables.columns import group_values
 from lipaudit.wings.growth.scaling_tables import FITS_TABLE, SCALING_TABLE, list_bounds
 
 if TYPE_CHECKING:
@@ -144,46 +145,59 @@ def _measure_lengths(
     """
     import numpy as np
 
-    from lipaudit.wings.growth.lengths import cut
-
-    cuts: list[Batch] = []
-    places = []  # of each cut: the indices of its samples, and of its length
-    # The longest first: the measures look for attention layers in the first batch that they get.
-    for i in reversed(range(len(options.lengths))):
-        shortened, samples = cut(net, batch, options.lengths[i])
-        if len(shortened):
-            cuts.append(shortened)
-            places.append((samples.numpy(), i))
-    if not cuts:
-        raise InputError(
-            f"the samples {', '.join(batch.ids)} have fewer than {options.lengths[0]} tokens",
-            "Start --lengths lower, or give longer texts.",
-        )
+    cuts, places = _cut_to_lengths(net, batch, options.lengths)
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
     of_heads = list(bounds.measure(net, cuts, BoundsOptions(layers=options.layers, **how)))
     # Rivals are the classes for which a radius is estimated, which is not needed here: at least 1.
     of_model = list(jacobian.measure(net, cuts, JacobianOptions(rivals=1, **how)))
     arrays: dict[str, Values] = {}
-    missed = 0  # number of norms that did not converge
-    within = []  # their largest proven relative errors
     for place, heads, model in zip(places, of_heads, of_model, strict=True):
         columns = {name: heads.values[name] for name in (*OF_HEADS, *list_bounds(), *OF_LAYERS)}
         columns["model"] = model.values["norm"][:, None]
         for name, column in columns.items():
             shape = (len(batch), len(options.lengths), column.shape[1])
-            # `place`: the samples that are long enough, and the number of this length.
             arrays.setdefault(name, np.full(shape, np.nan))[place] = column
-        missed += int(heads.values["missed"].sum()) + int((~model.values["converged"]).sum())
-        for values in (
-            heads.values["within"],
-            heads.values["layer_within"],
-            model.values["within"],
-        ):
-            within.append(np.nanmax(values, initial=0.0))  # layers without a norm have NaN
     facts = dict(of_heads[0].facts)
     facts["model"] = f"{of_model[0].facts['from']} to {of_model[0].facts['to']}"
-    facts |= {"within": float(max(within)), "kind": net.kind}
+    facts["kind"] = net.kind
+    # The largest proven relative error of a norm. Layers without a norm have NaN.
+    errors = [
+        base.join_parts(of_heads, "within"),
+        base.join_parts(of_heads, "layer_within"),
+        base.join_parts(of_model, "within"),
+    ]
+    facts["within"] = max(float(np.nanmax(values, initial=0.0)) for values in errors)
+    missed = int(base.join_parts(of_heads, "missed").sum())  # norms that did not converge
+    missed += int((~base.join_parts(of_model, "converged")).sum())
     return arrays, facts, (*base.notes(of_heads), *base.note_missed(missed))
+
+
+def _cut_to_lengths(
+    net: Net, batch: Batch, lengths: Sequence[int]
+) -> tuple[list[Batch], list[tuple[Values, int]]]:
+    """Return the samples cut to each length, and for each cut (samples, length) as indices.
+
+    Samples that are too short for a length are left out there.
+
+    Raises:
+        InputError: no sample reaches the shortest length.
+    """
+    from lipaudit.wings.growth.lengths import cut
+
+    cuts: list[Batch] = []
+    places = []
+    # The longest first: the measures look for attention layers in the first batch that they get.
+    for i in reversed(range(len(lengths))):
+        shortened, samples = cut(net, batch, lengths[i])
+        if len(shortened):
+            cuts.append(shortened)
+            places.append((samples.numpy(), i))
+    if not cuts:
+        raise InputError(
+            f"the samples {', '.join(batch.ids)} have fewer than {lengths[0]} tokens",
+            "Start --lengths lower, or give longer texts.",
+        )
+    return cuts, places
 
 
 @dataclass(frozen=True)
@@ -219,50 +233,49 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     if values:  # on data
         values, facts["shorter"] = _keep_longest(values)
         for curve in _make_curves(values, facts, options):
-            law, fit = _fit_law(curve.name, curve.n, curve.norm)
-            rows += _make_rows(curve, law)
-            exponents = {}
-            for name, bound in curve.bounds.items():
-                _, fit_of_bound = _fit_law({}, curve.n, bound)
-                exponents[f"{name}_exponent"] = fit_of_bound.exponent
-            fits.append(fit.replace(**exponents))
+            curve_rows, fit = _fit_curve(curve)
+            rows += curve_rows
+            fits.append(fit)
     disagreeing: list[list[Row]] = []  # rows of ascents whose searches differ
-    for group in _group_rows(facts["rows"]):
-        law, fit = _fit_group(group)
+    worst_rows = [SCALING_TABLE.row(**cells) for cells in facts["rows"]]
+    groups = group_values((_identify_fit(row), row) for row in worst_rows)
+    for key, group in groups.items():
+        law, fit = _fit_group(key, group)
         rows += [_add_fit(row, law) for row in group]
         if fit.exponent is None:
             continue
-        if group[0].mode != "ascent":
-            fits.append(fit)
-            continue
-        # Searches are at random: how far they differ is part of the error of the exponent, and
-        # there is no exponent if they differ too much.
-        widened = _widen(fit, group)
+        widened: Row | None = fit
+        if group[0].mode == "ascent":
+            # Searches are at random: how far they differ is part of the error of the exponent, and
+            # there is no exponent if they differ too much.
+            widened = _widen(fit, group)
         if widened is None:
             disagreeing.append(group)
         else:
             fits.append(widened)
-    scaling = SCALING_TABLE.section(
-        settings=options.model_dump(),
-        rows=tuple(rows),
-        notes=[*base.notes(parts), *_write_notes(rows, facts, options, disagreeing)],
-    )
+    notes = [
+        *base.notes(parts),
+        *_note_data(rows, facts, options),
+        *_note_searches(rows, disagreeing),
+    ]
+    scaling = SCALING_TABLE.section(settings=options.model_dump(), rows=tuple(rows), notes=notes)
     if not fits:
         return [scaling]
     return [scaling, FITS_TABLE.section(rows=tuple(fits))]
 
 
+def _fit_curve(curve: NormCurve) -> tuple[list[Row], Row]:
+    """Fit norms on data and their bounds by c n^a; return the rows of norms, and of the fit."""
+    law, fit = _fit_law(curve.name, curve.n, curve.norm)
+    exponents = {}
+    for name, bound in curve.bounds.items():
+        _, fit_of_bound = _fit_law({}, curve.n, bound)
+        exponents[f"{name}_exponent"] = fit_of_bound.exponent
+    return list(_make_rows(curve, law)), fit.replace(**exponents)
+
+
 # Rows of worst cases that agree in these have one fit.
 OF_FIT = ("mode", "layer", "head", "masked", "radius")
-
-
-def _group_rows(rows: Sequence[Cells]) -> list[list[Row]]:
-    """Return the rows of worst cases in groups; each group gets one fit of norm = c n^a."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for cells in rows:
-        row = SCALING_TABLE.row(**cells)
-        groups.setdefault(_identify_fit(row), []).append(row)
-    return list(groups.values())
 
 
 def _identify_fit(row: Row) -> tuple[Any, ...]:
@@ -276,8 +289,12 @@ def _identify_fit(row: Row) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _fit_group(group: Sequence[Row]) -> tuple[PowerLaw, Row]:
+def _fit_group(key: tuple[Any, ...], group: Sequence[Row]) -> tuple[PowerLaw, Row]:
     """Fit norm = c n^a to a group of rows, those for which theory expects a power law.
+
+    Args:
+        key: what the rows share, from `_identify_fit`.
+        group: the rows.
 
     Returns:
         The fit, and its row in the section `scaling.fit`.
@@ -287,7 +304,7 @@ def _fit_group(group: Sequence[Row]) -> tuple[PowerLaw, Row]:
     in_law = [row for row in group if _is_in_law(row)]
     lengths = np.array([row.n for row in in_law], dtype=np.float64)
     norms = np.array([row.norm for row in in_law], dtype=np.float64)
-    name = dict(zip(OF_FIT, _identify_fit(group[0]), strict=True))
+    name = dict(zip(OF_FIT, key, strict=True))
     return _fit_law(name, lengths, norms)
 
 
@@ -319,38 +336,57 @@ def _make_curves(
 
     names = facts["heads"]
     layer_of_head = np.array([layer for layer, _, _ in names])
+    # From here on (heads or layers, samples, lengths).
+    values = {name: np.moveaxis(array, 2, 0) for name, array in values.items()}
     for i, (layer, module) in enumerate(facts["layers"]):
         heads = np.flatnonzero(layer_of_head == layer)
-        # After W_O if the layer has one, else its heads side by side.
-        after_out = values["layer_exact_out"][:, :, i]
-        has_out = ~np.isnan(after_out)
-        norm = np.where(has_out, after_out, values["layer_exact"][:, :, i])
-        out_norm = np.where(has_out, values["out_norm"][:, :, i], 1.0)
-        bounds = {}
-        for name in list_bounds():
-            # ||W_O|| (sum_h b_h^2)^1/2 bounds the layer, b_h its heads.
-            squares = values[name][:, :, heads] ** 2
-            bounds[name] = out_norm * np.sqrt(squares.sum(2))
-        yield NormCurve(
-            {"mode": "real", "layer": layer, "module": module},
-            n=values["tokens"][:, :, heads[0]],
-            norm=norm,
-            radius=values["radius"][:, :, heads[0]],
-            bounds=bounds,
-        )
+        name = {"mode": "real", "layer": layer, "module": module}
+        yield _make_layer_curve(name, values, i, heads)
     requested = set(options.heads or ())
     for i, (layer, head, module) in enumerate(names):
         if requested & {"all", f"{layer}.{head}"}:
             yield NormCurve(
                 {"mode": "real", "layer": layer, "head": head, "module": module},
-                n=values["tokens"][:, :, i],
-                norm=values["exact"][:, :, i],
-                radius=values["radius"][:, :, i],
-                bounds={name: values[name][:, :, i] for name in list_bounds()},
+                n=values["tokens"][i],
+                norm=values["exact"][i],
+                radius=values["radius"][i],
+                bounds={name: values[name][i] for name in list_bounds()},
             )
-    model = values["model"][:, :, 0]
-    n = np.nanmax(values["tokens"], 2, initial=0)  # from any head that was measured
+    model = values["model"][0]
+    n = np.nanmax(values["tokens"], 0, initial=0)  # from any head that was measured
     yield NormCurve({"mode": "real"}, n, model, np.full_like(model, np.nan))
+
+
+def _make_layer_curve(
+    name: dict[str, Any], values: Mapping[str, Values], layer: int, heads: Values
+) -> NormCurve:
+    """Return the norms of a layer over the length, after W_O if it has one.
+
+    Otherwise they are the norms of its heads side by side.
+
+    Args:
+        name: layer and module, as in a row.
+        values: arrays by name, (heads or layers, samples, lengths).
+        layer: index of the layer in these arrays.
+        heads: indices of its heads.
+    """
+    import numpy as np
+
+    after_out = values["layer_exact_out"][layer]
+    has_out = ~np.isnan(after_out)
+    out_norm = np.where(has_out, values["out_norm"][layer], 1.0)
+    bounds = {}
+    for bound in list_bounds():
+        # ||W_O|| (sum_h b_h^2)^1/2 bounds the layer, b_h its heads.
+        squares = values[bound][heads] ** 2
+        bounds[bound] = out_norm * np.sqrt(squares.sum(0))
+    return NormCurve(
+        name,
+        n=values["tokens"][heads[0]],
+        norm=np.where(has_out, after_out, values["layer_exact"][layer]),
+        radius=values["radius"][heads[0]],
+        bounds=bounds,
+    )
 
 
 def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
@@ -422,7 +458,7 @@ def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw
     for key in ("exponent", "exponent_se", "r2"):
         value = getattr(law, key)
         if not math.isnan(value):
-            cells[key] = float(value)
+            cells[key] = value
     return law, FITS_TABLE.row(**cells)
 
 
@@ -452,51 +488,51 @@ def _widen(fit: Row, rows: Sequence[Row]) -> Row | None:
     return fit.replace(exponent_se=math.hypot(fit.exponent_se, largest))
 
 
-def _write_notes(
-    rows: Sequence[Row],
-    facts: Mapping[str, Any],
-    options: ScalingOptions,
-    disagreeing: Sequence[Sequence[Row]],
+def _note_data(
+    rows: Sequence[Row], facts: Mapping[str, Any], options: ScalingOptions
 ) -> Iterator[Note]:
-    """Yield the notes of the section `scaling`.
-
-    They say what was measured, which texts and lengths were left out, what searches mean, and
-    which searches disagree.
+    """Yield notes on the norms on data: what was measured, and what was left out.
 
     Args:
-        rows: all rows of the section.
+        rows: all rows of the section `scaling`.
         facts: facts of the run.
         options: options of the measure.
+    """
+    lengths = {row.n for row in rows if row.mode == "real"}
+    if not lengths:
+        return
+    text = f"layers are measured after W_O where they have one, the model from {facts['model']}"
+    if facts["kind"] == "text":
+        text += (
+            "; the windows of a text start at the same places for every n, so standard errors "
+            "may be too small"
+        )
+    yield Note.info("what-is-measured", text)
+    yield from base.lower_estimates(facts["within"])
+    shorter = facts["shorter"]
+    if shorter:
+        text = (
+            f"{shorter} texts have fewer than {max(lengths)} tokens and were left out: every "
+            "length has the same windows. End --lengths lower to keep them"
+        )
+        yield Note.warn("shorter-windows", text)
+    if len(lengths) < len(options.lengths):
+        reason = "samples are shorter"
+        if facts["kind"] == "image":
+            reason = "several lengths give the same number of patches"
+        text = f"{len(lengths)} of {len(options.lengths)} lengths were measured: {reason}"
+        yield Note.warn("fewer-lengths", text)
+
+
+def _note_searches(rows: Sequence[Row], disagreeing: Sequence[Sequence[Row]]) -> Iterator[Note]:
+    """Yield notes on what searches mean, and on those that disagree.
+
+    Args:
+        rows: all rows of the section `scaling`.
         disagreeing: groups of rows whose searches differ too much for a fit.
     """
     from lipaudit.wings.growth.searches import SEARCHES
 
-    reached = len({row.n for row in rows if row.mode == "real"})
-    if reached:
-        text = (
-            f"layers are measured after W_O where they have one, the model from {facts['model']}"
-        )
-        if facts["kind"] == "text":
-            text += (
-                "; the windows of a text start at the same places for every n, so standard "
-                "errors may be too small"
-            )
-        yield Note.info("what-is-measured", text)
-        yield from base.lower_estimates(facts["within"])
-    shorter = facts.get("shorter", 0)
-    if shorter:
-        longest = max(row.n for row in rows if row.mode == "real")
-        text = (
-            f"{shorter} texts have fewer than {longest} tokens and were left out: every length "
-            "has the same windows. End --lengths lower to keep them"
-        )
-        yield Note.warn("shorter-windows", text)
-    if 0 < reached < len(options.lengths):
-        reason = "samples are shorter"
-        if facts["kind"] == "image":
-            reason = "several lengths give the same number of patches"
-        text = f"{reached} of {len(options.lengths)} lengths were measured: {reason}"
-        yield Note.warn("fewer-lengths", text)
     if any(row.mode == "ascent" for row in rows):
         text = (
             f"norms of mode ascent are the largest of {SEARCHES} independent searches: exact at "

@@ -19,7 +19,7 @@ from lipaudit.measures.layers import choose_layers
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 from lipaudit.tables.columns import group_values
 from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads, are_affine_everywhere
@@ -258,7 +258,7 @@ class WorstHead:
 
 def worst_case(
     net: Net, sample: Batch, options: ScalingOptions
-) -> tuple[list[Cells], tuple[Note, ...]]:
+) -> tuple[list[Cells], Notes]:
     """Return rows of `scaling` for the worst case of the chosen heads, and notes on failures.
 
     The rows have Jacobian norms at tokens that are constructed or searched for a large norm.

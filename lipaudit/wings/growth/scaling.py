@@ -20,7 +20,7 @@ from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.settings.option import Need, option, repeat_option
 from lipaudit.settings.value_types import Layers, Lengths, Names, read_list
-from lipaudit.tables import Note, Row, Section
+from lipaudit.tables import Note, Notes, Row, Section
 from lipaudit.tables.columns import group_values
 from lipaudit.wings.growth.scaling_tables import FITS_TABLE, SCALING_TABLE, list_bounds
 
@@ -112,7 +112,7 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
     from lipaudit.wings.growth.lengths import cut, require_lengths, worst_case
 
     worst_rows: list[Cells] = []
-    worst_notes: tuple[Note, ...] = ()
+    worst_notes: Notes = ()
     for number, batch in enumerate(batches):
         # Texts of any length fit; other models may take one size only.
         if number == 0 and "real" in options.modes and net.kind != "text":
@@ -124,7 +124,7 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
             worst_rows, worst_notes = worst_case(net, first, options)
         arrays: dict[str, Values] = {}
         facts: dict[str, Any] = {"rows": list(worst_rows)}
-        notes: tuple[Note, ...] = ()
+        notes: Notes = ()
         if "real" in options.modes:
             arrays, facts_on_data, notes = _measure_lengths(net, batch, options)
             facts |= facts_on_data
@@ -133,7 +133,7 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
 
 def _measure_lengths(
     net: Net, batch: Batch, options: ScalingOptions
-) -> tuple[dict[str, Values], dict[str, Any], tuple[Note, ...]]:
+) -> tuple[dict[str, Values], dict[str, Any], Notes]:
     """Measure a batch of samples, cut to each length, with the measures `bounds` and `jacobian`.
 
     Returns:

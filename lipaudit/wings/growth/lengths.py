@@ -256,9 +256,7 @@ class WorstHead:
             yield n, {"norm": best, "norm_low": best / spread, "norm_high": best * spread}
 
 
-def worst_case(
-    net: Net, sample: Batch, options: ScalingOptions
-) -> tuple[list[Cells], Notes]:
+def worst_case(net: Net, sample: Batch, options: ScalingOptions) -> tuple[list[Cells], Notes]:
     """Return rows of `scaling` for the worst case of the chosen heads, and notes on failures.
 
     The rows have Jacobian norms at tokens that are constructed or searched for a large norm.

@@ -233,13 +233,17 @@ def gate(
     judgement = judgement.model_copy(update={"baseline_file": str(baseline)})
     subject = of_judgement(judgement)
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        # GitHub shows the summary below the job.
-        _append("GITHUB_STEP_SUMMARY", render(subject, "markdown"))
-        # Later steps of the workflow read the value of `verdict`. A newline would end the value.
-        verdict = " ".join(judgement.reason.split())
-        _append("GITHUB_OUTPUT", f"verdict={verdict}\n".encode())
+        _tell_github(render(subject, "markdown"), judgement.reason)
     emit(subject, output)
     raise typer.Exit(judgement.exit_code)
+
+
+def _tell_github(summary: bytes, verdict: str) -> None:
+    """Show a summary below the job of a workflow, and give its later steps the verdict."""
+    _append("GITHUB_STEP_SUMMARY", summary)
+    # A newline would end the value.
+    line = " ".join(verdict.split())
+    _append("GITHUB_OUTPUT", f"verdict={line}\n".encode())
 
 
 def _append(variable: str, content: bytes) -> None:
@@ -327,14 +331,24 @@ def read_or_measure(
         BaselineError: the samples differ from the baseline's; raised before the measurement.
         LipauditError: any other failure.
     """
-    if is_report(current):
-        flags = ", ".join(map(flag, sorted(remeasure.model_fields_set)))
-        if flags:
-            raise UsageError(
-                f"{current} is a report, so {flags} has no effect",
-                "Leave them out: they are for a MODEL.",
-            )
-        return schema.load(Path(current))
+    if not is_report(current):
+        return _measure_again(current, baseline, file, remeasure, terminal)
+    flags = ", ".join(map(flag, sorted(remeasure.model_fields_set)))
+    if flags:
+        raise UsageError(
+            f"{current} is a report, so {flags} has no effect",
+            "Leave them out: they are for a MODEL.",
+        )
+    return schema.load(Path(current))
+
+
+def _measure_again(
+    model: str, baseline: Report, file: Path, remeasure: Remeasure, terminal: Terminal
+) -> Report:
+    """Measure a model as the baseline was measured, on the same samples, and save the report.
+
+    Arguments and errors are those of `read_or_measure`.
+    """
     from lipaudit.api import open_job
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine import execute
@@ -344,8 +358,8 @@ def read_or_measure(
     path = remeasure.report
     if path:
         files.require_writable(path)
-    request = _plan_again(current, baseline, file, remeasure, terminal)
-    with OnStderr(terminal) as observer, open_job(current, request) as job:
+    request = _plan_again(model, baseline, file, remeasure, terminal)
+    with OnStderr(terminal) as observer, open_job(model, request) as job:
         ids = job.samples.batch.ids
         # Each measure takes the first samples, as many as in the baseline.
         require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})

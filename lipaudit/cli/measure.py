@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -185,7 +185,6 @@ def audit(
       lipaudit audit demo demo:jasmin demo:robust -o models.csv
     """
     from lipaudit import api
-    from lipaudit.cli.progress import OnStderr
     from lipaudit.report import REPORT, of_reports, render
 
     several = len(models) > 1
@@ -208,26 +207,7 @@ def audit(
     # Audits that begin in the same second have different folders.
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{_name_folder(models[0])}-{os.urandom(4).hex()}"
     folder = options.run_dir or RUNS / stamp
-    # Measure: the files of a model are written as soon as its audit ends, before the next model.
-    reports: dict[str, Report] = {}
-    with OnStderr(terminal) as observer:
-        audits = api.run_audits(models, requests, observer=observer)
-        for model, report in zip(models, audits, strict=True):
-            if report is None:  # this process measured a part for another one, which has it
-                continue
-            reports[model] = report
-            folder_of_model = folder
-            if several:
-                folder_of_model /= f"{len(reports)}-{_name_folder(model)}"
-            try:
-                make_folder(folder_of_model, "--run-dir")
-                for format in ("json", "html"):
-                    files.write(folder_of_model / f"report.{format}", render(report, format))
-            except EvaluationError:  # a full disk, for example: print the figures, then fail
-                observer.silence.close()
-                with suppress(EvaluationError):
-                    emit(of_reports(*reports.values()), output, details=extent.details)
-                raise
+    reports = _measure_models(requests, folder, output, extent, terminal)
     if not reports:  # this process measured a shard for rank 0, which has the reports
         return
     # Show: rank several models on one page, print the result, name the files and the next command.
@@ -237,9 +217,58 @@ def audit(
     emit(subject, output, details=extent.details)
     saved = shlex.quote(str(folder)) + ("/*/report.json" if several else "/report.json")
     terminal.tell(f"\nreport: {folder / 'report.html'}\ndata:   {saved}")
-    if not several and report is not None and report.status == "complete":
-        terminal.tell(f"next:   {_choose_next(report, saved)}")
+    if not several:
+        report = reports[models[0]]
+        if report.status == "complete":
+            terminal.tell(f"next:   {_choose_next(report, saved)}")
     require_whole(reports, "Run the same command with --resume to measure only what is missing.")
+
+
+def _measure_models(
+    requests: Sequence[Request], folder: Path, output: Output, extent: Extent, terminal: Terminal
+) -> dict[str, Report]:
+    """Measure one model after the other, and save the report of each before the next one.
+
+    If a report cannot be saved, as on a full disk, the figures so far are printed.
+
+    Args:
+        requests: the audit of each model.
+        folder: the folder for the report; of several models, each has a folder inside.
+        output: where the figures go if a report cannot be saved.
+        extent: how much of the figures is printed.
+        terminal: gets progress and messages.
+
+    Returns:
+        The reports by model; none if this process measured a shard for another process.
+
+    Raises:
+        EvaluationError: a report cannot be saved.
+    """
+    from lipaudit import api
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.report import of_reports, render
+
+    reports: dict[str, Report] = {}
+    models = [request.model for request in requests]
+    with OnStderr(terminal) as observer:
+        audits = api.run_audits(models, requests, observer=observer)
+        for model, report in zip(models, audits, strict=True):
+            if report is None:  # this process measured a part for another one, which has it
+                continue
+            reports[model] = report
+            folder_of_model = folder
+            if len(models) > 1:
+                folder_of_model /= f"{len(reports)}-{_name_folder(model)}"
+            try:
+                make_folder(folder_of_model, "--run-dir")
+                for format in ("json", "html"):
+                    files.write(folder_of_model / f"report.{format}", render(report, format))
+            except EvaluationError:
+                observer.silence.close()
+                with suppress(EvaluationError):
+                    emit(of_reports(*reports.values()), output, details=extent.details)
+                raise
+    return reports
 
 
 def _choose_next(report: Report, saved: str) -> str:

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
@@ -60,7 +60,7 @@ def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
       lipaudit explain theorem 3
       lipaudit explain jacobian.norm:median
     """
-    from lipaudit.report.topics import FORMULA, find_topics
+    from lipaudit.report.topics import find_topics
 
     all_topics = list_explanations()
     text = " ".join(name or ())
@@ -73,6 +73,14 @@ def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
         typeable = dict.fromkeys(name for name in names if name.isascii())
         advice = suggestion(text, typeable, "lipaudit explain lists every name.")
         raise UsageError(f"nothing is called {text!r}", advice)
+    lines = _explain_topics(topics)
+    emit_facts([asdict(topic) for topic in topics], output, lines)
+
+
+def _explain_topics(topics: Iterable[Topic]) -> list[str]:
+    """Return the lines that explain topics; of topics with equal texts, the text once."""
+    from lipaudit.report.topics import FORMULA
+
     lines: list[str] = []
     printed: set[str] = set()
     # Topics with equal meanings are in one line; a paragraph of several is printed once.
@@ -88,7 +96,7 @@ def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
                     lines += _wrap(paragraph, "  ", "  ")
     if any(paragraph.startswith(FORMULA) for paragraph in printed):
         lines += ["", *_wrap(SYMBOLS)]
-    emit_facts([asdict(topic) for topic in topics], output, lines)
+    return lines
 
 
 def _list_names(topics: Iterable[Topic]) -> list[str]:
@@ -139,28 +147,10 @@ def env(output: Output, terminal: Terminal) -> None:
     from lipaudit.models.sources.offload import find_device
 
     check_outputs(output, ("lines", "record"))
-    names = ["cpu"]
-    count = torch.accelerator.device_count()  # 0 without one
-    if count:
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            names += [f"{accelerator.type}:{i}" for i in range(count)]
-    devices = []
-    for name in names:
-        try:
-            device = find_device(name)
-        except UsageError as error:
-            devices.append(f"{name} (not usable: {error.message})")
-            continue
-        # The name of a GPU; the module of the CPU has no such function.
-        describe = getattr(torch.get_device_module(device), "get_device_name", None)
-        if describe is not None:
-            name += f" ({describe(device)})"
-        devices.append(name)
     facts = versions() | {
         "platform": sys.platform,
         "cuda": torch.version.cuda or "none",
-        "devices": ", ".join(devices),
+        "devices": ", ".join(_list_devices()),
         "default device": str(find_device("auto")),
         "threads": str(torch.get_num_threads()),
         "wings": ", ".join(point.name for point in load_wings()) or "none",
@@ -169,6 +159,31 @@ def env(output: Output, terminal: Terminal) -> None:
     if missing:
         facts["missing"] = missing
     _emit_facts(facts, output)
+
+
+def _list_devices() -> Iterator[str]:
+    """Yield the CPU and the GPUs of this machine, with their names, or why one is not usable."""
+    import torch
+
+    from lipaudit.models.sources.offload import find_device
+
+    names = ["cpu"]
+    count = torch.accelerator.device_count()  # 0 without one
+    if count:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            names += [f"{accelerator.type}:{i}" for i in range(count)]
+    for name in names:
+        try:
+            device = find_device(name)
+        except UsageError as error:
+            yield f"{name} (not usable: {error.message})"
+            continue
+        # The name of a GPU; the module of the CPU has no such function.
+        describe = getattr(torch.get_device_module(device), "get_device_name", None)
+        if describe is not None:
+            name += f" ({describe(device)})"
+        yield name
 
 
 def models(

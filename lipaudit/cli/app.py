@@ -28,9 +28,11 @@ from lipaudit.tables.plugins import collect, explain_missing, load_object
 MEASURING = "Measure a checkpoint"
 COMPARE = "Compare and gate"
 LEARN = "Learn"
-# The commands of the core by name: heading in the help, and function. The module is imported
-# when its command is called, so `gate` and `report` load nothing that measures. Every measure,
-# also that of a plug-in, is a command, too: `Commands` makes it from the options.
+# The heading of a command in the help, and its function as module:function.
+Entry = tuple[str, str]
+# The commands of the core by name. The module is imported when its command is called, so `gate`
+# and `report` load nothing that measures. Every measure, also that of a plug-in, is a command,
+# too: `Commands` makes it from the options.
 COMMANDS = {
     "audit": (MEASURING, "lipaudit.cli.measure:audit"),
     "merge": (MEASURING, "lipaudit.cli.measure:merge"),
@@ -50,6 +52,8 @@ COMMANDS = {
 START = "Start here"
 FIRST = ("audit", "check", "bounds", "attack", "gate")
 HELP_ALL = "help_all"
+# Kind of all parameters of a command's function.
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
 METAVARS = {int: "N", float: "X", Path: "FILE"}
 # The default that help shows where a command runs several measures.
 BY_MEASURE = {"samples": "by measure"}
@@ -191,11 +195,11 @@ class Commands(Mapping[str, Any]):
         cache: the commands that were used.
     """
 
-    own: Mapping[str, tuple[str, str]]
+    own: Mapping[str, Entry]
     extensible: bool
     cache: dict[str, Any] = field(default_factory=dict)
 
-    def load_wings(self) -> dict[str, tuple[str, str]]:
+    def load_wings(self) -> dict[str, Entry]:
         """Return heading and function of every command that a wing (a plug-in) adds."""
         if not self.extensible:  # the group `baseline` has its own commands only
             return {}
@@ -251,9 +255,7 @@ def _find_fault(_name: str, command: tuple[Any, ...]) -> str:
 class Group(typer.core.TyperGroup):
     """A group of commands, which its help lists under headings."""
 
-    def __init__(
-        self, *, members: Mapping[str, tuple[str, str]] | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, *, members: Mapping[str, Entry] | None = None, **settings: Any) -> None:
         # `members` has the heading and the function of each command, by name. Without `members`,
         # the group has all commands of lipaudit, with measures and commands of wings (plug-ins).
         super().__init__(**settings)
@@ -478,7 +480,6 @@ def _read_parameters(function: Callable[..., None]) -> _CommandParameters:
     plain: list[inspect.Parameter] = []
     options: list[inspect.Parameter] = []
     rare = {"config"}
-    keyword = inspect.Parameter.KEYWORD_ONLY
     for parameter in inspect.signature(function).parameters.values():
         hint = hints[parameter.name]
         kind = hint
@@ -491,13 +492,13 @@ def _read_parameters(function: Callable[..., None]) -> _CommandParameters:
             options += _list_parameters(kind, defaults)
             rare.update(name for name, each in kind.options().items() if each.rare)
         else:
-            plain.append(parameter.replace(annotation=hint, kind=keyword))
+            plain.append(parameter.replace(annotation=hint, kind=KEYWORD))
     parameters = plain + options
     if RunOptions in groups.values():  # only options of a run can be configured
-        parameters.append(inspect.Parameter("config", keyword, default=None, annotation=Config))
+        parameters.append(inspect.Parameter("config", KEYWORD, default=None, annotation=Config))
     # A command without rare options shows all options in --help.
     if rare & {p.name for p in parameters}:
-        parameters.append(inspect.Parameter(HELP_ALL, keyword, default=False, annotation=HelpAll))
+        parameters.append(inspect.Parameter(HELP_ALL, KEYWORD, default=False, annotation=HelpAll))
     return _CommandParameters(groups, parameters, frozenset(rare))
 
 
@@ -552,9 +553,8 @@ def _list_parameters(group: Any, usual: Mapping[str, str]) -> Iterator[inspect.P
         kind: Any = each.kind
         if each.repeats:
             kind = list[each.kind]  # type: ignore[name-defined]
-        keyword = inspect.Parameter.KEYWORD_ONLY
         annotation = Annotated[kind | None, spelling]
-        yield inspect.Parameter(name, keyword, default=None, annotation=annotation)
+        yield inspect.Parameter(name, KEYWORD, default=None, annotation=annotation)
 
 
 def _terminate(_number: int, _frame: object) -> None:

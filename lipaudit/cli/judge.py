@@ -420,13 +420,12 @@ def _plan_again(
     moved["attack"] = {"transfer": examples}
     measures = {}
     counts = {}
-    for section in baseline.sections:
-        if "." not in section.measure:  # not a part of a measure, such as `jacobian.shares`
-            kind = find_measure(section.measure).options
-            # Older reports do not store all options: `older_defaults` has the values of that time.
-            settings = {**kind.older_defaults, **section.settings}
-            measures[section.measure] = kind.parse(settings | moved.get(section.measure, {}))
-            counts[section.measure] = len(section.ids) or baseline.run.data.samples
+    for section in baseline.main_sections:
+        kind = find_measure(section.measure).options
+        # Older reports do not store all options: `older_defaults` has the values of that time.
+        settings = {**kind.older_defaults, **section.settings}
+        measures[section.measure] = kind.parse(settings | moved.get(section.measure, {}))
+        counts[section.measure] = len(section.ids) or baseline.run.data.samples
     options = _repeat_run(baseline, remeasure)
     place = launcher.find_place()
     return Request(model, measures, options, counts, command=typed_command(), place=place)

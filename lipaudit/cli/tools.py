@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
@@ -62,18 +62,19 @@ def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
     """
     from lipaudit.report.topics import find_topics
 
-    all_topics = list_explanations()
+    topics: Sequence[Topic] = list_explanations()
     text = " ".join(name or ())
-    if not text:
-        emit_facts([asdict(topic) for topic in all_topics], output, _list_names(all_topics))
-        return
-    topics = find_topics(text, all_topics)
-    if not topics:
-        names = (name for topic in all_topics for name in topic.names)
-        typeable = dict.fromkeys(name for name in names if name.isascii())
-        advice = suggestion(text, typeable, "lipaudit explain lists every name.")
-        raise UsageError(f"nothing is called {text!r}", advice)
-    lines = _explain_topics(topics)
+    if text:
+        known = topics
+        topics = find_topics(text, known)
+        if not topics:
+            names = (name for topic in known for name in topic.names)
+            typeable = dict.fromkeys(name for name in names if name.isascii())
+            advice = suggestion(text, typeable, "lipaudit explain lists every name.")
+            raise UsageError(f"nothing is called {text!r}", advice)
+        lines = _explain_topics(topics)
+    else:
+        lines = _list_names(topics)
     emit_facts([asdict(topic) for topic in topics], output, lines)
 
 

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -425,7 +425,7 @@ class SampleForm:
         fits: whether the values of the data suit the kind.
     """
 
-    kind: Literal["image", "tokens", "text"]
+    kind: batch.SampleKind
     shape: tuple[int, ...]
     fits: bool = field(default=True, repr=False, compare=False)
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from lipaudit.data.hub import Commit
 
 T = TypeVar("T")
+SampleKind = Literal["image", "tokens", "text"]
+TaskKind = Literal["continuation", "choices", "labels"]
+# Returns the token ids of a text, cut to a number of tokens.
+Tokenize = Callable[[str, int], list[int]]
 
 SHORT = 64  # tokens of a short sample
 
@@ -150,7 +154,7 @@ class Taker(Protocol):
     """A model as far as data are concerned; a `Net` is one, and describes each property."""
 
     @property
-    def kind(self) -> Literal["image", "tokens", "text"]:
+    def kind(self) -> SampleKind:
         """Kind of its samples."""
 
     @property
@@ -186,7 +190,7 @@ class Taker(Protocol):
         """Number of token ids."""
 
     @property
-    def tokenize(self) -> Callable[[str, int], list[int]] | None:
+    def tokenize(self) -> Tokenize | None:
         """Returns the token ids of a text."""
 
     @property
@@ -338,7 +342,7 @@ class Task:
         classes: names of the classes: a continuation and its rival, letters, or labels.
     """
 
-    kind: Literal["continuation", "choices", "labels"]
+    kind: TaskKind
     classes: tuple[str, ...]
 
 

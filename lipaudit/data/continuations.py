@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipaudit.data import tables
-from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, Task, make_batch
+from lipaudit.data.batch import (
+    DataOptions,
+    SampleOrigin,
+    Samples,
+    Taker,
+    Task,
+    TaskKind,
+    Tokenize,
+    make_batch,
+)
 from lipaudit.data.tables import SampleTable
 from lipaudit.data.texts import is_empty, limit_tokens, note_cut, shorten
 from lipaudit.errors import InputError
@@ -26,6 +35,10 @@ ANSWERS = ("answer", "answerKey", "gold")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # More tokens than any text has: texts are cut later, when the limit is known.
 WHOLE = 2**20
+
+
+# The readable rows of a table: the values by column, by the index of the row.
+_Rows = Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class QuestionForm:
         values: what the table has for each label in `words`: its class number, or the word.
     """
 
-    kind: Literal["continuation", "choices", "labels"]
+    kind: TaskKind
     prompts: tuple[str, ...]
     follows: str = ""
     label: str = ""
@@ -103,7 +116,7 @@ class Packer:
         limit: largest number of tokens of a prompt with one continuation.
     """
 
-    tokenize: Callable[[str, int], list[int]]
+    tokenize: Tokenize
     vocabulary: int
     limit: int
 
@@ -256,7 +269,7 @@ def _pack_question(question: Question, packer: Packer, origin: str) -> _PackedQu
 
 
 def _read_questions(
-    form: QuestionForm, rows: Mapping[int, Mapping[str, Any]]
+    form: QuestionForm, rows: _Rows
 ) -> tuple[dict[int, Question], int, dict[int, str]]:
     """Return the question of each row, the usual number of continuations, and faults of rows.
 
@@ -304,9 +317,7 @@ def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]
     return prompt, both[length:]
 
 
-def _choose_form(
-    table: SampleTable, rows: Mapping[int, Mapping[str, Any]], options: DataOptions
-) -> QuestionForm:
+def _choose_form(table: SampleTable, rows: _Rows, options: DataOptions) -> QuestionForm:
     """Return the kind of question that a table has, and its columns, by the names of the columns.
 
     Raises:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from lipaudit.errors import BaselineError, UsageError
 from lipaudit.gate import conditions, pairing, readings, statistics
-from lipaudit.gate.contrasts import TOLERANCE, Contrast, examine
+from lipaudit.gate.contrasts import TOLERANCE, Contrast, ContrastKey, examine
 from lipaudit.gate.judging import judge_change
 from lipaudit.gate.movement import describe_movement
-from lipaudit.gate.rules import EACH, Rule, no_change
+from lipaudit.gate.rules import EACH, Op, Rule, no_change
 from lipaudit.gate.statistics import ALPHA, Movement
 from lipaudit.gate.verdicts import Verdict
 from lipaudit.measures import find_headline
@@ -372,12 +372,12 @@ def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
         return
     # `examined` has a contrast for each group: the old and new values, and their test as
     # `evidence`. The test is one-sided (worse). The opposite rule tests the other side (better).
-    other_way: Literal["<=", ">="] = "<=" if rule.op == ">=" else ">="
+    other_way: Op = "<=" if rule.op == ">=" else ">="
     opposite = examine(replace(rule, op=other_way), new, old, lenient=True)
     assert not isinstance(opposite, Verdict)
     # By group, the smaller of the two one-sided p-values, at most 1/2. The two-sided p-value is
     # twice this number.
-    smaller = dict[tuple[str, str], float]()
+    smaller = dict[ContrastKey, float]()
     for contrast in (*examined, *opposite):
         evidence = contrast.evidence
         # A group with fewer samples than the test needs can prove nothing. It gets no p-value and

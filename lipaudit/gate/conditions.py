@@ -161,12 +161,10 @@ def find_obstacle(current: Report, baseline: Report, measure: str, *, lenient: b
     if lost:
         return f"{measure}: the norms of {lost} are now norms of {', '.join(sorted(now))}"
     other_suite = current.run.data.suite_id != baseline.run.data.suite_id
-    both = (section, before)
     # Sections with different samples can be compared on the shared samples, if samples have ids.
-    if other_suite and any(map(_depends_on_samples, both)):
-        have_ids = all(each.samples.get("ids") for each in both)
-        if not have_ids:
-            return f"{measure}: the samples differ from the baseline's"
+    have_ids = section.ids and before.ids
+    if other_suite and not have_ids and any(map(_depends_on_samples, (section, before))):
+        return f"{measure}: the samples differ from the baseline's"
     if lenient:
         return ""
     # A gate also needs the same dtype, preprocessing and score.
@@ -222,7 +220,7 @@ def has_other_starts(current: Section | None, baseline: Section | None) -> bool:
     if current is None or baseline is None or current.measure != "attack":
         return False
     other_seed = current.settings.get("seed") != baseline.settings.get("seed")
-    return other_seed or current.samples.get("ids") != baseline.samples.get("ids")
+    return other_seed or current.ids != baseline.ids
 
 
 def list_examples(report: Report) -> dict[str, str]:
@@ -306,9 +304,13 @@ def tries_transfer(section: Section) -> bool:
 def _read_conditions(report: Report) -> dict[str, object]:
     """Return the conditions that may change the figures of a run, by name: seed, device, ..."""
     run = report.run
-    found: dict[str, object] = {"seed": run.seed, "device": run.device.split(":")[0]}
-    found["dtype"] = run.dtype
-    found["data"] = run.data.spec
+    device, *_ = run.device.split(":")
+    found: dict[str, object] = {
+        "seed": run.seed,
+        "device": device,
+        "dtype": run.dtype,
+        "data": run.data.spec,
+    }
     for name, value in sorted(schema.to_json_values(run.preprocess).items()):
         found[f"preprocess {name}"] = value
     found.update(sorted(run.options.items()))

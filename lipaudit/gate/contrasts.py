@@ -34,6 +34,10 @@ LISTED = 8
 """Number of rows that a message names."""
 
 
+ContrastKey = tuple[str, str]
+"""The row and the group of samples of a contrast."""
+
+
 @dataclass(frozen=True, eq=False)
 class Contrast:
     """The comparison that a rule makes for one row or column.
@@ -64,7 +68,7 @@ class Contrast:
     group: str = ""
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> ContrastKey:
         """Return row and group, which identify the contrast among all contrasts of a rule."""
         return self.name, self.group
 

@@ -20,7 +20,14 @@ import numpy as np
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import conditions, groups, statistics
-from lipaudit.gate.contrasts import OF_WEIGHTS, TOLERANCE, Contrast, compute_margin, examine
+from lipaudit.gate.contrasts import (
+    OF_WEIGHTS,
+    TOLERANCE,
+    Contrast,
+    ContrastKey,
+    compute_margin,
+    examine,
+)
 from lipaudit.gate.movement import describe_movement
 from lipaudit.gate.rules import (
     EACH,
@@ -186,7 +193,7 @@ def _decide(
         strict: whether limits must be proven.
     """
     # For each rule, the p-values of "no worse" by row, corrected for the rows of the rule.
-    rows = list[dict[tuple[str, str], float]]()
+    rows = list[dict[ContrastKey, float]]()
     for rule, found in zip(rules, examinations, strict=True):
         tested = found if isinstance(found, list) else []
         rows.append(_adjust_rows(rule, [c for c in tested if c.evidence and not c.same]))
@@ -225,7 +232,7 @@ def _doubt_untested(verdict: Verdict, rule: Rule) -> Verdict:
     return verdict.model_copy(update={"status": doubted[verdict.status]})
 
 
-def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[tuple[str, str], float]:
+def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[ContrastKey, float]:
     """Return the p-values of "no worse" of the rows of a rule, corrected for testing many rows.
 
     Groups of samples are corrected by Holm's procedure. Rows with sign tests (heads, for example)

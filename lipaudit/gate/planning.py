@@ -28,12 +28,11 @@ _STEPS = 60
 """Bisections: they halve an interval of 1 to less than 1e-15."""
 
 
-def describe_power(baseline: Report, alpha: float = ALPHA) -> Iterator[str]:
+def describe_power(baseline: Report) -> Iterator[str]:
     """Yield texts: which changes the default rules detect in 9 of 10 runs with these samples.
 
     Args:
         baseline: the baseline.
-        alpha: error probability of the gate.
 
     Raises:
         UsageError: no default rule exists for its sections.
@@ -41,7 +40,7 @@ def describe_power(baseline: Report, alpha: float = ALPHA) -> Iterator[str]:
     rules = choose_rules(baseline)
     # The level of one rule among all (Bonferroni). If all n samples get worse, the p-value of a
     # sign test is 2^-n: with fewer samples than `least` no test reaches the level.
-    level = min(LEVEL, alpha / len(rules))
+    level = min(LEVEL, ALPHA / len(rules))
     least = max(FEWEST, math.ceil(-math.log2(level)))
     seen = list[tuple[str, str]]()
     unproven = list[tuple[str, str]]()

@@ -17,6 +17,7 @@ from lipaudit.tables.plugins import explain_missing
 from lipaudit.tables.trials import FLAGS
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
+Op = Literal["<=", ">="]
 LimitKind = Literal["absolute", "relative", "difference"]
 STATS: tuple[str, ...] = get_args(Stat)
 
@@ -74,7 +75,7 @@ class Rule:
     column: str
     selector: tuple[str, ...]
     stat: Stat
-    op: Literal["<=", ">="]
+    op: Op
     limit: Limit
     per_sample: bool
     about: Column
@@ -169,7 +170,7 @@ def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Sect
     is_share = rule.about.format.endswith("%") or rule.column in FLAGS
     is_relative = not rule.about.signed and all(value >= 0 for value in values)
     limit = "+0pp" if is_share else "+0%" if is_relative else "+0"
-    op: Literal["<=", ">="] = "<=" if rule.about.better == "lower" else ">="
+    op: Op = "<=" if rule.about.better == "lower" else ">="
     # The text is printed beside verdicts: without a limit, as a comparison has none.
     return replace(rule, text=rule.metric, op=op, limit=_read_limit(limit, metric))
 

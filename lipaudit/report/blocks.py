@@ -14,6 +14,8 @@ from lipaudit.report import cells
 from lipaudit.tables import Column, Note
 from lipaudit.tables.columns import finite
 
+Tone = Literal["", "answer", "kept", "open", "broken"]
+
 
 @dataclass(frozen=True)
 class Paragraph:
@@ -26,7 +28,7 @@ class Paragraph:
     """
 
     text: str
-    tone: Literal["", "answer", "kept", "open", "broken"] = ""
+    tone: Tone = ""
 
 
 @dataclass(frozen=True)

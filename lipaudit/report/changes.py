@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from lipaudit.gate.comparison import Pair, SampleChange
 from lipaudit.gate.ranking import Ranking
@@ -14,7 +13,7 @@ from lipaudit.gate.rules import find_words
 from lipaudit.gate.verdicts import Verdict, format_change
 from lipaudit.measures import find_column, list_headlines
 from lipaudit.report import blocks
-from lipaudit.report.blocks import Bar, Block, Forest, Paragraph
+from lipaudit.report.blocks import Bar, Block, Forest, Paragraph, Tone
 from lipaudit.report.cells import read_words
 from lipaudit.report.document import show_example
 from lipaudit.tables import Column, Report
@@ -78,9 +77,9 @@ def write_answer(pair: Pair) -> str:
     return " ".join(sentences)
 
 
-def choose_tone(pairs: Sequence[Pair]) -> Any:
+def choose_tone(pairs: Sequence[Pair]) -> Tone:
     """Return the tone of a `Paragraph`: bad if a figure is worse, open if the first is better."""
-    tone = "answer"
+    tone: Tone = "answer"
     for pair in pairs:
         if any(verdict.status == "regressed" for verdict in pair.verdicts):
             leading = _find_leading(pair.verdicts)

@@ -24,7 +24,7 @@ from lipaudit.report.sections import (
     show_section,
     show_sections,
 )
-from lipaudit.tables import Column, Note, Report, Section, model_labels
+from lipaudit.tables import Column, Note, Report, Section, model_labels, summary
 from lipaudit.tables.columns import finite, middle, wilson
 from lipaudit.tables.columns import order as order_values
 from lipaudit.tables.formats import CHARACTERS, describe_places, name_sample
@@ -34,6 +34,8 @@ from lipaudit.tables.weakest import SHOWN as MOST
 from lipaudit.tables.weakest import find_broken, find_worst
 
 MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
+END = Chapter("", "", (Paragraph(MORE),))
+"""The end of a page for one screen."""
 WORDS = Chapter(
     "words",
     "What do the words mean?",
@@ -43,7 +45,7 @@ WORDS = Chapter(
     ),
     folded=True,
 )
-"""The end of every page."""
+"""The end of every other page."""
 SHORT = ("model", "data", "run", "reason")
 """Facts on one screen."""
 OF_SAMPLE = cells.pick_columns("figure", "value", "all", "from the worst")
@@ -59,16 +61,15 @@ def make_page(report: Report, *, short: bool = False) -> Document:
             answer, warnings and the scorecard; a report of one measure has its tables.
     """
     notes = opening.list_top_notes(report)
-    # Sections with a dot in the name, such as `jacobian.shares`, are parts of a measure.
-    measures = [section for section in report.sections if "." not in section.measure]
+    measures = report.main_sections
     if short and len(measures) > 1:
         return _shorten(report, notes, MORE)
     if short and measures:
         return _make_brief(report, measures[0])
     facts = opening.list_facts(report).items()
-    summary = summarise(report)
-    chapters = [_open_report(report, summary, facts, notes), *opening.show_scorecard(summary)]
-    steps = tuple(opening.suggest_steps(report, summary))
+    figures = summarise(report)
+    chapters = [_open_report(report, figures, facts, notes), *opening.show_scorecard(figures)]
+    steps = tuple(opening.suggest_steps(report, figures))
     if steps:
         chapters.append(Chapter("next-steps", "What to do next", (blocks.Points(steps),)))
     chapters += compare_with_known(report)
@@ -87,17 +88,17 @@ def make_page(report: Report, *, short: bool = False) -> Document:
 
 
 def _open_report(
-    report: Report, summary: Section, facts: Iterable[tuple[str, str]], notes: Iterable[Note]
+    report: Report, figures: Section, facts: Iterable[tuple[str, str]], notes: Iterable[Note]
 ) -> Chapter:
     """Return the beginning of the page of a report: the answer, what is missing, facts, notes.
 
     Args:
         report: the report.
-        summary: the main figures of the report, from which the answer is written.
+        figures: the main figures of the report, from which the answer is written.
         facts: names and texts of facts on model, data and run.
         notes: warnings, and notes that concern all figures.
     """
-    answer = opening.write_answer(summary)
+    answer = opening.write_answer(figures)
     return opening.open_page(answer, opening.describe_gaps(report), facts, notes)
 
 
@@ -142,7 +143,6 @@ def _make_brief(report: Report, main: Section) -> Document:
     gaps = opening.describe_gaps(report)
     if gaps:
         first.append(Paragraph(f"Partial: {gaps}", "broken"))
-    warnings = [note for note in opening.list_top_notes(report) if note.level == "warning"]
     chapters: list[Chapter] = []
     for section in report.sections:
         if section is main or find_display(section).brief:
@@ -153,15 +153,15 @@ def _make_brief(report: Report, main: Section) -> Document:
                 chapters.append(Chapter("", "", (*first, *tables)))
     data = report.run.data
     title = f"{name_chapter(main)} {report.run.label} on {data.samples} samples of {data.spec}"
-    notes = blocks.list_notes(warnings)
+    notes = blocks.list_notes(summary.list_warnings(report))
     if notes:
         chapters.append(Chapter("", "", notes))
-    return Document(title, (*chapters, Chapter("", "", (Paragraph(MORE),))))
+    return Document(title, (*chapters, END))
 
 
 def make_card(report: Report) -> Document:
     """Return the page of `print(report)`: the model and the scorecard."""
-    warnings = [note for note in opening.list_top_notes(report) if note.level == "warning"]
+    warnings = list(summary.list_warnings(report))
     more = "lipaudit.render(report, 'table') has all sections."
     if warnings:
         more = f"Warnings: {len(warnings)}. {more}"
@@ -179,11 +179,11 @@ def _shorten(report: Report, notes: Iterable[Note], more: str) -> Document:
     facts = opening.list_facts(report)
     facts["run"] = f"{facts['status']}; {facts['run']}"
     few = [(name, facts[name]) for name in SHORT if name in facts]
-    summary = summarise(report)
-    start = _open_report(report, summary, few, notes)
+    figures = summarise(report)
+    start = _open_report(report, figures, few, notes)
     end = Chapter("", "", (Paragraph(more),))
     title = f"lipaudit: {report.run.label}"
-    return Document(title, (start, *opening.show_scorecard(summary), end))
+    return Document(title, (start, *opening.show_scorecard(figures), end))
 
 
 # Several reports
@@ -202,7 +202,7 @@ def make_pages(
     title = f"lipaudit: {len(reports)} models side by side"
     chapters = [*lead]
     if short:
-        return Document(title, (*chapters, Chapter("", "", (Paragraph(MORE),))))
+        return Document(title, (*chapters, END))
     chapters += list_chapters(reports)
     names = model_labels(reports)
     # A table of the facts that differ between reports, with a column for each report.
@@ -249,9 +249,8 @@ def list_warnings(reports: Sequence[Report]) -> list[Note]:
     """Return the warnings of several reports, each once; a lead names the reports, if not all."""
     owners: dict[Note, list[str]] = {}
     for name, report in zip(model_labels(reports), reports, strict=True):
-        for note in opening.list_top_notes(report):
-            if note.level == "warning":
-                owners.setdefault(note, []).append(name)
+        for note in summary.list_warnings(report):
+            owners.setdefault(note, []).append(name)
     warnings = []
     for note, names in owners.items():
         lead = ""
@@ -416,7 +415,11 @@ SHADES = {"margin": "share of the gradient", "direction": "share of the steepest
 
 def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
     """Show pictures, adversarial examples and shaded tokens of the samples with these ids."""
-    shown: list[Block] = []
+    return [*_show_examples(report, names), *_shade_texts(report, names)]
+
+
+def _show_examples(report: Report, names: Sequence[str]) -> Iterator[Block]:
+    """Yield the samples before and after an attack, those with a stored example."""
     attack = report.section("attack")
     examples = attack.examples if attack else {}
     items = []
@@ -424,10 +427,12 @@ def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
         if name in examples:
             items.append(show_example(name_sample(name, report.places), examples[name]))
     if items:
-        text = ""
-        if any(item.pictures for item in items):
-            text = DRAWN
-        shown.append(blocks.Gallery(text, tuple(items)))
+        text = DRAWN if any(item.pictures for item in items) else ""
+        yield blocks.Gallery(text, tuple(items))
+
+
+def _shade_texts(report: Report, names: Sequence[str]) -> Iterator[Block]:
+    """Yield the texts whose gradient is stored, each token shaded by its share of the gradient."""
     jacobian = report.section("jacobian")
     gradients = jacobian.gradients if jacobian else {}
     shaded = [name for name in names if name in gradients]
@@ -436,8 +441,8 @@ def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
         gradient = gradients[name]
         column = cells.HEADINGS[SHADES[gradient.of]]
         if several and number == 0:
-            shown.append(Paragraph(f"Their tokens with the largest {column.label}:"))
-        passage = blocks.Passage(
+            yield Paragraph(f"Their tokens with the largest {column.label}:")
+        yield blocks.Passage(
             title=name_sample(name, report.places),
             tokens=gradient.tokens,
             shares=gradient.shares,
@@ -445,8 +450,6 @@ def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
             left_out=gradient.left_out,
             folded=several,
         )
-        shown.append(passage)
-    return shown
 
 
 def show_example(title: str, example: Example) -> blocks.Item:
@@ -512,33 +515,19 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         name: name of the report in hints.
         sample: id of the sample; None for the worst samples.
     """
-    chapters: list[Chapter] = []
     facts: dict[str, str] = {}
-    what = "samples"
     if sample is None:
+        what = "samples"
         count = len(list_known(report))
         more = f"For one of the {count}, use lipaudit inspect {name} SAMPLE (its id or place)."
         parts = (*show_worst(report), Paragraph(more))
         chapters = [Chapter("worst-samples", "Which samples are the least robust?", parts)]
     else:
-        for section in report.sections:
-            figures = [f for f in list_columns(report) if f.section is section]
-            rows = [f.describe(sample) for f in figures if f.values.get(sample, "") != ""]
-            if rows:
-                tables = tabulate_rows(OF_SAMPLE, rows)
-                tables += list_carriers(section, sample)
-                chapters.append(Chapter(section.measure, name_chapter(section), tables))
-        pictures = show_samples(report, [sample])
-        if pictures:
-            chapters.append(Chapter("pictures", "What does the sample look like?", pictures))
-        facts["sample"] = sample
-        known = {
-            "place": report.places,
-            "group": report.groups,
-            "text": report.texts,
-        }
-        facts |= {name: texts[sample] for name, texts in known.items() if sample in texts}
         what = f"sample {sample[:CHARACTERS]}"
+        chapters = [*_list_sample_chapters(report, sample)]
+        facts["sample"] = sample
+        known = {"place": report.places, "group": report.groups, "text": report.texts}
+        facts |= {name: texts[sample] for name, texts in known.items() if sample in texts}
     of_run = opening.list_facts(report)
     facts["model"] = of_run["model"]
     facts["data"] = of_run["data"]
@@ -546,6 +535,19 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
     notes = opening.list_top_notes(report)
     start = opening.open_page(None, gaps, facts.items(), notes)
     return Document(f"lipaudit: {what} of {report.run.model.spec}", (start, *chapters))
+
+
+def _list_sample_chapters(report: Report, sample: str) -> Iterator[Chapter]:
+    """Yield the figures of a sample, in a chapter for each section, then its pictures."""
+    for section in report.sections:
+        figures = [f for f in list_columns(report) if f.section is section]
+        rows = [f.describe(sample) for f in figures if f.values.get(sample, "") != ""]
+        if rows:
+            tables = tabulate_rows(OF_SAMPLE, rows) + list_carriers(section, sample)
+            yield Chapter(section.measure, name_chapter(section), tables)
+    pictures = show_samples(report, [sample])
+    if pictures:
+        yield Chapter("pictures", "What does the sample look like?", pictures)
 
 
 def list_carriers(section: Section, sample: str) -> list[Table]:

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, get_args
+from typing import get_args
 
-from lipaudit.gate.comparison import Comparison, HeadChange, Pair
+from lipaudit.gate.comparison import Comparison, HeadChange, Pair, SampleChange
 from lipaudit.gate.ranking import Ranking
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus, format_change
 from lipaudit.measures import find_column
@@ -172,9 +172,9 @@ def _list_chapters(
     if pair.predictions is not None:
         moved = show_movement(pair.predictions)
         yield Chapter("predictions", f"How did the predictions move?{of}", moved)
-    samples = _show_samples(pair, places, FEW if short else FIT)
+    flipped = [sample for sample in pair.samples if sample.lost or sample.gained]
+    samples = _show_samples(pair, flipped, places, FEW if short else FIT)
     if samples and not short:
-        flipped = [sample for sample in pair.samples if sample.lost or sample.gained]
         samples += show_flipped(flipped, reports)
     if samples:
         yield Chapter("samples", f"Which samples changed?{of}", samples)
@@ -297,9 +297,17 @@ def _map_changes(metric: str, heads: Mapping[tuple[int, int], HeadChange]) -> Bl
     return map_heads(title, values, change, centre=0.0)
 
 
-def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Block]:
-    """Show the samples whose result changed, with their figures before and after."""
-    flipped = [sample for sample in pair.samples if sample.lost or sample.gained]
+def _show_samples(
+    pair: Pair, flipped: Sequence[SampleChange], places: Mapping[str, str], most: int
+) -> list[Block]:
+    """Show the samples whose result changed, with their figures before and after.
+
+    Args:
+        pair: the comparison of two models.
+        flipped: its samples whose result changed.
+        places: the place of each sample in the data, by id.
+        most: number of samples in the table; FEW on the short page.
+    """
     if not flipped:
         return []
     shown = flipped[:most]
@@ -443,17 +451,20 @@ TEXTS = pick_columns("baseline", "current", "change", "paired", "limits", "sampl
 VERDICTS = pick_columns("verdict", "rule", "row") | TEXTS
 
 
+RuleVerdicts = tuple[str, list[Verdict], Counter[str]]
+"""A rule, its verdicts to list one by one, and how many others have each status."""
+
+
 def write_verdicts(judgement: Judgement) -> list[str]:
     """Write a judgement line by line: the answer first, the outcome with its counts last."""
     lines = [judgement.reason, f"{judgement.current} against {judgement.baseline}", ""]
     lines += (f"! warning: {text}" for text in judgement.warnings)
 
-    def rank(group: tuple[str, list[Verdict], Counter[str]]) -> int:
+    def rank(group: RuleVerdicts) -> int:
         # The sort key of a rule: the rank of its most severe listed verdict.
         return min((rank_verdict(judgement, verdict) for verdict in group[1]), default=2)
 
-    # Rules that fail come first, then rules without a proven answer, then rules that pass. Each
-    # rule has verdicts to list, and `passed` counts all other verdicts of the rule by status.
+    # Rules that fail come first, then rules without a proven answer, then rules that pass.
     for rule, listed, passed in sorted(_group_verdicts(judgement), key=rank):
         first = listed[:MOST]
         for verdict in first:
@@ -483,7 +494,7 @@ def rank_verdict(judgement: Judgement, verdict: Verdict) -> int:
 def make_judgement_page(judgement: Judgement) -> Document:
     """Return the page of a judgement: the answer, a table of verdicts, the remarks."""
     ending = "passed"
-    tone: Literal["kept", "open", "broken"] = "kept"
+    tone: blocks.Tone = "kept"
     if judgement.exit_code:
         ending = "failed"
         tone = "broken"
@@ -516,7 +527,7 @@ def make_judgement_page(judgement: Judgement) -> Document:
     return Document(title, (opening, after, chapter))
 
 
-def _group_verdicts(judgement: Judgement) -> Iterator[tuple[str, list[Verdict], Counter[str]]]:
+def _group_verdicts(judgement: Judgement) -> Iterator[RuleVerdicts]:
     """Yield each rule of the gate, its verdicts to list, and the counts of all other verdicts.
 
     A rule with at most ALONE verdicts lists all of them. A rule with more verdicts counts the

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lipaudit.measures import list_headlines
 from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
 from lipaudit.settings import DATA, spell_options
-from lipaudit.tables import Note, Report, Row, Section
+from lipaudit.tables import Note, Report, Row, Run, Section
 from lipaudit.tables.columns import group_values, order
 from lipaudit.tables.formats import CHARACTERS, describe_places, name_sample
 from lipaudit.tables.summary import (
@@ -41,14 +41,6 @@ def list_facts(report: Report) -> dict[str, str]:
     if data.commit:
         commits.append(f"data {data.commit[:12]} ({data.revision})")
     versions = {"lipaudit": run.lipaudit} | run.versions
-    normalising = list[str]()
-    # Both are settings of the preprocessing of images; a page lists resizing separately.
-    resizing = list[str]()
-    for name, value in run.preprocess.items():
-        group = resizing if name in RESIZING else normalising
-        group.append(f"{name} {format_setting(value)}")
-    if resizing and run.options.get("preprocess") != "model":
-        resizing.append("images of the model's size stay as they are")
     arithmetic = run.dtype
     if "autocast" in run.options:
         arithmetic += f" (predictions under autocast in {run.options['autocast']})"
@@ -58,8 +50,7 @@ def list_facts(report: Report) -> dict[str, str]:
         "quantised": model.quantised,
         "data": f"{data.spec}, {data.samples} samples, suite {data.suite_id[:16]}",
         "commit": ", ".join(commits),
-        "preprocessing": "; ".join(normalising),
-        "resizing": "; ".join(resizing),
+        **_list_preprocessing(run),
         "first sample": data.steps,
         "run": f"{run.device}, {arithmetic}, seed {run.seed}, {run.created}",
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
@@ -68,6 +59,18 @@ def list_facts(report: Report) -> dict[str, str]:
         "reason": run.reason,
     }
     return {name: text for name, text in facts.items() if text}
+
+
+def _list_preprocessing(run: Run) -> dict[str, str]:
+    """Return how images were prepared, and how images of another size were resized, as texts."""
+    preprocessing = list[str]()
+    resizing = list[str]()
+    for name, value in run.preprocess.items():
+        group = resizing if name in RESIZING else preprocessing
+        group.append(f"{name} {format_setting(value)}")
+    if resizing and run.options.get("preprocess") != "model":
+        resizing.append("images of the model's size stay as they are")
+    return {"preprocessing": "; ".join(preprocessing), "resizing": "; ".join(resizing)}
 
 
 def format_setting(value: Any) -> str:
@@ -101,8 +104,7 @@ def list_top_notes(report: Report) -> list[Note]:
 def list_common_notes(report: Report) -> list[Note]:
     """Return the notes that all measures share; for a single measure, only the warnings."""
     notes = list_shared_notes(report)
-    measures = [section for section in report.sections if "." not in section.measure]
-    if len(measures) < 2:  # the chapter of the single measure has its other notes
+    if len(report.main_sections) < 2:  # the chapter of the single measure has its other notes
         notes = [note for note in notes if note.level == "warning"]
     return notes
 
@@ -310,52 +312,75 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
     if report.status != "complete" and not command.startswith(MERGES):
         resume = f"{command.removesuffix(RESUME)}{RESUME}"
         yield "", "Measure the missing results.", resume
-    model = report.run.model.spec
-    options = spell_options(report.run.options)  # the gate reads them from the baseline
-    # Advice by reason: random weights or data (NOISE), or an accuracy at chance (CHANCE).
     obstacles = list_obstacles(report)
-    steps: list[tuple[str, Sequence[str]]] = []
-    noise = [advice for code, advice in obstacles.items() if code in NOISE]
-    if noise:
-        steps.append((" ".join(noise), ("audit", model, *options, "--data", "DATA")))
-    elif CHANCE in obstacles:
-        steps.append((obstacles[CHANCE], ("check", model, *options, *_spell_data(report))))
-    else:
-        steps += _suggest_attack(report, summary, options)
-    saved = find_file(command)
-    file = saved or FILE
-    save = ""
-    # An audit saves its report in any case, and Python has no such option.
-    if saved is None and not re.match(r"lipaudit( audit|\.)", command):
-        save = f" (-o {FILE} saves the report)"
-    for sample in find_worst(report)[:1]:
-        first = name_sample(sample, describe_places(report))
-        text = f"Look at the worst samples, first {first}{save}."
-        steps.append((text, ("inspect", file, sample[:CHARACTERS])))
-    for row in _find_broken(summary)[:1]:
-        if row.norm in WHOLE:  # changes are counted: there are few radii to try
-            continue
-        radii = [
-            "--attack",
-            "pgd",
-            "--norm",
-            row.norm,
-            "--eps",
-            f"0:{row.radius}:9",
-        ]
-        attack = ("attack", model, *options, *_spell_data(report), *radii)
-        steps.append(("Find the radius at which attacks begin to succeed.", attack))
+    steps = [
+        *_suggest_measurement(report, summary, obstacles),
+        *_suggest_samples(report),
+        *_suggest_radii(report, summary),
+    ]
     judged = any(headline.rule and report.section(name) for name, headline in list_headlines())
     if report.status == "complete" and judged and not obstacles:
+        file, save = _find_saved(command)
         text = f"Make CI fail if the next checkpoint is worse{save}."
-        steps.append((text, ("gate", model, "--baseline", file)))
+        # The gate reads the options of the run from the baseline.
+        steps.append((text, ("gate", report.run.model.spec, "--baseline", file)))
     for text, words in steps:
         yield "", text, shlex.join(["lipaudit", *words])
 
 
-def _suggest_attack(
-    report: Report, summary: Section, options: Sequence[str]
-) -> Iterator[tuple[str, Sequence[str]]]:
+# A sentence, and the words of a command behind `lipaudit`.
+_Step = tuple[str, Sequence[str]]
+
+
+def _suggest_measurement(
+    report: Report, summary: Section, obstacles: Mapping[str, str]
+) -> Iterator[_Step]:
+    """Yield the step to a report that says more: trained weights, real data, or attacks.
+
+    Args:
+        report: the report.
+        summary: the main figures of the report.
+        obstacles: advice by reason: random weights or data (NOISE), or an accuracy at chance
+            (CHANCE).
+    """
+    model = _spell_model(report)
+    noise = [advice for code, advice in obstacles.items() if code in NOISE]
+    if noise:
+        yield " ".join(noise), ("audit", *model, "--data", "DATA")
+    elif CHANCE in obstacles:
+        yield obstacles[CHANCE], ("check", *model, *_spell_data(report))
+    else:
+        yield from _suggest_attack(report, summary)
+
+
+def _suggest_samples(report: Report) -> Iterator[_Step]:
+    """Yield the step to look at the worst samples, if the report has figures of samples."""
+    file, save = _find_saved(report.run.command)
+    for sample in find_worst(report)[:1]:
+        first = name_sample(sample, describe_places(report))
+        text = f"Look at the worst samples, first {first}{save}."
+        yield text, ("inspect", file, sample[:CHARACTERS])
+
+
+def _find_saved(command: str) -> tuple[str, str]:
+    """Return the file of a report, and for a sentence how to save it if it was not saved."""
+    saved = find_file(command)
+    # An audit saves its report in any case, and Python has no such option.
+    if saved is None and not re.match(r"lipaudit( audit|\.)", command):
+        return FILE, f" (-o {FILE} saves the report)"
+    return saved or FILE, ""
+
+
+def _suggest_radii(report: Report, summary: Section) -> Iterator[_Step]:
+    """Yield the step to attack with more radii, if attacks broke the model in a ball."""
+    for row in _find_broken(summary)[:1]:
+        if row.norm not in WHOLE:  # in WHOLE, changes are counted: there are few radii to try
+            words = ("attack", *_spell_model(report), *_spell_data(report), "--attack", "pgd")
+            radii = ("--norm", row.norm, "--eps", f"0:{row.radius}:9")
+            yield "Find the radius at which attacks begin to succeed.", (*words, *radii)
+
+
+def _suggest_attack(report: Report, summary: Section) -> Iterator[_Step]:
     """Yield the step to run an attack, if the norm of the logits was measured without attacks."""
     jacobian = report.section("jacobian")
     if jacobian is None or not find_figures(summary, NORM) or report.section("attack"):
@@ -367,8 +392,14 @@ def _suggest_attack(
     if find_figures(summary, CLEAN):
         data = _spell_data(report)
     radius = SMALL_BALL.get(row.from_, "0.1")
-    words = ("attack", report.run.model.spec, *options, *data, "--eps", radius)
+    words = ("attack", *_spell_model(report), *data, "--eps", radius)
     yield "See what attacks achieve: no attack was run.", words
+
+
+def _spell_model(report: Report) -> list[str]:
+    """Return the words of a command that measure the model of a report again."""
+    run = report.run
+    return [run.model.spec, *spell_options(run.options)]
 
 
 def _spell_data(report: Report) -> list[str]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Span = tuple[float, float]
+Look = dict[str, Any]
+"""How matplotlib draws something: names and values of its arguments."""
 Tip = tuple[str, Span, Span]
 """The text of a tooltip and its place in the units of the axes: a point, or the ends in x, y."""
 MANY = 500
@@ -72,7 +74,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     down = np.arange(height + 1) - 0.5
     # Many cells drawn as paths would make the page several megabytes large: embed an image.
     embedded = block.square or values.size > MANY
-    look: dict[str, Any] = {"cmap": colours, "norm": norm, "rasterized": embedded}
+    look: Look = {"cmap": colours, "norm": norm, "rasterized": embedded}
     mesh = axes.pcolormesh(across, down, np.ma.masked_invalid(values), clip_on=False, **look)
     _draw_colours(axes, mesh, block.column, log=scale.log)
     ylabel, xlabel = block.axes
@@ -174,7 +176,7 @@ def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
     for index, (label, heights) in enumerate(block.parts.items()):
         height = np.array(heights, dtype=np.float64)
         start = np.where(height < 0, below, above)
-        look: dict[str, Any] = {"label": visible(label), "color": choose_colour(index)}
+        look: Look = {"label": visible(label), "color": choose_colour(index)}
         axes.bar(range(count), height, bottom=start, width=0.8, **look)
         above += np.maximum(height, 0)
         below += np.minimum(height, 0)
@@ -229,7 +231,7 @@ def _draw_series(axes: Axes, block: Curve, index: int) -> None:
     series = block.series[index]
     place = index if series.colour is None else series.colour
     colour = choose_colour(place)
-    look: dict[str, Any] = {"label": visible(series.label), "color": colour}
+    look: Look = {"label": visible(series.label), "color": colour}
     if series.guide:  # a thin line for comparing slopes, such as y = x
         look |= {"color": INK, "linewidth": 0.7, "linestyle": choose_line(index)}
     elif block.joined:
@@ -280,8 +282,8 @@ def _describe_point(block: Curve, series: Series, i: int) -> str:
 
 ROW = 0.4
 """Height of a row of a forest plot in inches."""
-MARK: dict[str, Any] = {"marker": "o", "linewidth": 2.2}
-LIMIT: dict[str, Any] = {"color": INK, "linestyle": ":", "linewidth": 1.2}
+MARK: Look = {"marker": "o", "linewidth": 2.2}
+LIMIT: Look = {"color": INK, "linestyle": ":", "linewidth": 1.2}
 """How values and limits of rules look."""
 
 
@@ -331,7 +333,7 @@ def _draw_bar(axes: Axes, row: int, bar: Bar) -> None:
     axes.plot([value], [row], color=colour, markersize=6, clip_on=False, **MARK)
     if bar.limit is not None:
         axes.vlines(bar.limit, row - 0.22, row + 0.22, **LIMIT)
-    beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": 9}
+    beside: Look = {"transform": axes.get_yaxis_transform(), "fontsize": 9}
     beside["va"] = "bottom"
     axes.text(0.0, row - 0.3, visible(bar.label), ha="left", **beside)
     axes.text(1.0, row - 0.3, visible(bar.text), ha="right", **beside)

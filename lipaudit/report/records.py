@@ -176,8 +176,14 @@ def _describe_cell(name: str, value: Any, column: Column) -> Cells:
     `domain` and `status` say at which inputs and how far a figure is proven. They are empty for
     names and counts.
     """
-    cell: Cells = {"column": name, "value": None, "text": None, "unit": column.unit}
-    cell |= {"domain": None, "status": None}
+    cell: Cells = {
+        "column": name,
+        "value": None,
+        "text": None,
+        "unit": column.unit,
+        "domain": None,
+        "status": None,
+    }
     if isinstance(value, str):
         cell["text"] = value
     elif isinstance(value, bool):
@@ -196,9 +202,14 @@ def _list_samples(comparison: Comparison) -> Iterator[Cells]:
     """
     for pair in comparison.pairs:
         for sample in pair.samples:
-            cells: Cells = {"old": pair.old, "new": pair.new, "sample": sample.id}
-            counts = {"lost": len(sample.lost), "gained": len(sample.gained)}
-            cells |= {"place": sample.place or None, **counts}
+            cells: Cells = {
+                "old": pair.old,
+                "new": pair.new,
+                "sample": sample.id,
+                "place": sample.place or None,
+                "lost": len(sample.lost),
+                "gained": len(sample.gained),
+            }
             for name, (old, new) in sample.figures.items():
                 cells |= {f"{name}.old": old, f"{name}.new": new}
             yield cells

@@ -115,12 +115,8 @@ def _read_patterns(report: Report) -> float | None:
 def _find_attacked(report: Report) -> Row | None:
     """Return the row of all attacks together in the smallest ball, if attacks ran."""
     section = report.section("attack")
-    if section is None:
-        return None
-    for row in section.rows:
-        if row.attack == WORST:
-            return row
-    return None
+    rows = section.rows if section else ()
+    return next((row for row in rows if row.attack == WORST), None)
 
 
 def _read_robust(report: Report) -> float | None:

@@ -477,6 +477,11 @@ class Report(Frozen):
         return next((s for s in self.sections if s.measure == measure), None)
 
     @property
+    def main_sections(self) -> list[Section]:
+        """Return the sections of measures, without their parts, such as `jacobian.shares`."""
+        return [section for section in self.sections if "." not in section.measure]
+
+    @property
     def failures(self) -> dict[str, Failure]:
         """Return the failed measures, with the reasons."""
         return {s.measure: s.failure for s in self.sections if s.failure is not None}

@@ -348,9 +348,7 @@ def list_shared_notes(report: Report) -> list[Note]:
     """Return the notes that all measures of a report share: they concern the model or the data."""
     if not report.sections:
         return []
-    # A section with a dot in its name is a part of a measure, such as `jacobian.shares`.
-    main = [section for section in report.sections if "." not in section.measure]
-    first, *others = main or report.sections
+    first, *others = report.main_sections or report.sections
     shared = list(first.notes)
     for section in others:
         shared = [note for note in shared if note in section.notes]

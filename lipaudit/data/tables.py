@@ -75,11 +75,15 @@ class SampleTable:
         """Return the indices of the rows without a fault."""
         return [i for i in range(len(self.places)) if i not in self.faults]
 
+    def locate(self, i: int) -> str:
+        """Return the table and the place of row i, for messages."""
+        return f"{self.origin}: {self.places[i]}"
+
     def refuse(self, i: int, fault: str) -> None:
         """Raise an InputError for row i if `fault`, the description of a fault, is not empty."""
         if fault:
             raise InputError(
-                f"{self.origin}: {self.places[i]} {fault}",
+                f"{self.locate(i)} {fault}",
                 "Correct it, or leave such rows out with --skip-bad.",
             )
 
@@ -387,7 +391,7 @@ def _read_labels(
     table.require_rows(options)
     rows = table.sound  # indices of the rows without a fault
     values = [labels[i] for i in rows]
-    places = [f"{table.origin}: {table.places[i]}" for i in rows]
+    places = list(map(table.locate, rows))
     classes = table.classes.get(label)  # class names, if the labels are class numbers
     numbers, notes = batch.match_labels(values, net, places, classes)
     return table, dict(zip(rows, numbers, strict=True)), notes
@@ -460,7 +464,7 @@ def _draw_texts(
         values = table.rows[i]
         table.refuse(i, find_fault(values, inputs))
         texts = tuple(str(values[name]) for name in inputs)
-        origin = f"{table.origin}: {table.places[i]}"
+        origin = table.locate(i)
         # With one token more than allowed, a text of exactly `limit` tokens is not taken for cut.
         tokens = encode(texts, net, limit + 1, origin)
         if len(tokens) <= limit:

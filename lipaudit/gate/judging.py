@@ -120,10 +120,8 @@ def _add_remarks(
         if verdict.metric == NORM.metric and verdict.status == "improved":
             radius = examine(RADIUS, current, baseline, lenient=True)
             # `examine` returns a verdict in place of a list if a report has no radius.
-            status = isinstance(radius, list) and judge_change(RADIUS, radius[0]).status
-            if status == "regressed":
-                yield verdict.model_copy(update={"remark": FELL})
-                continue
+            if isinstance(radius, list) and judge_change(RADIUS, radius[0]).status == "regressed":
+                verdict = verdict.model_copy(update={"remark": FELL})
         yield verdict
 
 

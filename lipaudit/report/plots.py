@@ -58,24 +58,26 @@ def draw_block(axes: Axes, block: Picture) -> list[Tip]:
 def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     """Draw the entries of a matrix as coloured cells; a small matrix also gets numbers.
 
-    Yields the tooltip of each cell: the text, and the two ends of the cell along x and y.
+    Yields a tooltip for each cell of a map that is not too large.
     """
     import numpy as np
-    from matplotlib import colormaps
 
     values = np.array(block.values, dtype=np.float64)
     if block.square:
         values[values == 0] = float("nan")  # of masked keys: such cells stay blank
     scale = blocks.compute_scale(block)
-    norm = _choose_norm(block, scale)
-    colours: Any = colormaps["viridis" if block.centre is None else "RdBu_r"]
     height, width = values.shape
-    across = np.arange(width + 1) - 0.5
-    down = np.arange(height + 1) - 0.5
     # Many cells drawn as paths would make the page several megabytes large: embed an image.
     embedded = block.square or values.size > MANY
-    look: Look = {"cmap": colours, "norm": norm, "rasterized": embedded}
-    mesh = axes.pcolormesh(across, down, np.ma.masked_invalid(values), clip_on=False, **look)
+    mesh = axes.pcolormesh(
+        np.arange(width + 1) - 0.5,
+        np.arange(height + 1) - 0.5,
+        np.ma.masked_invalid(values),
+        clip_on=False,
+        cmap="viridis" if block.centre is None else "RdBu_r",
+        norm=_choose_norm(block, scale),
+        rasterized=embedded,
+    )
     _draw_colours(axes, mesh, block.column, log=scale.log)
     ylabel, xlabel = block.axes
     axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xlabel=xlabel, ylabel=ylabel)
@@ -86,20 +88,41 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
             most = MOST_NAMED
     frames.name_ticks(axes.xaxis, block.columns, most)
     frames.name_ticks(axes.yaxis, block.rows, most)
-    has_numbers = not block.square and values.size <= MANY and width <= 20
-    has_tips = values.size <= MOST_TIPS
-    for y, x in np.ndindex(values.shape):
-        value = block.values[y][x]
-        text = cells.format_value(value, block.column)
-        if has_numbers:
-            ink = INK
-            if scale.share(value) is not None:  # the cell has a colour: white on dark, else black
+    if not embedded and width <= 20:
+        _write_numbers(axes, block, mesh)
+    if values.size <= MOST_TIPS:
+        yield from _list_cell_tips(block)
+
+
+def _write_numbers(axes: Axes, block: Heatmap, mesh: Any) -> None:
+    """Write the number of each cell of a map, white on dark colours and black on light ones.
+
+    Args:
+        axes: the axes; x counts the columns of the matrix, y its rows.
+        block: the map.
+        mesh: the cells as matplotlib drew them, which know the colour of a value.
+    """
+    import numpy as np
+
+    scale = blocks.compute_scale(block)
+    for y, row in enumerate(block.values):
+        for x, value in enumerate(row):
+            ink = INK  # the colour of text on the page, for a cell without a colour
+            if value is not None and scale.share(value) is not None:
                 # The brightness of the colour, from its red, green and blue.
-                luma = np.dot(colours(norm(values[y, x]))[:3], (0.3, 0.59, 0.11))
+                luma = np.dot(mesh.to_rgba(float(value))[:3], (0.3, 0.59, 0.11))
                 ink = "#ffffff" if luma < DARK else "#000000"
+            text = cells.format_value(value, block.column)
             axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
-        if has_tips:
+
+
+def _list_cell_tips(block: Heatmap) -> Iterator[Tip]:
+    """Yield the tooltip of each cell of a map: the text, and the two ends along x and y."""
+    ylabel, xlabel = block.axes
+    for y, row in enumerate(block.values):
+        for x, value in enumerate(row):
             place = f"{ylabel} {block.rows[y]}, {xlabel} {block.columns[x]}"
+            text = cells.format_value(value, block.column)
             yield f"{place}: {text}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
 
 

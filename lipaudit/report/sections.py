@@ -6,7 +6,7 @@ of their models.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import median
@@ -189,20 +189,26 @@ def show_sections(sections: Sections) -> Iterator[Block]:
     for name in display.histograms:
         yield from count_samples(measured, name)
     if display.columns and "" in measured and first.rows:
-        # A second table, folded, has every column that is not empty.
-        rows = first.rows
-        columns = first.columns.items()
-        shown = {n: c for n, c in columns if any(row.get(n) != "" for row in rows)}
-        # No second table if the first table already has all of these columns and rows.
-        if tables and len(tables[0].columns) == len(shown) and len(tables[0].rows) == len(rows):
-            return
-        lines = []
-        for row in rows:
-            lines.append(tuple(row.get(name) for name in shown))
-        keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
-        yield blocks.Table(
-            blocks.ALL_COLUMNS, tuple(shown.values()), tuple(lines), keys, folded=True
-        )
+        yield from _tabulate_all(first, tables)
+
+
+def _tabulate_all(section: Section, tables: Sequence[blocks.Table]) -> Iterator[blocks.Table]:
+    """Yield a folded table of all columns that are not empty, unless a table above has them all.
+
+    Args:
+        section: the section.
+        tables: the tables above, with the columns that the measure chose.
+    """
+    rows = section.rows
+    columns = section.columns.items()
+    shown = {n: c for n, c in columns if any(row.get(n) != "" for row in rows)}
+    if tables and len(tables[0].columns) == len(shown) and len(tables[0].rows) == len(rows):
+        return
+    lines = []
+    for row in rows:
+        lines.append(tuple(row.get(name) for name in shown))
+    keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
+    yield blocks.Table(blocks.ALL_COLUMNS, tuple(shown.values()), tuple(lines), keys, folded=True)
 
 
 # Maps of heads, histograms of samples

@@ -156,6 +156,14 @@ def few(names: Sequence[object], most: int = 4) -> str:
     return ", ".join(map(str, names[:most])) + more
 
 
+def list_first(names: Sequence[object], most: int) -> list[str]:
+    """Return the first few names as texts, and "..." if there are more."""
+    shown = list(map(str, names[:most]))
+    if len(names) > most:
+        shown.append("...")
+    return shown
+
+
 def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
     """Return the hint of an error on an unknown name.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, list_first
 from lipaudit.tables import Note, Notes
 
 if TYPE_CHECKING:
@@ -448,10 +448,7 @@ def _list_classes(net: Taker) -> str:
     """Return the names of the first classes, or the range of their numbers."""
     if not net.labels:
         return f"0 to {(net.classes or 1) - 1}"
-    shown = [repr(label) for label in net.labels[:LISTED]]
-    if len(net.labels) > LISTED:
-        shown.append("...")
-    return ", ".join(shown)
+    return ", ".join(list_first(list(map(repr, net.labels)), LISTED))
 
 
 def match_labels(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lipaudit.errors import BaselineError, UsageError
+from lipaudit.errors import BaselineError, UsageError, list_first
 from lipaudit.gate import conditions, pairing, readings, statistics
 from lipaudit.gate.contrasts import TOLERANCE, Contrast, ContrastKey, examine
 from lipaudit.gate.judging import judge_change
@@ -149,6 +149,10 @@ def compare(reports: Sequence[Report]) -> Comparison:
     return Comparison(models=tuple(names), pairs=tuple(pairs))
 
 
+Judged = tuple[Rule, Contrast]
+"""A rule that allows no change, and the old and new values that it judges."""
+
+
 @dataclass
 class Changes:
     """Everything that changed between two reports, in the order in which it is found.
@@ -164,7 +168,7 @@ class Changes:
     verdicts: list[Verdict] = field(default_factory=list)
     heads: list[HeadChange] = field(default_factory=list)
     groups: list[Verdict] = field(default_factory=list)
-    sampled: list[tuple[Rule, Contrast]] = field(default_factory=list)
+    sampled: list[Judged] = field(default_factory=list)
     unpaired: list[tuple[str, bool]] = field(default_factory=list)
 
 
@@ -333,10 +337,7 @@ def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
         which.append(f"{len(samples)} of {len(before.ids)} samples")
     if rows:
         names = sorted(map(str, rows))
-        shown = names[:LISTED]
-        if len(names) > LISTED:
-            shown.append("...")
-        which.append(", ".join(shown))
+        which.append(", ".join(list_first(names, LISTED)))
     if which:
         yield f"left out, because not converged in one report: {' and '.join(which)} of {measure}"
     old = set(before.ids)
@@ -428,7 +429,7 @@ def _judge_heads(
 
 
 def _list_samples(
-    contrasts: Sequence[tuple[Rule, Contrast]], places: Mapping[str, str]
+    contrasts: Sequence[Judged], places: Mapping[str, str]
 ) -> tuple[SampleChange, ...]:
     """Return every sample of both reports with its old and new figures, most losses first.
 
@@ -463,7 +464,7 @@ _Figures = dict[str, tuple[float, float]]
 
 
 def _pair_figures(
-    contrasts: Sequence[tuple[Rule, Contrast]],
+    contrasts: Sequence[Judged],
 ) -> tuple[dict[str, _Figures], dict[str, int]]:
     """Return the figures of each sample by its id, and the signs of yes-or-no metrics.
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from lipaudit.errors import BaselineError, EvaluationError, UsageError
+from lipaudit.errors import BaselineError, EvaluationError, UsageError, list_first
 from lipaudit.gate import conditions, groups, pairing, readings, statistics
 from lipaudit.gate.readings import Key, RuleValues
 from lipaudit.gate.rules import Rule
@@ -272,10 +272,8 @@ def _contrast_rows(
     if not (rule.per_sample or rule.stat == "each"):
         missing += [name for name in after.names if name not in before.names]
     if missing:
-        names = [str(name) for name in missing[:LISTED]]
-        if len(missing) > LISTED:
-            names.append("...")
-        raise BaselineError(f"{rule.metric}: only one of the reports has {'; '.join(names)}")
+        names = "; ".join(list_first(missing, LISTED))
+        raise BaselineError(f"{rule.metric}: only one of the reports has {names}")
     return [_contrast(rule, name, before, after, ids, tol) for name in before.points]
 
 

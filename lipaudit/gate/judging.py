@@ -91,9 +91,10 @@ def judge(
     if any(rule.group == EACH for rule in chosen):
         notes += groups.note_new_groups(current, baseline)
     # If gradients misled the attacks on the baseline, its robust accuracy may be too high.
-    notes_of_baseline = [note for section in baseline.sections for note in section.notes]
-    masking = (note.text for note in notes_of_baseline if note.code == "gradient-masking")
-    notes += (f"{baseline.run.label}: {text}" for text in masking)
+    for section in baseline.sections:
+        for note in section.notes:
+            if note.code == "gradient-masking":
+                notes.append(f"{baseline.run.label}: {note.text}")
     notes += (text for _, text in conditions.list_differences(current, baseline))
     verdicts = _decide(chosen, examinations, alpha, strict=strict)
     return Judgement(

@@ -60,8 +60,8 @@ def _compare_sections(
     after = _name_predictions(new, new_take, is_named)
     before = _name_predictions(old, old_take, is_named)
     equal = np.array([one == two for one, two in zip(before, after, strict=True)])
-    found: dict[str, Any] = {"measure": old.measure, "samples": count}
-    found["equal"] = Proportion.of(int(equal.sum()), count)
+    share = Proportion.of(int(equal.sum()), count)
+    found: dict[str, Any] = {"measure": old.measure, "samples": count, "equal": share}
     right_before = _read_flags(old, old_take)
     right_after = _read_flags(new, new_take)
     known = ~np.isnan(right_before) & ~np.isnan(right_after)  # samples with a label

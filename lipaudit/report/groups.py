@@ -58,8 +58,11 @@ def show_groups(report: Report) -> list[Block]:
             column = replace(column, format=".1%")
         rows = list[Cells]()
         for figure in figures[:MOST]:
-            row: Cells = {"group": figure.group, "samples": figure.samples}
-            row["value"] = format_value(figure.value, column)
+            row: Cells = {
+                "group": figure.group,
+                "samples": figure.samples,
+                "value": format_value(figure.value, column),
+            }
             if figure.low is not None and figure.high is not None:
                 row["95% limits"] = format_limits(figure.low, figure.high, column)
             rows.append(row)
@@ -108,17 +111,26 @@ MOVES = read_words()["moves"]
 """Kinds of moves of a prediction, in words."""
 
 
+def _list_moves(movement: Movement) -> Iterator[tuple[str, Proportion]]:
+    """Yield each kind of move in words, and how many predictions made it, if known."""
+    for name, words in MOVES.items():
+        part: Proportion | None = getattr(movement, name)
+        if part is not None:
+            yield words, part
+
+
 def show_movement(movement: Movement) -> list[Block]:
     """Show how many predictions became wrong, became right or stayed equal, with limits."""
     rows = list[Cells]()
-    for name, words in MOVES.items():
-        part: Proportion | None = getattr(movement, name)
-        if part is None:
-            continue
-        row: Cells = {"predictions": words, "samples": part.count}
-        row["share"] = f"{part.share:.1%}"
-        row["95% limits"] = f"{part.low:.1%} to {part.high:.1%}"
-        rows.append(row)
+    for words, part in _list_moves(movement):
+        rows.append(
+            {
+                "predictions": words,
+                "samples": part.count,
+                "share": f"{part.share:.1%}",
+                "95% limits": f"{part.low:.1%} to {part.high:.1%}",
+            }
+        )
     found: list[Block] = [*tabulate_rows(MOVEMENT, rows)]
     text = " ".join(_describe_movement(movement))
     if text:
@@ -147,9 +159,8 @@ def write_movement(movement: Movement) -> str:
     text = f"{equal.share:.1%} of {movement.samples} predictions are equal"
     text += f" ({equal.low:.1%} to {equal.high:.1%})"
     counts = list[str]()
-    for name, words in MOVES.items():
-        part: Proportion | None = getattr(movement, name)
-        if part is not None and name != "equal":
+    for words, part in _list_moves(movement):
+        if part is not equal:
             counts.append(f"{words} {part.count}")
     if counts:
         text += f"; {', '.join(counts)}"

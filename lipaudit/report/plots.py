@@ -356,8 +356,7 @@ def _draw_bar(axes: Axes, row: int, bar: Bar) -> None:
     axes.plot([value], [row], color=colour, markersize=6, clip_on=False, **MARK)
     if bar.limit is not None:
         axes.vlines(bar.limit, row - 0.22, row + 0.22, **LIMIT)
-    beside: Look = {"transform": axes.get_yaxis_transform(), "fontsize": 9}
-    beside["va"] = "bottom"
+    beside: Look = {"transform": axes.get_yaxis_transform(), "fontsize": 9, "va": "bottom"}
     axes.text(0.0, row - 0.3, visible(bar.label), ha="left", **beside)
     axes.text(1.0, row - 0.3, visible(bar.text), ha="right", **beside)
 

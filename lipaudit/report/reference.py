@@ -7,7 +7,7 @@ pages and of docs/reference.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -49,12 +49,15 @@ class Yardstick:
         return layouts()[measure].columns[name]
 
 
+def _list_rows(report: Report, measure: str) -> Sequence[Row]:
+    """Return the rows of a section; none if the section is missing."""
+    section = report.section(measure)
+    return section.rows if section else ()
+
+
 def _list_cells(report: Report, measure: str, name: str) -> list[float]:
     """Return the finite values of a column; none if the section is missing."""
-    section = report.section(measure)
-    if section is None:
-        return []
-    return finite(row.get(name) for row in section.rows)
+    return finite(row.get(name) for row in _list_rows(report, measure))
 
 
 def _read_steepest(report: Report) -> float | None:
@@ -69,11 +72,8 @@ def _read_usual_head(report: Report) -> float | None:
 
 def _read_tightness(report: Report) -> float | None:
     """Return how many times the bound `sharp` is the exact norm, at the median head."""
-    section = report.section("bounds")
-    if section is None:
-        return None
     # The median of base-10 logarithms, because a bound may be too large for a float.
-    exponent = middle(log10_ratio(row, "sharp") for row in section.rows)
+    exponent = middle(log10_ratio(row, "sharp") for row in _list_rows(report, "bounds"))
     if exponent is None:
         return None
     return 10**exponent
@@ -97,11 +97,10 @@ def _read_sensitivity(report: Report) -> float | None:
 
 def _name_ends(report: Report) -> str:
     """Return the input and the output of the measured Jacobian in words: `pixels to logits`."""
-    section = report.section("jacobian")
-    if section is None or not section.rows:
+    rows = _list_rows(report, "jacobian")
+    if not rows:
         return ""
-    row = section.rows[0]
-    return f"{row.get('from')} to {row.get('to')}"
+    return f"{rows[0].get('from')} to {rows[0].get('to')}"
 
 
 def _read_patterns(report: Report) -> float | None:
@@ -114,8 +113,7 @@ def _read_patterns(report: Report) -> float | None:
 
 def _find_attacked(report: Report) -> Row | None:
     """Return the row of all attacks together in the smallest ball, if attacks ran."""
-    section = report.section("attack")
-    rows = section.rows if section else ()
+    rows = _list_rows(report, "attack")
     return next((row for row in rows if row.attack == WORST), None)
 
 

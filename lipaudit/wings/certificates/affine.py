@@ -120,22 +120,26 @@ def neg(x: Form) -> Form:
 def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     """Return the form of x + alpha y, where one or both of x and y are forms.
 
-    A form is centre + coefficients . symbols +- slack. A constant is added to the centre, and the
-    slack covers the rounding of this sum.
+    A form (centre + coefficients . symbols +- slack) bounds a tensor over a ball of inputs.
     """
     if alpha != 1:
         if not isinstance(y, Form):
             y = as_constant(y, x).to(DOUBLE)
         y = y * alpha
-    if isinstance(x, Form) and isinstance(y, Form):
-        return _add_forms(x, y)
-    if isinstance(x, Form):
-        form = x
-        constant = as_constant(y, x)
-    else:
-        form = y
-        constant = as_constant(x, y)
-    constant = constant.to(DOUBLE)
+    if not isinstance(y, Form):
+        return _add_constant(x, y, is_rounded=alpha != 1)
+    if not isinstance(x, Form):
+        return _add_constant(y, x)
+    return _add_forms(x, y)
+
+
+def _add_constant(form: Form, value: Any, *, is_rounded: bool = False) -> Form:
+    """Return the form of x + value, where x is a form: centre + coefficients . symbols +- slack.
+
+    The constant is added to the centre, and the slack covers the rounding of this sum. If the
+    constant is the rounded product of two numbers (`is_rounded`), the slack covers that, too.
+    """
+    constant = as_constant(value, form).to(DOUBLE)
     # A normalisation that is not multiplied out yet, numerator / root + constant, stays so.
     quotient = form.pending_quotient
     if quotient and broadcast_shapes(form.shape, constant.shape) == form.shape:
@@ -144,7 +148,7 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     form = broadcast(form, constant.shape)
     centre = form.centre + constant
     size = centre.abs()
-    if alpha != 1:  # the product with alpha was rounded, too
+    if is_rounded:
         size = size + constant.abs()
     rounding = gamma(1, DOUBLE) * size
     slack = round_up(form.slack + rounding.nan_to_num(posinf=0.0))  # a mask of -inf is exact
@@ -241,10 +245,6 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     later. For such an input the weights are applied to the numerator and to the constant, and the
     result is a pending quotient again: the bounds are tighter in this way.
     """
-
-    def op(t: Tensor, w: Tensor) -> Tensor:
-        return t @ w.mT
-
     roundings = weight.shape[-1] + 1
     quotient = input.pending_quotient
     # W (n / root) = (W n) / root holds only if all entries of a row have the same root.
@@ -254,13 +254,13 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
         or not has_constant_rows(quotient.square)
     ):
         x = input.symbolize_slack()
-        return linear_map(x, op, weight, roundings=roundings, constant=bias, mixes="rows")
+        return linear_map(x, F.linear, weight, roundings=roundings, constant=bias, mixes="rows")
     # The result has rows of another width: a single entry of the root per row is broadcast.
     inverse = cast("Form", quotient.inverse[..., :1])
     square = cast("Form", quotient.square[..., :1])
     x = quotient.numerator.symbolize_slack()
     constant = linear(quotient.constant, weight, bias)
-    numerator = linear_map(x, op, weight, roundings=roundings, mixes="rows")
+    numerator = linear_map(x, F.linear, weight, roundings=roundings, mixes="rows")
     return Form.from_quotient(Quotient(numerator, inverse, square, constant))
 
 
@@ -288,44 +288,53 @@ def convolve(
 ) -> Form:
     """Return the convolution of a form over one or two axes, with options as in torch.
 
-    A convolution is a linear map: it is applied to the centre and to all coefficients.
+    A form is centre + coefficients . symbols +- slack. A convolution is a linear map: it applies
+    to the centre and to all coefficients.
     """
     if input.ndim != weight.ndim:
         raise NoRuleError("a convolution without a batch axis")
-    if weight.ndim == 3:  # over one axis: add another axis of size 1
+    if weight.ndim == 3:  # over one axis: the columns of images with a single row
         if not isinstance(padding, str):
             padding = (0, as_pair(padding)[1])
-        stride = (1, as_pair(stride)[1])
-        dilation = (1, as_pair(dilation)[1])
         image: Any = input.unsqueeze(-2)
         result = convolve(image, weight.unsqueeze(-2), bias, stride, padding, dilation, groups)
         return cast("Form", result.squeeze(-2))
-    dilations = as_pair(dilation)
-    pads = (0, 0)
-    x: Any = input
-    # "same": as many windows as pixels. An odd number of rows or columns has the extra one at the
-    # end, as in torch.
-    if padding == "same":
-        rows = dilations[0] * (weight.shape[-2] - 1)
-        columns = dilations[1] * (weight.shape[-1] - 1)
-        x = F.pad(x, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
-    elif not isinstance(padding, str):
-        pads = as_pair(padding)
+    pads = _find_padding(weight, padding, as_pair(dilation))
 
     def convolve_stack(stack: Tensor, w: Tensor) -> Tensor:
         """Convolve every image of a stack (symbols, batch, channels, height, width)."""
         images = stack.flatten(0, 1)
         if any(pads):
-            images = F.pad(images, (pads[1], pads[1], pads[0], pads[0]))
-        out = _multiply_patches(images, w, as_pair(stride), dilations, groups)
+            images = F.pad(images, pads)
+        out = _multiply_patches(images, w, as_pair(stride), as_pair(dilation), groups)
         return torch.unflatten(out, 0, stack.shape[:2])
 
     constant = None
     if bias is not None:
         constant = bias.view(-1, 1, 1)
-    x = x.symbolize_slack()  # the map mixes entries: symbols can cancel, slack cannot
+    x = input.symbolize_slack()  # the map mixes entries: symbols can cancel, slack cannot
     roundings = weight[0].numel() + 1  # an entry is a sum over one kernel
     return linear_map(x, convolve_stack, weight, roundings=roundings, constant=constant)
+
+
+def _find_padding(weight: Tensor, padding: Any, dilations: tuple[int, int]) -> tuple[int, ...]:
+    """Return how many zeros a convolution adds to an image: (left, right, top, bottom).
+
+    Args:
+        weight: (out channels, channels, height, width).
+        padding: as in torch: a number, a number per axis, "valid" (none), or "same" (as many as
+            keep the size of the image).
+        dilations: step between the pixels of a window, per axis.
+    """
+    if padding == "valid":
+        padding = 0
+    if padding != "same":
+        rows, columns = as_pair(padding)
+        return columns, columns, rows, rows
+    # An odd number of rows or columns has the extra one at the end, as in torch.
+    rows = dilations[0] * (weight.shape[-2] - 1)
+    columns = dilations[1] * (weight.shape[-1] - 1)
+    return columns // 2, columns - columns // 2, rows // 2, rows - rows // 2
 
 
 def _multiply_patches(

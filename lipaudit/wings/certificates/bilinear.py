@@ -32,7 +32,7 @@ from lipaudit.wings.certificates import affine, rearrangements
 from lipaudit.wings.certificates.curves import RECIPROCAL, relax
 from lipaudit.wings.certificates.error_blocks import ErrorBlock, join_blocks
 from lipaudit.wings.certificates.form import Form, NoRuleError
-from lipaudit.wings.certificates.remainders import Bilinear, bound_remainder
+from lipaudit.wings.certificates.remainders import Bilinear, Remainder, bound_remainder
 from lipaudit.wings.certificates.rounding import DOUBLE, cast_up, gamma, round_up, tiny
 from lipaudit.wings.certificates.symbols import Symbols
 
@@ -45,11 +45,9 @@ _MOST_COEFFICIENTS = 2**24
 
 
 def matmul(x: Any, y: Any) -> Form:
-    """Return the form of x @ y, where one or both factors are forms.
+    """Return the form of x @ y, where one or both factors are forms; axes as in torch.matmul.
 
-    A form bounds a tensor over all inputs of a ball: centre + coefficients . symbols +- slack. If
-    x is a softmax, `x.weights` has the ranges of its entries. Then the product with the values y
-    is bounded more tightly, because the rows of x sum to one.
+    A form bounds a tensor over all inputs of a ball: centre + coefficients . symbols +- slack.
     """
     if x.ndim == 1:
         row: Any = matmul(x[None], y)
@@ -60,13 +58,21 @@ def matmul(x: Any, y: Any) -> Form:
     batch_shape = rearrangements.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     x = x.expand(*batch_shape, *x.shape[-2:])
     y = y.expand(*batch_shape, *y.shape[-2:])
+    if isinstance(x, Form) and isinstance(y, Form):
+        return _multiply_matrix_forms(x, y)
+    # One factor is a constant. Errors with a symbol, unlike slack, can cancel in a sum.
     roundings = x.shape[-1] + 1
-    if not isinstance(y, Form):
+    if isinstance(x, Form):
         return affine.linear_map(x.symbolize_slack(), torch.matmul, y, roundings=roundings)
-    # Symbols, unlike slack, keep their signs in a sum, so errors can cancel.
-    if not isinstance(x, Form):
-        y = y.symbolize_slack()
-        return affine.linear_map(y, lambda t, w: w @ t, x, roundings=roundings)
+    return affine.linear_map(y.symbolize_slack(), lambda t, w: w @ t, x, roundings=roundings)
+
+
+def _multiply_matrix_forms(x: Form, y: Form) -> Form:
+    """Return the form of x @ y for two forms, (*b, i, k) and (*b, k, j).
+
+    If x is a softmax, `x.weights` has the ranges of its entries. Then the product with the values
+    y is bounded more tightly, because the rows of x sum to one.
+    """
     x = x.symbolize_slack()
     if x.symbols.order == 2:  # at order 1 symbols for the slack of y cost more than they gain
         y = y.symbolize_slack()
@@ -112,65 +118,115 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
     """Return the form of f(x, y) for two forms x and y; f is torch.matmul or torch.mul.
 
     A form is centre + linear part + quadratic part + errors +- slack. The quadratic part (order 2
-    only) has products of two input symbols. Its range is not symmetric: `centre_shift` is the
-    middle of this range, and `shifted_centre` is centre + centre_shift. With x = c_x + dx and
-    y = c_y + dy around the shifted centres,
+    only) has products of two input symbols. With x = c_x + dx and y = c_y + dy,
     f(x, y) = f(c_x, c_y) + f(dx, c_y) + f(c_x, dy) + f(dx, dy).
-    The second and third term are linear in the symbols of x and y. For the last term, order 2
-    keeps the product of the linear parts as coefficients. The rest of the last term is bounded: by
-    new symbols if they pay off (attention weights times values), else by an interval
-    shift +- remainder.
+    c_x and c_y are the shifted centres: centre + the middle of the range of the quadratic part.
+    The second and third term are linear in the symbols of x and y. Of the last term, order 2 keeps
+    the product of the linear parts as coefficients, and the rest is bounded.
     """
     symbols = x.symbols
-    n = symbols.inputs
-    is_matmul = f is torch.matmul
-    if is_matmul:
+    # f(dx, c_y) + f(c_x, dy)
+    if f is torch.matmul:
         dense, blocks = _multiply_matrices(x, y)
     else:
         dense, blocks = _multiply_entries(x, y)
-    x_radius = round_up(x.symbol_radius + x.slack)
-    y_radius = round_up(y.symbol_radius + y.slack)
+    # f(dx, dy)
     x_size = x.shifted_centre.abs()
     y_size = y.shifted_centre.abs()
-    radius = f(x_radius, y_size + y_radius) + f(x_size, y_radius)
-
-    # If the sum of all remainders is below this, only the fastest bound is computed.
-    worthwhile = _WORTHWHILE_SHARE * radius.sum()
-    # A mask of the entries for which coefficients hold the product of the linear parts (order 2).
-    # None: all entries.
-    is_product_kept = product_symbols = None
-    if is_matmul and symbols.order == 2 and x.weights:
-        product_symbols = _add_rest_symbols(x, y, worthwhile)
-    if product_symbols is None:
-        shift, remainder, is_product_kept = bound_remainder(x, y, f, worthwhile)
-    else:
-        block, remainder = product_symbols
-        shift = torch.zeros_like(remainder)
-        blocks = [*blocks, block]
-    if symbols.order == 2 and len(x.dense) and len(y.dense):  # constants may have no rows
-        x_linear = x.dense[:n]
-        if is_product_kept is not None:  # for other entries the remainder includes this product
-            x_linear = x_linear * is_product_kept
-        symbols.add_products(dense, x_linear, y.dense[:n], _multiply_stacks if is_matmul else f)
-
-    terms = 1
-    if is_matmul:
-        terms = x.shape[-1]
-    # Slack of x times the centre of y, slack of y times the centre of x, and the rest of dx dy.
-    slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder
-    # Rounding of sums of `terms` products: of coefficients in their dtype, of centres in float64.
-    rounding = gamma((2 * terms + 8) * symbols.order, symbols.dtype) * radius
-    slack = slack + (rounding + gamma(terms + 4, DOUBLE) * f(x_size, y_size))
-    # Underflow: each product with a coefficient may be off by the smallest normal number.
-    count = max(x.symbol_count, y.symbol_count, symbols.first_error)
-    sizes = 1 + x_size.sum() + y_size.sum()
-    slack = slack + 8 * count * terms * tiny(symbols.dtype) * sizes
-    slack = slack + gamma(4, DOUBLE) * shift.abs()
+    x_radius = round_up(x.symbol_radius + x.slack)
+    y_radius = round_up(y.symbol_radius + y.slack)
+    radius = f(x_radius, y_size + y_radius) + f(x_size, y_radius)  # bounds all but f(c_x, c_y)
+    remainder, new_blocks = _bound_deviations(x, y, f, radius)
+    if symbols.order == 2:
+        _add_linear_product(dense, x, y, f, remainder.is_product_kept)
+    # The slack of each factor times the centre of the other, and the rest of f(dx, dy).
+    slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder.radius
+    slack = _add_rounding(slack, x, y, f, radius)
+    slack = slack + gamma(4, DOUBLE) * remainder.shift.abs()
     # The centre of the result is its value with all symbols 0. Then x and y are at their centres,
     # so dx = -centre_shift, and c_x c_y + dx c_y + c_x dy is the following difference.
     centre = f(x.centre, y.centre) - f(x.centre_shift, y.centre_shift)
-    slack = round_up(slack, terms + 16)
-    return Form(centre + shift, dense, slack, symbols, blocks=blocks)
+    slack = round_up(slack, _count_terms(x, f) + 16)
+    blocks = [*blocks, *new_blocks]
+    return Form(centre + remainder.shift, dense, slack, symbols, blocks=blocks)
+
+
+def _count_terms(x: Form, f: Bilinear) -> int:
+    """Return the number of products in the sum of each entry of f(x, y): matmul or mul."""
+    return x.shape[-1] if f is torch.matmul else 1
+
+
+def _bound_deviations(
+    x: Form, y: Form, f: Bilinear, radius: Tensor
+) -> tuple[Remainder, list[ErrorBlock]]:
+    """Bound f(dx, dy), where x = c_x + dx and y = c_y + dy are forms around shifted centres.
+
+    At order 2 the product of the linear parts is left out: the caller keeps it as coefficients.
+    The bound is new symbols if they pay off (attention weights times values), else an interval.
+
+    Args:
+        x: a form, centre + coefficients . symbols +- slack.
+        y: a form.
+        f: torch.matmul or torch.mul.
+        radius: a bound of each entry of f(x, y) - f(c_x, c_y).
+
+    Returns:
+        The interval shift +- radius, and the new symbols.
+    """
+    # Below this sum of all entries, only the fastest bound is computed.
+    worthwhile = _WORTHWHILE_SHARE * radius.sum()
+    if f is torch.matmul and x.symbols.order == 2 and x.weights:
+        product_symbols = _add_rest_symbols(x, y, worthwhile)
+        if product_symbols is not None:
+            block, slack = product_symbols
+            return Remainder(torch.zeros_like(slack), slack, None), [block]
+    return bound_remainder(x, y, f, worthwhile), []
+
+
+def _add_linear_product(
+    dense: Tensor, x: Form, y: Form, f: Bilinear, is_product_kept: Tensor | None
+) -> None:
+    """Add f(L_x, L_y) to coefficients in place, for the linear parts L of two forms; order 2.
+
+    Args:
+        dense: (symbols, *shape), coefficients; symbols include products of two input symbols.
+        x: a form, centre + coefficients . symbols +- slack.
+        y: a form.
+        f: torch.matmul or torch.mul.
+        is_product_kept: a mask of the entries of x whose product is added; None for all.
+    """
+    if not len(x.dense) or not len(y.dense):  # a constant, without coefficients
+        return
+    n = x.symbols.inputs
+    x_linear = x.dense[:n]
+    if is_product_kept is not None:
+        x_linear = x_linear * is_product_kept
+    multiply = _multiply_stacks if f is torch.matmul else f
+    x.symbols.add_products(dense, x_linear, y.dense[:n], multiply)
+
+
+def _add_rounding(slack: Tensor, x: Form, y: Form, f: Bilinear, radius: Tensor) -> Tensor:
+    """Return the slack of f(x, y) plus bounds of all rounding errors of its computation.
+
+    Args:
+        slack: (*shape).
+        x: a form, centre + coefficients . symbols +- slack.
+        y: a form.
+        f: torch.matmul or torch.mul.
+        radius: (*shape), a bound of f(x, y) - f(c_x, c_y) around the shifted centres c.
+    """
+    symbols = x.symbols
+    dtype = symbols.dtype
+    terms = _count_terms(x, f)
+    x_size = x.shifted_centre.abs()
+    y_size = y.shifted_centre.abs()
+    # Coefficients have the precision of their dtype, centres float64.
+    of_coefficients = gamma((2 * terms + 8) * symbols.order, dtype) * radius
+    slack = slack + (of_coefficients + gamma(terms + 4, DOUBLE) * f(x_size, y_size))
+    # Underflow: each product with a coefficient may be off by the smallest normal number.
+    count = max(x.symbol_count, y.symbol_count, symbols.first_error)
+    sizes = 1 + x_size.sum() + y_size.sum()
+    return slack + 8 * count * terms * tiny(dtype) * sizes
 
 
 def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
@@ -271,40 +327,19 @@ def _add_product_symbols(
     r_ij is the radius of an attention weight, and g_sjd is the coefficient of symbol s in channel
     d of the value of key j. A new symbol moves all channels of row i together. As slack, errors of
     the channels would be independent, and a later weight matrix would add up their sizes.
-    Return None if symbols do not pay off: few fit into memory, the sum of all products is below
-    `worthwhile`, or the pass adds few symbols (`many_symbols` is False). Return None also for
-    balls other than boxes: new symbols in [-1, 1] would lose that the coordinates of the input
-    cannot all be largest at once.
+    Return None if new symbols do not pay off.
 
     Args:
-        symbols: the symbols of the pass.
+        symbols: the symbols (unknowns in [-1, 1]) of the pass.
         pairs: one or two pairs of radii r, (*b, i, j), and coefficients g, (symbols, *b, j, d).
         radius: (*b, i, d), an upper bound of the sum of all products and of any other error.
         worthwhile: symbols pay off only if the sum of `radius` is larger than this.
     """
     dtype = symbols.dtype
-    queries, keys = pairs[0][0].shape[-2:]
-    width = radius.shape[-1]
-    heads = radius.shape[:-2].numel()
-    # A layer is one new symbol for every row of every head. Later each symbol may have a
-    # coefficient in every entry of the values of an attention: heads x keys x width.
-    room = _MOST_COEFFICIENTS // (heads * queries * heads * keys * width)
-    layers = min(room, keys * sum(len(coefficients) for _, coefficients in pairs))
-    # Slack is as good as symbols if there are no more symbols per row than channels.
-    if symbols.norm != "linf" or layers <= width or not worthwhile < radius.sum() < math.inf:
+    layers = _count_product_symbols(symbols, pairs, radius, worthwhile)
+    if not layers:
         return None
-    # `bound_margins` runs again with `many_symbols` if symbols were skipped. Order 2 always adds
-    # them: in comparison with the products of input symbols they are few.
-    if symbols.order == 1 and not symbols.many_symbols:
-        symbols.skipped_symbols = True
-        return None
-    radii = []
-    stacks = []
-    for radius_of_weight, coefficients in pairs:
-        radii.append(cast_up(radius_of_weight, dtype).reshape(heads, queries, keys))
-        stack = coefficients.movedim(0, -3)
-        stacks.append(stack.reshape(heads, len(coefficients), keys, width))
-    products = _choose_products(radii, stacks, layers)
+    products = _choose_products(pairs, layers, dtype)
     block = symbols.add_row_errors(products.reshape(layers, *radius.shape))
     radius_of_block = block.coefficients.to(DOUBLE).abs().sum(0)
     slack = (radius - radius_of_block).clamp_min(0.0)  # of the products without a symbol
@@ -313,22 +348,61 @@ def _add_product_symbols(
     return block, slack + rounding * radius + 4 * layers * tiny(dtype)
 
 
-def _choose_products(radii: list[Tensor], stacks: list[Tensor], layers: int) -> Tensor:
-    """Return the `layers` largest products r_ij g_sj of each row, (layers, heads, queries, width).
+def _count_product_symbols(
+    symbols: Symbols, pairs: Sequence[tuple[Tensor, Tensor]], radius: Tensor, worthwhile: Tensor
+) -> int:
+    """Return how many symbols each row of a product gets; 0 if symbols do not pay off.
+
+    They do not if few fit into memory, if the sum of all products is below `worthwhile`, or if the
+    pass is to add few symbols (`many_symbols` is False). Nor do they for balls other than boxes:
+    new symbols in [-1, 1] would lose that the coordinates of the input cannot all be largest at
+    once. Arguments as in `_add_product_symbols`.
+    """
+    queries, keys = pairs[0][0].shape[-2:]
+    width = radius.shape[-1]
+    heads = radius.shape[:-2].numel()
+    # Each of these symbols exists for every row of every head. Later it may have a coefficient in
+    # every entry of the values of an attention: heads x keys x width.
+    room = _MOST_COEFFICIENTS // (heads * queries * heads * keys * width)
+    count = min(room, keys * sum(len(coefficients) for _, coefficients in pairs))
+    # Slack is as good as symbols if there are no more symbols per row than channels.
+    if symbols.norm != "linf" or count <= width or not worthwhile < radius.sum() < math.inf:
+        return 0
+    # `bound_margins` runs again with `many_symbols` if symbols were skipped. Order 2 always adds
+    # them: in comparison with the products of input symbols they are few.
+    if symbols.order == 1 and not symbols.many_symbols:
+        symbols.skipped_symbols = True
+        return 0
+    return count
+
+
+def _choose_products(
+    pairs: Sequence[tuple[Tensor, Tensor]], layers: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the `layers` largest products r_ij g_sj of each row i, (layers, heads, i, d).
 
     Args:
-        radii: one or two r, the radii of attention weights, (heads, queries, keys).
-        stacks: for each the g, coefficients of the values, (heads, symbols, keys, width).
+        pairs: one or two pairs of radii r, (*b, i, j), of the weights of keys j, and coefficients
+            g, (symbols, *b, j, d), of their values; *b are the heads.
         layers: number of products.
+        dtype: dtype of the products.
     """
     sizes = []
-    for r, g in zip(radii, stacks, strict=True):
-        # |r_ij| sum_d |g_sjd|, (heads, queries, symbols, keys).
+    radii = []
+    stacks = []
+    for radius, coefficients in pairs:
+        heads = radius.shape[:-2].numel()
+        r = cast_up(radius, dtype).reshape(heads, *radius.shape[-2:])  # (heads, i, j)
+        stack = coefficients.movedim(0, -3)
+        g = stack.reshape(heads, *stack.shape[-3:])  # (heads, symbols, j, d)
+        # |r_ij| sum_d |g_sjd|, (heads, i, symbols, j).
         sizes.append(torch.einsum("bsj,bij->bisj", g.abs().sum(-1), r))
+        radii.append(r)
+        stacks.append(g)
     # Products (s, j) of both pairs, one after the other.
     size_of_product = torch.cat(sizes, 2).flatten(2)
-    largest = size_of_product.topk(layers, sorted=False).indices  # (heads, queries, layers)
-    # The g_sj of the largest products, (heads, queries, layers, width).
+    largest = size_of_product.topk(layers, sorted=False).indices  # (heads, i, layers)
+    # The g_sj of the largest products, (heads, i, layers, d).
     keys, width = stacks[0].shape[2:]
     index = largest.flatten(1)[..., None].expand(-1, -1, width)
     rows = torch.cat(stacks, 1).flatten(1, 2).gather(1, index)

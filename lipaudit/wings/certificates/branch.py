@@ -140,7 +140,7 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     times the sum of their absolute values, with the unit roundoff u = 2^-53. This error is
     subtracted from the bounds.
     """
-    nodes = Nodes(nodes.which, nodes.state, nodes.y.to(DOUBLE))
+    nodes = replace(nodes, y=nodes.y.to(DOUBLE))
     bounds, _ = bound_nodes(problem, nodes)
     multipliers = nodes.clip_multipliers().abs().sum(0)
     size = problem.margin_magnitude[nodes.which] + multipliers @ problem.relu_magnitude
@@ -307,7 +307,6 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
     """
     relus = problem.relus
     margins = problem.margins
-    n = problem.inputs
     # margin + on_z . z + on_error . (1 + eps), where z and the margin are affine in e.
     on_z = (y * effects.on_z).sum(0)
     on_error = (y * effects.on_error).sum(0)
@@ -316,17 +315,17 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
     constant = margins.centre[which] + on_z @ relus.centre + on_error.sum(1)
     spread = margins.spread[which] + on_z.abs() @ relus.spread
     bounds = constant - spread
-    # The dual norm: the 1-norm for symbols in [-1, 1]. The input symbols of another ball (L2 or
-    # words) have another dual norm.
-    if problem.symbols.norm == "linf":
-        bounds = bounds - torch.linalg.vector_norm(coefficients, 1, dim=1)
-        return Evaluation(bounds, coefficients, on_z)
-    of_inputs = coefficients[:, :n]
-    if problem.symbols.norm == "words":
+    # The dual norm: the 1-norm for symbols in [-1, 1], which are all symbols of an L-inf ball. The
+    # input symbols of another ball (L2 or words) have another dual norm.
+    of_inputs = coefficients[:, : problem.inputs]
+    others = coefficients[:, problem.inputs :]
+    if problem.symbols.norm == "l2":
+        bounds = bounds - torch.linalg.vector_norm(of_inputs, dim=1)
+    elif problem.symbols.norm == "words":
         bounds = bounds - problem.symbols.maximise_over_words(-of_inputs.mT).to(coefficients)
     else:
-        bounds = bounds - torch.linalg.vector_norm(of_inputs, dim=1)
-    bounds = bounds - torch.linalg.vector_norm(coefficients[:, n:], 1, dim=1)
+        others = coefficients
+    bounds = bounds - torch.linalg.vector_norm(others, 1, dim=1)
     return Evaluation(bounds, coefficients, on_z)
 
 
@@ -354,7 +353,6 @@ class Decision:
     """The outcome for the margins of a sample.
 
     Attributes:
-        certified: every margin is positive on the whole ball, proven.
         bound: smallest margin over all parts: proven if certified; otherwise 0 or less, in single
             precision for open parts.
         nodes: number of examined parts.
@@ -365,12 +363,16 @@ class Decision:
             them again without a search.
     """
 
-    certified: bool
     bound: float
-    nodes: int
-    relus: int
+    nodes: int = 0
+    relus: int = 0
     limit: str = ""
     leaves: Nodes | None = None
+
+    @property
+    def certified(self) -> bool:
+        """Return whether every margin is proven to be positive on the whole ball."""
+        return not self.limit
 
 
 def decide(
@@ -399,10 +401,10 @@ def decide(
     low = low.nan_to_num(nan=-torch.inf)
     smallest = float(low.min())
     if smallest > 0:
-        return Decision(certified=True, bound=smallest, nodes=0, relus=0)
+        return Decision(smallest)
     # Without ReLUs of unknown sign there is nothing to split.
     if not margins.symbols.relu_calls or smallest == -float("inf"):
-        return Decision(certified=False, bound=smallest, nodes=0, relus=0, limit="signs")
+        return Decision(smallest, limit="signs")
     problem = make_problem(margins)
     relus = len(problem.slope)
     if leaves is not None:
@@ -410,9 +412,7 @@ def decide(
         # Parts with another number of ReLUs belong to another model or ball.
         proven = leaves.state.shape[1] == relus and leaves.prove(problem, open_margins)
         limit = "" if proven else "nodes"
-        return Decision(
-            certified=proven, bound=smallest, nodes=len(leaves), relus=relus, limit=limit
-        )
+        return Decision(smallest, len(leaves), relus, limit)
     return _branch(problem, low, nodes, deadline)
 
 
@@ -443,13 +443,8 @@ def _branch(problem: Problem, low: Tensor, nodes: int, deadline: float) -> Decis
     search = BranchAndBound(problem, rough, rate, nodes, deadline)
     limit, smallest = search.run(roots, bounds)
     smallest = min([smallest, *low[low > 0].tolist()])
-    relus = len(problem.slope)
-    decision = Decision(
-        certified=not limit, bound=smallest, nodes=search.nodes, relus=relus, limit=limit
-    )
-    if limit:
-        return decision
-    return replace(decision, leaves=join_nodes(search.proven))
+    leaves = None if limit else join_nodes(search.proven)
+    return Decision(smallest, search.nodes, len(problem.slope), limit, leaves)
 
 
 def _ascend_on_faces(problem: Problem, roots: Nodes, rate: float, deadline: float) -> Nodes:

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
@@ -77,8 +78,8 @@ class Certificate:
     """The outcome of a proof on one ball.
 
     Attributes:
-        certified: every input of the ball is proven to get the label.
-        why: why the proof failed: "bound" (no ReLU of unknown sign is left), "signs" (the signs of
+        why: empty if every input of the ball is proven to get the label. Else why the proof
+            failed: "bound" (no ReLU of unknown sign is left), "signs" (the signs of
             all ReLUs are fixed), "nodes" or "seconds" (the limits), "unbounded" (the bounds
             overflowed: the ball is too large), "broken" (an input of another class was found), or
             "tokens" (near words change the number of tokens, or how others are tokenized).
@@ -86,14 +87,20 @@ class Certificate:
         nodes: number of parts of the ball that were examined.
         places: share of the places of patches that are proven.
         leaves: the proven parts, if the ball was split.
+        seconds: wall time of the proof.
     """
 
-    certified: bool
-    why: Why = ""
+    why: Why
     bound: float = -math.inf
     nodes: int = 0
     places: float = math.nan
     leaves: Nodes | None = None
+    seconds: float = 0.0
+
+    @property
+    def certified(self) -> bool:
+        """Return whether every input of the ball is proven to get the label."""
+        return not self.why
 
 
 def certify_ball(
@@ -101,7 +108,7 @@ def certify_ball(
     sample: Batch,
     label: int,
     eps: float,
-    proof: Proof | None = None,
+    proof: Proof,
     texts: Texts | None = None,
 ) -> Certificate:
     """Try to prove that every input in a ball around a sample gets its label.
@@ -118,9 +125,8 @@ def certify_ball(
     Raises:
         NoRuleError: the model uses an operation that has no rule.
     """
-    proof = proof or Proof()
     if proof.seconds <= 0:
-        return Certificate(certified=False, why="seconds")
+        return Certificate(why="seconds")
     if proof.norm == "patch":
         return _prove_places(net, sample, label, int(eps), proof)
     if texts is not None:
@@ -151,19 +157,13 @@ def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) 
         margins = bound_margins(lambda z: net.forward(z, sample), start, label, module=net.module)
         decision = decide(margins, nodes=proof.nodes, seconds=proof.seconds, leaves=proof.leaves)
     except UnboundedError:
-        return Certificate(certified=False, why="unbounded")
+        return Certificate(why="unbounded")
     # `limit` is the reason why the search ended: "nodes", "seconds" or "signs" (all ReLUs were
-    # split).
-    why: Why = "" if decision.certified else decision.limit  # type: ignore[assignment]
+    # split); empty if the margins are proven.
+    why: Why = decision.limit  # type: ignore[assignment]
     if why == "signs" and not decision.relus:  # no ReLU to split: the bounds alone fail
         why = "bound"
-    return Certificate(
-        certified=decision.certified,
-        why=why,
-        bound=decision.bound,
-        nodes=decision.nodes,
-        leaves=decision.leaves,
-    )
+    return Certificate(why=why, bound=decision.bound, nodes=decision.nodes, leaves=decision.leaves)
 
 
 def _prove_words(
@@ -177,24 +177,49 @@ def _prove_words(
     """
     substitutes = list_substitutes(texts.reader, texts.drafts[0], k)
     if substitutes is None:  # replacements change how the text is tokenized
-        return Certificate(certified=False, why="tokens")
+        return Certificate(why="tokens")
+    margin, moves = _run_substitutes(net, sample, label, [ids for _, ids in substitutes])
+    if margin < 0:
+        return Certificate(why="broken", bound=margin)
+    if not margin > 0:  # 0 or NaN
+        return Certificate(why="bound", bound=margin)
+    if not substitutes:  # no word can be replaced: only the text itself had to be checked
+        return Certificate(why="", bound=margin)
+    counts = Counter(word for word, _ in substitutes)  # replacements of each word, in order
+    start = hull(net.point(sample), moves, [*counts.values()], k, dtype=net.dtype)
+    return _prove_form(net, sample, label, start, proof)
+
+
+def _run_substitutes(
+    net: Net, sample: Batch, label: int, substitutes: Sequence[Sequence[int]]
+) -> tuple[float, Tensor]:
+    """Run a text, and each text with one word replaced.
+
+    Args:
+        net: a classifier.
+        sample: the text.
+        label: its class.
+        substitutes: the token ids of each text with one word replaced.
+
+    Returns:
+        The smallest margin, logit of the label minus the largest other logit; and the changes of
+        the embeddings by each replacement, (replacements, 1, *shape of the sample).
+    """
     # The sample, then the texts with one word replaced.
     variants = sample.rows(torch.zeros(len(substitutes) + 1, dtype=torch.long))
     token_mask = find_tokens(sample)[0]
-    for row, (_, ids) in zip(variants.x[1:], substitutes, strict=True):
+    for row, ids in zip(variants.x[1:], substitutes, strict=True):
         row[token_mask] = torch.tensor(ids, device=row.device)
     x = net.point(sample)
     moves = []  # change of the embeddings by each replacement; 0 for the sample, the first one
-    margin = math.inf  # smallest logit of the label minus the largest other logit
+    margin = math.inf
     for batch in variants.split(TEXTS_PER_PASS):
         z = net.point(batch)
         logits = net.output(batch)
         # The proof covers embeddings. So the model must get the same logits from embeddings alone,
         # with the token ids of the original text.
-        logits_of_embeddings = net.forward(
-            z, sample.rows(torch.zeros(len(batch), dtype=torch.long))
-        )
-        if not agree(logits, logits_of_embeddings):
+        originals = sample.rows(torch.zeros(len(batch), dtype=torch.long))
+        if not agree(logits, net.forward(z, originals)):
             raise InputError(
                 f"{net.architecture} reads token ids beside their embeddings",
                 "No certificate covers its words: use `lipaudit attack --attack words`.",
@@ -202,15 +227,7 @@ def _prove_words(
         labels = torch.full((len(batch),), label, device=x.device)
         margin = min(margin, float(worst_margins(logits, labels).min()))
         moves.append(z.to(torch.float64) - x)
-    if margin < 0:
-        return Certificate(certified=False, why="broken", bound=margin)
-    if not margin > 0:  # 0 or NaN
-        return Certificate(certified=False, why="bound", bound=margin)
-    if not substitutes:  # no word can be replaced: only the text itself had to be checked
-        return Certificate(certified=True, bound=margin)
-    counts = Counter(word for word, _ in substitutes)  # replacements of each word, in order
-    start = hull(x, torch.cat(moves)[1:, None], [*counts.values()], k, dtype=net.dtype)
-    return _prove_form(net, sample, label, start, proof)
+    return margin, torch.cat(moves)[1:, None]
 
 
 def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> Certificate:
@@ -233,16 +250,12 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
         certificates.append(certificate)
         if certificate.why in ("broken", "seconds"):  # later choices cannot change the verdict
             break
-    failed = [certificate for certificate in certificates if not certificate.certified]
-    why: Why = ""
-    if failed:
-        why = failed[-1].why
+    failures = [certificate.why for certificate in certificates if certificate.why]
     return Certificate(
-        certified=not failed,
-        why=why,
+        why=failures[-1] if failures else "",
         bound=min(certificate.bound for certificate in certificates),
         nodes=sum(certificate.nodes for certificate in certificates),
-        places=(len(certificates) - len(failed)) / math.comb(places, k),
+        places=(len(certificates) - len(failures)) / math.comb(places, k),
     )
 
 
@@ -251,24 +264,21 @@ def _prove_box(
 ) -> Certificate:
     """Try to prove the label for a box of inputs, by cutting the box into smaller boxes.
 
-    Every box gets one pass and a few splits of ReLUs. If the proof fails, the box is cut in two
-    at the centre of one pixel: the pixel with the largest effect on the smallest margin, half the
-    width of the pixel times the gradient at the centre of the box. The mean gradient is added,
-    because the gradient of a wide pixel may be 0 at the centre.
+    Every box gets one pass through the model and a few splits of ReLUs. If the proof fails, the
+    box is cut in two.
     """
-    parts = [(low, high)]  # boxes that are still to be proven
+    boxes = [(low, high)]  # still to be proven
     nodes = 0
     smallest = math.inf
     limited = replace(proof, nodes=min(proof.nodes, NODES_PER_BOX))
-    labels = torch.tensor([label], device=low.device)
-    while parts:
+    while boxes:
         if proof.seconds <= 0:
-            return Certificate(certified=False, why="seconds", bound=smallest, nodes=nodes)
+            return Certificate(why="seconds", bound=smallest, nodes=nodes)
         if nodes >= proof.nodes:
-            return Certificate(certified=False, why="nodes", bound=smallest, nodes=nodes)
-        low, high = parts.pop()
-        centre = (low + high) / 2
+            return Certificate(why="nodes", bound=smallest, nodes=nodes)
+        low, high = boxes.pop()
         nodes += 1
+        centre = (low + high) / 2
         # In double precision: a radius that is rounded down would not cover the ends of the box.
         middle = centre.to(torch.float64)
         radius = torch.maximum(middle - low.to(torch.float64), high.to(torch.float64) - middle)
@@ -277,45 +287,48 @@ def _prove_box(
         smallest = min(smallest, certificate.bound)
         if certificate.certified:
             continue
-        with torch.enable_grad():
-            z = centre.clone().requires_grad_()
-            margin = worst_margins(net.forward(z, sample), labels)
-        gradient = pull((z, margin), torch.ones_like(margin)).abs()
-        if float(margin.detach()) < 0:  # the centre gets another class
-            return Certificate(
-                certified=False, why="broken", bound=float(margin.detach()), nodes=nodes
-            )
-        # Cut in two at the centre of the pixel with the largest effect.
-        pixel = (radius * (gradient + gradient.mean())).flatten().argmax()
+        margin, gradient = _find_gradient(net, sample, label, centre)
+        if margin < 0:  # the centre gets another class
+            return Certificate(why="broken", bound=margin, nodes=nodes)
+        # Cut in two at the centre of the pixel with the largest effect on the margin: half the
+        # width of the pixel times the gradient. The mean gradient is added, because the gradient
+        # of a wide pixel may be 0 at the centre.
+        pixel = (radius * (gradient + gradient.mean())).argmax()
         cut = centre.view(-1)[pixel]
         below = high.clone()
         above = low.clone()
         below.view(-1)[pixel] = cut
         above.view(-1)[pixel] = cut
-        parts += [(low, below), (above, high)]
-    return Certificate(certified=True, bound=smallest, nodes=nodes)
+        boxes += [(low, below), (above, high)]
+    return Certificate(why="", bound=smallest, nodes=nodes)
 
 
-def choose_order(net: Net, sample: Batch, order: str = "auto", inputs: int = 0) -> int:
+def _find_gradient(net: Net, sample: Batch, label: int, x: Tensor) -> tuple[float, Tensor]:
+    """Return the smallest margin of the label at x, and the size of its gradient, (*shape)."""
+    with torch.enable_grad():
+        z = x.clone().requires_grad_()
+        margin = worst_margins(net.forward(z, sample), torch.tensor([label], device=x.device))
+    gradient = pull((z, margin), torch.ones_like(margin)).abs()
+    return float(margin.detach()), gradient
+
+
+def choose_order(order: str, inputs: int) -> int:
     """Return the order of the proof: 1 or 2 as given, or for "auto" 2 if there are few inputs.
 
     Order 1 uses affine functions of the input. Order 2 adds products of pairs of inputs: it is
     tighter and slower.
 
     Args:
-        net: a classifier.
-        sample: one sample.
         order: "1", "2" or "auto".
-        inputs: number of entries of the sample that change at once; 0: count them.
+        inputs: number of entries of the sample that change at once.
     """
     if order != "auto":
         return int(order)
-    inputs = inputs or _count_inputs(net, sample)
     pairs = inputs * (inputs + 1) // 2
     return 2 if pairs <= MOST_PAIRS else 1
 
 
-def _count_inputs(net: Net, sample: Batch) -> int:
+def count_entries(net: Net, sample: Batch) -> int:
     """Count the entries of a sample that may change: pixels, or entries of token embeddings."""
     free = net.free(sample)
     point = net.point(sample)
@@ -324,35 +337,20 @@ def _count_inputs(net: Net, sample: Batch) -> int:
     return int(free.sum()) * point.shape[-1]
 
 
-def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
+def require_room(net: Net, sample: Batch, order: int, inputs: int) -> None:
     """Refuse a proof whose pass through the model does not fit into the memory of its device.
 
-    Every tensor is stored with a row of coefficients for each symbol that exists so far, and
-    several tensors exist at once. Symbols are the inputs (at order 2 also pairs of inputs), and at
-    most one error for each number that an innermost module returns. `inputs` is the number of
-    entries that change at once (0: count them).
+    Args:
+        net: a classifier.
+        sample: one sample.
+        order: order of the proof.
+        inputs: number of entries of the sample that change at once.
 
     Raises:
         InputError: the message states the memory needed.
     """
-    numbers: list[int] = []  # of entries that each innermost module returns
-
-    def count(_name: str, _args: object, out: object) -> None:
-        if isinstance(out, Tensor):
-            numbers.append(out.numel())
-
-    innermost = (part for part in net.module.named_modules() if not any(part[1].children()))
-    with watch_modules(innermost, count), torch.no_grad():
-        net.output(sample)
-    inputs = inputs or _count_inputs(net, sample)
-    rows = inputs
-    if order == 2:
-        rows += inputs * (inputs + 1) // 2
-    largest = rows * net.point(sample).numel()  # numbers of the largest form
-    for number in numbers:
-        rows += number
-        largest = max(largest, rows * number)
-    needed = TENSORS_AT_ONCE * torch.finfo(net.dtype).bits // 8 * largest
+    needed = TENSORS_AT_ONCE * torch.finfo(net.dtype).bits // 8
+    needed *= _count_coefficients(net, sample, order, inputs)
     if net.device.type == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
@@ -367,6 +365,32 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
         f"{order}, and {net.device.type} has {memory / 2**30:,.0f}",
         advice,
     )
+
+
+def _count_coefficients(net: Net, sample: Batch, order: int, inputs: int) -> int:
+    """Return the largest number of coefficients of a tensor in a proof.
+
+    Every tensor has a row of coefficients for each symbol (unknown) that exists so far. Symbols
+    are the inputs (at order 2 also pairs of inputs), and at most one error for each number that an
+    innermost module returns. Arguments as in `require_room`.
+    """
+    numbers: list[int] = []  # of entries that each innermost module returns
+
+    def count(_name: str, _args: object, out: object) -> None:
+        if isinstance(out, Tensor):
+            numbers.append(out.numel())
+
+    innermost = (part for part in net.module.named_modules() if not any(part[1].children()))
+    with watch_modules(innermost, count), torch.no_grad():
+        net.output(sample)
+    rows = inputs
+    if order == 2:
+        rows += inputs * (inputs + 1) // 2
+    largest = rows * net.point(sample).numel()
+    for number in numbers:
+        rows += number
+        largest = max(largest, rows * number)
+    return largest
 
 
 def require_rules(net: Net, sample: Batch) -> None:

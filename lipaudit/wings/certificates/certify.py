@@ -163,7 +163,7 @@ def make_proof(net: Net, sample: Batch, options: CertifyOptions, seconds: float)
 
     return Proof(
         norm=options.norm or "linf",
-        order=choose_order(net, sample, options.order, options.count_inputs(net, sample)),
+        order=choose_order(options.order, options.count_inputs(net, sample)),
         nodes=sys.maxsize if options.most_nodes is None else options.most_nodes,
         deadline=time.monotonic() + seconds,
         patch=options.choose_patch(net),
@@ -223,7 +223,7 @@ def _require_memory(net: Net, batch: Batch, options: CertifyOptions) -> None:
     for _, i in sorted(index_of_length.items()):
         sample = batch[i : i + 1].trim().to(net.device, net.dtype)
         inputs = options.count_inputs(net, sample)
-        largest[choose_order(net, sample, options.order, inputs)] = (sample, inputs)
+        largest[choose_order(options.order, inputs)] = (sample, inputs)
     for order, (sample, inputs) in largest.items():
         require_room(net, sample, order, inputs)
 
@@ -234,18 +234,13 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
 
     # No proof was tried for a ball inside a certified ball, which is certified, too; nor for a
     # ball that contains a broken ball, for which these values are not read.
-    untried = Certificate(certified=True, places=1.0)
-    certificates = []
-    robust = []
-    places = []
+    untried = Certificate(why="", places=1.0 if options.counted == "patch" else math.nan)
     radii = [float(radius) for radius in options.eps]
-    for eps in radii:
-        certificate = bracket.certificates.get(eps, untried)
-        is_robust = bracket.correct and bracket.adversarial_radius > eps
-        certificates.append(certificate)
-        robust.append(is_robust)
+    certificates = [bracket.certificates.get(eps, untried) for eps in radii]
+    robust = [bracket.correct and bracket.adversarial_radius > eps for eps in radii]
+    places = []  # only of samples that are not broken
+    for certificate, is_robust in zip(certificates, robust, strict=True):
         places.append(certificate.places if is_robust else math.nan)
-    seconds = [bracket.seconds.get(eps, 0.0) for eps in radii]
     values = {
         "label": bracket.label,
         "predicted": bracket.predicted,
@@ -256,20 +251,31 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
         "why": [certificate.why for certificate in certificates],
         "nodes": [certificate.nodes for certificate in certificates],
         "places": places,
-        "seconds": seconds,
+        "seconds": [certificate.seconds for certificate in certificates],
     }
-    if options.counted != "patch":  # only patches have places
-        values["places"] = [math.nan] * len(radii)
     if options.radius:
-        # No radius for a misclassified sample; 0 if no ball was certified.
-        values["radius"] = math.nan
-        if bracket.correct:
-            values["radius"] = max(bracket.certified_radius, 0.0)
-        values["radius_adversarial"] = bracket.adversarial_radius
-        values["passes"] = len(bracket.certificates)
-        # Seconds of the radius search: all proofs without those of --eps.
-        values["searching"] = sum(bracket.seconds.values()) - sum(seconds)
+        values |= _read_search(bracket, radii)
     return values
+
+
+def _read_search(bracket: Bracket, radii: Sequence[float]) -> dict[str, float]:
+    """Return the results of the radius search of a sample, by name.
+
+    `radii` are those of --eps, whose proofs are no part of the search.
+    """
+    radius = math.nan  # of a misclassified sample
+    if bracket.correct:
+        radius = max(bracket.certified_radius, 0.0)  # 0 if no ball was certified
+    searching = 0.0
+    for eps, certificate in bracket.certificates.items():
+        if eps not in radii:
+            searching += certificate.seconds
+    return {
+        "radius": radius,
+        "radius_adversarial": bracket.adversarial_radius,
+        "passes": len(bracket.certificates),
+        "searching": searching,
+    }
 
 
 def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:

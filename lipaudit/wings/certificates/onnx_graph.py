@@ -46,10 +46,7 @@ class Graph:
 
     def __init__(self, path: Path) -> None:
         """Read an ONNX file: the weights, the input, the output, and the steps in order."""
-        advice = "pip install 'lipaudit[onnx]'"
-        with explain_failure("ONNX needs the library `onnx`", advice, ImportError):
-            import onnx
-
+        onnx = _import_onnx()
         advice = "Give a network with one input and one output."
         with explain_failure(f"{path} cannot be read as ONNX", advice, Exception):
             model = onnx.load(path)
@@ -101,6 +98,14 @@ class Graph:
                 if self.last_step[name] == i:
                     del values[name]
         return values[end].reshape(1, -1)
+
+
+def _import_onnx() -> Any:
+    """Import the library `onnx`, or raise an `InputError` that says how to install it."""
+    advice = "pip install 'lipaudit[onnx]'"
+    with explain_failure("ONNX needs the library `onnx`", advice, ImportError):
+        import onnx
+    return onnx
 
 
 def _read_value(value: Any) -> Any:
@@ -240,10 +245,7 @@ def export_onnx(net: Net, sample: Batch) -> bytes:
     Raises:
         InputError: `onnx` is not installed, or torch cannot express an operation in ONNX.
     """
-    advice = "pip install 'lipaudit[onnx]'"
-    with explain_failure("ONNX needs the library `onnx`", advice, ImportError):
-        import onnx
-
+    onnx = _import_onnx()
     text = f"{net.architecture} cannot be written as ONNX"
     advice = "Leave --export out."
     content = b""

@@ -276,18 +276,15 @@ class CertifyOptions(MeasureOptions):
         return (self.patch_size, self.patch_size)
 
     def count_inputs(self, net: Net, sample: Batch) -> int:
-        """Return how many inputs a proof varies: pixels of patches, or near words.
-
-        0 for balls, or if the patch size is unknown: then the caller counts the entries of the
-        sample.
-        """
+        """Return how many inputs a proof varies: pixels of patches, near words, or all entries."""
         from lipaudit.attacks.rewriting import NEIGHBOURS
+        from lipaudit.wings.certificates.certificate import count_entries
 
         if self.counted == "words":
             return NEIGHBOURS * sample.x.shape[1]
         patch = self.choose_patch(net)
-        if patch is None:
-            return 0
+        if patch is None:  # a ball, or the size of patches is unknown
+            return count_entries(net, sample)
         patches = max(map(float, self.eps), default=0)
         return int(patches) * net.input_shape[0] * math.prod(patch)
 

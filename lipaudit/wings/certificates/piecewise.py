@@ -38,8 +38,7 @@ def relu(input: Form, inplace: bool = False) -> Form:
     A form bounds a tensor over a ball of inputs: centre + coefficients . symbols +- slack. On the
     ball, z is in [l, u]. If l < 0 < u, max(z, 0) lies between a z and a z + 2 m with
     a = u / (u - l) and 2 m = max(-a l, (1 - a) u), and eps in [-1, 1] is a new symbol. Otherwise
-    the sign of z is known: a is 0 or 1, and m = 0. ReLUs with an unknown sign are recorded for
-    branch and bound (`branch`).
+    the sign of z is known: a is 0 or 1, and m = 0.
     """
     symbols = input.symbols
     dtype = symbols.dtype
@@ -57,23 +56,33 @@ def relu(input: Form, inplace: bool = False) -> Form:
     # The key of a block is the number of its first symbol. So no empty block is made: it would
     # have the key of the next block.
     if is_mixed.any():
-        errors = symbols.add_errors(m)
-        blocks = [*blocks, errors]
-        # Branch and bound needs z as a function of the symbols.
-        call = ReluCall(
-            centre=input.centre[is_mixed],
-            generators=input.select_entries(is_mixed),
-            slack=input.slack[is_mixed],
-            slope=a[is_mixed],
-            offset=m[is_mixed].to(DOUBLE),
-            first=errors.key,
-        )
-        symbols.relu_calls.append(call)
+        blocks = [*blocks, symbols.add_errors(m)]
+        _record_relus(input, a, m)
     centre = a * input.centre + m
     rounding = gamma(2, DOUBLE) * (centre.abs() + m)
     rounding = rounding + gamma(1, dtype) * a * input.symbol_radius * is_mixed
     slack = round_up(a * input.slack + rounding + symbols.count * tiny(dtype) * is_mixed)
     return Form(centre, dense, slack, symbols, blocks=blocks)
+
+
+def _record_relus(z: Form, a: Tensor, m: Tensor) -> None:
+    """Record the ReLUs a z + m (1 + eps) with m > 0 for branch and bound, which splits their sign.
+
+    Their symbols eps are the newest ones. z is a form (centre + coefficients . symbols +- slack),
+    so branch and bound knows it as a function of the symbols.
+    """
+    symbols = z.symbols
+    is_mixed = m > 0  # the sign of z is unknown
+    first = symbols.count - int(is_mixed.sum())
+    call = ReluCall(
+        centre=z.centre[is_mixed],
+        generators=z.select_entries(is_mixed),
+        slack=z.slack[is_mixed],
+        slope=a[is_mixed],
+        offset=m[is_mixed].to(DOUBLE),
+        numbers=torch.arange(first, symbols.count, device=z.device),
+    )
+    symbols.relu_calls.append(call)
 
 
 def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -> Form:

@@ -117,87 +117,72 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
         numbers: largest number of coefficients.
     """
     symbols = margins.symbols
-    reading = _read_relus(margins)
-    calls = reading.calls
-    # The rows of the margins, then those of each call's ReLUs.
+    calls = _list_needed_relus(margins)
+    numbers_of_relus = torch.cat([call.numbers for call in calls])  # of their error symbols
+    # The margins, then the inputs of the ReLUs of each call.
     forms = [(margins.centre, margins.generators, margins.slack)]
     forms += [(call.centre, call.generators, call.slack) for call in calls]
     row_count = sum(len(centre) for centre, _, _ in forms)
     # Symbols that get a column in any case: those of the input and of the ReLUs.
-    always = torch.cat([torch.arange(symbols.inputs, device=margins.device), reading.symbols])
+    always = torch.cat([torch.arange(symbols.inputs, device=margins.device), numbers_of_relus])
     # Number of further columns, each of which has a coefficient in every row.
     room = numbers // row_count - len(always)
     stacks = [generators for _, generators, _ in forms]
     has_column = _choose_columns(symbols, stacks, always, max(room, 0))
-    parts = []
-    # Each form becomes rows centre + slopes @ (symbols with a column) +- spread.
-    for centre, generators, slack in forms:
-        # A form has no coefficients of symbols created after it: their columns are zeros.
-        present = has_column[: len(generators)]
-        missing = int(has_column.sum()) - int(present.sum())
-        slopes = F.pad(generators[present].mT.to(DOUBLE), (0, missing))
-        # The radius of everything without a column: quadratic part, other errors, and slack.
-        low, high = symbols.quadratic_range(generators)
-        errors = symbols.bound_parts(generators * ~present[:, None]).errors
-        spread = round_up(errors + torch.maximum(-low, high) + slack)
-        parts.append(SymbolRows(centre, slopes, spread))
+    of_margins, *of_calls = (_make_rows(symbols, *form, has_column) for form in forms)
     column_of_symbol = has_column.cumsum(0) - 1
+    depths = [torch.full_like(call.numbers, depth) for depth, call in enumerate(calls)]
     return Problem(
-        margins=parts[0],
-        relus=SymbolRows(*(torch.cat(values) for values in zip(*parts[1:], strict=True))),
+        margins=of_margins,
+        relus=SymbolRows(*map(torch.cat, zip(*of_calls, strict=True))),
         slope=torch.cat([call.slope for call in calls]),
         offset=torch.cat([call.offset for call in calls]),
-        columns=column_of_symbol[reading.symbols],
-        depth=reading.depths,
+        columns=column_of_symbol[numbers_of_relus],
+        depth=torch.cat(depths),
         inputs=symbols.inputs,
         symbols=symbols,
     )
 
 
-class ReluReading(NamedTuple):
-    """The ReLUs that margins depend on.
-
-    Attributes:
-        calls: the ReLUs of each call, first call first.
-        symbols: (k,), number of the error symbol of each ReLU of all calls.
-        depths: (k,), index of its call.
-    """
-
-    calls: list[ReluCall]
-    symbols: Tensor
-    depths: Tensor
-
-
-def _read_relus(margins: Form) -> ReluReading:
+def _list_needed_relus(margins: Form) -> list[ReluCall]:
     """Return the ReLUs of unknown sign that margins depend on, directly or through other ReLUs.
 
     The output of such a ReLU has an error symbol of its own. A margin or ReLU that depends on this
-    output has a nonzero coefficient of the symbol.
+    output has a nonzero coefficient of the symbol. The calls of the model are in their order.
     """
     symbols = margins.symbols
     is_read = torch.zeros(symbols.count, dtype=torch.bool, device=margins.device)
     is_read[: len(margins.generators)] = (margins.generators != 0).any(1)
     calls = []
-    numbers = []
-    depths = []
     # Backwards: `is_read` marks the symbols on which margins or ReLUs found so far depend.
-    for depth, call in reversed(list(enumerate(symbols.relu_calls))):
-        numbers_of_call = call.first + torch.arange(len(call.slope), device=margins.device)
-        chosen = is_read[numbers_of_call]
-        generators = call.generators[:, chosen]
-        is_read[: len(generators)] |= (generators != 0).any(1)
-        part = ReluCall(
-            centre=call.centre[chosen],
-            generators=generators,
-            slack=call.slack[chosen],
-            slope=call.slope[chosen],
-            offset=call.offset[chosen],
-            first=call.first,
-        )
-        calls.append(part)
-        numbers.append(numbers_of_call[chosen])
-        depths.append(torch.full_like(numbers_of_call[chosen], depth))
-    return ReluReading(calls[::-1], torch.cat(numbers[::-1]), torch.cat(depths[::-1]))
+    for call in reversed(symbols.relu_calls):
+        needed = call.select(is_read[call.numbers])
+        is_read[: len(needed.generators)] |= (needed.generators != 0).any(1)
+        calls.append(needed)
+    return calls[::-1]
+
+
+def _make_rows(
+    symbols: Symbols, centre: Tensor, generators: Tensor, slack: Tensor, has_column: Tensor
+) -> SymbolRows:
+    """Return the entries of a form as rows centre + slopes @ (symbols with a column) +- spread.
+
+    Args:
+        symbols: the symbols (unknowns in [-1, 1]) of the pass.
+        centre: (rows,), an entry for each row.
+        generators: (symbols, rows), the coefficients.
+        slack: (rows,), the radius of a further error.
+        has_column: (all symbols,), True for symbols that get a column.
+    """
+    # A form has no coefficients of symbols created after it: their columns are zeros.
+    present = has_column[: len(generators)]
+    missing = int(has_column.sum()) - int(present.sum())
+    slopes = F.pad(generators[present].mT.to(DOUBLE), (0, missing))
+    # The radius of everything without a column: quadratic part, other errors, and slack.
+    low, high = symbols.quadratic_range(generators)
+    errors = symbols.bound_parts(generators * ~present[:, None]).errors
+    spread = round_up(errors + torch.maximum(-low, high) + slack)
+    return SymbolRows(centre, slopes, spread)
 
 
 def _choose_columns(

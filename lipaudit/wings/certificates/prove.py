@@ -35,24 +35,50 @@ if TYPE_CHECKING:
 
 
 OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
-    *(affine.add, affine.sub, affine.neg, affine.linear, affine.dropout, affine.where),
-    *(bilinear.matmul, bilinear.mul, bilinear.div),
-    *(rearrangements.expand, rearrangements.cat, rearrangements.stack),
-    *(rearrangements.masked_fill, rearrangements.pad, rearrangements.unfold),
-    *(bilinear.einsum, bilinear.addmm),
-    *(mixing.softmax, mixing.log_softmax, mixing.logsumexp),
-    *(mixing.scaled_dot_product_attention, mixing.multi_head_attention_forward),
-    *(
-        normalisations.layer_norm,
-        normalisations.rms_norm,
-        normalisations.batch_norm,
-        normalisations.group_norm,
-    ),
-    *(normalisations.vector_norm, normalisations.normalize),
-    *(piecewise.relu, piecewise.leaky_relu, piecewise.prelu),
-    *(piecewise.hardsigmoid, piecewise.hardswish, piecewise.clamp, piecewise.max_pool2d),
-    *(piecewise.maximum, piecewise.minimum, piecewise.amax, piecewise.amin),
-    *(curves.gelu, curves.silu, curves.elu, curves.softplus, curves.glu),
+    affine.add,
+    affine.sub,
+    affine.neg,
+    affine.linear,
+    affine.dropout,
+    affine.where,
+    bilinear.matmul,
+    bilinear.mul,
+    bilinear.div,
+    bilinear.einsum,
+    bilinear.addmm,
+    rearrangements.expand,
+    rearrangements.cat,
+    rearrangements.stack,
+    rearrangements.masked_fill,
+    rearrangements.pad,
+    rearrangements.unfold,
+    mixing.softmax,
+    mixing.log_softmax,
+    mixing.logsumexp,
+    mixing.scaled_dot_product_attention,
+    mixing.multi_head_attention_forward,
+    normalisations.layer_norm,
+    normalisations.rms_norm,
+    normalisations.batch_norm,
+    normalisations.group_norm,
+    normalisations.vector_norm,
+    normalisations.normalize,
+    piecewise.relu,
+    piecewise.leaky_relu,
+    piecewise.prelu,
+    piecewise.hardsigmoid,
+    piecewise.hardswish,
+    piecewise.clamp,
+    piecewise.max_pool2d,
+    piecewise.maximum,
+    piecewise.minimum,
+    piecewise.amax,
+    piecewise.amin,
+    curves.gelu,
+    curves.silu,
+    curves.elu,
+    curves.softplus,
+    curves.glu,
     curves.square,
 )
 """Rules of the operations that have their name."""
@@ -60,8 +86,10 @@ OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
 RULES: dict[str, Callable[..., Any]] = {
     **{rule.__name__: rule for rule in OF_THE_SAME_NAME},
     # Affine operations.
-    **dict.fromkeys(("to", "float", "double", "type", "type_as"), affine.cast_form),
-    **dict.fromkeys(("contiguous", "detach", "data"), affine.cast_form),
+    **dict.fromkeys(
+        ("to", "float", "double", "type", "type_as", "contiguous", "detach", "data"),
+        affine.cast_form,
+    ),
     "clone": lambda input, *, memory_format=None: input.copy(),
     "negative": affine.neg,
     "radd": affine.add,
@@ -77,10 +105,9 @@ RULES: dict[str, Callable[..., Any]] = {
     "adaptive_avg_pool1d": affine.make_pooling(F.adaptive_avg_pool1d, 1),
     "adaptive_avg_pool2d": affine.make_pooling(F.adaptive_avg_pool2d, 2),
     # Entries elsewhere, and new tensors.
-    **{name: make_rearrangement(name) for name in rearrangements.MOVE_METHODS},
     **{
         name: make_rearrangement(name)
-        for name in ("gather", "take_along_dim", "repeat_interleave")
+        for name in (*rearrangements.MOVE_METHODS, "gather", "take_along_dim", "repeat_interleave")
     },
     "view": make_rearrangement("reshape"),
     **dict.fromkeys(("view_as", "reshape_as"), lambda x, other: x.reshape(other.shape)),
@@ -365,7 +392,7 @@ def _subtract_logits(logits: Form, label: int) -> Form:
     identity = torch.eye(classes, dtype=DOUBLE, device=logits.device)
     is_other = torch.arange(classes, device=logits.device) != label
     differences = (identity[label] - identity)[is_other]
-    return linear_map(logits, lambda t, w: t @ w.mT, differences, roundings=2)
+    return linear_map(logits, F.linear, differences, roundings=2)
 
 
 def _find_proven_share(margins: Form) -> float:

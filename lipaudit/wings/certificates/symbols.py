@@ -72,8 +72,8 @@ class ReluCall:
 
     Attributes:
         centre, generators, slack: of the forms z, (k,), (rows, k) and (k,).
-        slope, offset: a and m.
-        first: number of the symbol of the first; the others follow.
+        slope, offset: a and m, (k,).
+        numbers: number of the symbol eps of each ReLU, (k,).
     """
 
     centre: Tensor
@@ -81,7 +81,11 @@ class ReluCall:
     slack: Tensor
     slope: Tensor
     offset: Tensor
-    first: int
+    numbers: Tensor
+
+    def select(self, mask: Tensor) -> ReluCall:
+        """Return the ReLUs where a mask (k,) is True."""
+        return ReluCall(*(values[..., mask] for values in vars(self).values()))
 
 
 class Symbols:

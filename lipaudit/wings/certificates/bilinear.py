@@ -141,19 +141,12 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
         _add_linear_product(dense, x, y, f, remainder.is_product_kept)
     # The slack of each factor times the centre of the other, and the rest of f(dx, dy).
     slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder.radius
-    slack = _add_rounding(slack, x, y, f, radius)
-    slack = slack + gamma(4, DOUBLE) * remainder.shift.abs()
+    slack = _add_rounding(slack, x, y, f, radius, remainder.shift)
     # The centre of the result is its value with all symbols 0. Then x and y are at their centres,
     # so dx = -centre_shift, and c_x c_y + dx c_y + c_x dy is the following difference.
     centre = f(x.centre, y.centre) - f(x.centre_shift, y.centre_shift)
-    slack = round_up(slack, _count_terms(x, f) + 16)
     blocks = [*blocks, *new_blocks]
     return Form(centre + remainder.shift, dense, slack, symbols, blocks=blocks)
-
-
-def _count_terms(x: Form, f: Bilinear) -> int:
-    """Return the number of products in the sum of each entry of f(x, y): matmul or mul."""
-    return x.shape[-1] if f is torch.matmul else 1
 
 
 def _bound_deviations(
@@ -205,7 +198,9 @@ def _add_linear_product(
     x.symbols.add_products(dense, x_linear, y.dense[:n], multiply)
 
 
-def _add_rounding(slack: Tensor, x: Form, y: Form, f: Bilinear, radius: Tensor) -> Tensor:
+def _add_rounding(
+    slack: Tensor, x: Form, y: Form, f: Bilinear, radius: Tensor, shift: Tensor
+) -> Tensor:
     """Return the slack of f(x, y) plus bounds of all rounding errors of its computation.
 
     Args:
@@ -214,10 +209,13 @@ def _add_rounding(slack: Tensor, x: Form, y: Form, f: Bilinear, radius: Tensor) 
         y: a form.
         f: torch.matmul or torch.mul.
         radius: (*shape), a bound of f(x, y) - f(c_x, c_y) around the shifted centres c.
+        shift: what is added to the centre.
     """
     symbols = x.symbols
     dtype = symbols.dtype
-    terms = _count_terms(x, f)
+    terms = 1  # of the sum in each entry
+    if f is torch.matmul:
+        terms = x.shape[-1]
     x_size = x.shifted_centre.abs()
     y_size = y.shifted_centre.abs()
     # Coefficients have the precision of their dtype, centres float64.
@@ -226,7 +224,9 @@ def _add_rounding(slack: Tensor, x: Form, y: Form, f: Bilinear, radius: Tensor) 
     # Underflow: each product with a coefficient may be off by the smallest normal number.
     count = max(x.symbol_count, y.symbol_count, symbols.first_error)
     sizes = 1 + x_size.sum() + y_size.sum()
-    return slack + 8 * count * terms * tiny(dtype) * sizes
+    slack = slack + 8 * count * terms * tiny(dtype) * sizes
+    slack = slack + gamma(4, DOUBLE) * shift.abs()
+    return round_up(slack, terms + 16)
 
 
 def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.wings.certificates.affine import add, scale
-from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError
+from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError, require_finite
 from lipaudit.wings.certificates.rounding import DOUBLE, LIBRARY_ULPS, gamma, round_up, tiny
 
 GRID_POINTS = 65
@@ -91,14 +91,12 @@ def relax(
     low, high = z.range()
     low = low.clamp(*known_range)
     high = high.clamp(*known_range)
-    if not (torch.isfinite(low) & torch.isfinite(high)).all():
-        raise UnboundedError
+    require_finite(low, high)
     if positive and not (low > 0).all():
         raise UnboundedError
     slope, bend = f.find_slopes((low + high) / 2)
     parabola = _choose_parabola(z, f, low, high, slope, bend)
-    if not (torch.isfinite(parabola.a) & torch.isfinite(parabola.b)).all():
-        raise UnboundedError
+    require_finite(*parabola)
     least, largest = _bound_at_points(z.shifted_centre, f, low, high, parabola)
     widening = _bound_between_points(f, low, high, bend, parabola)
     least = least - widening

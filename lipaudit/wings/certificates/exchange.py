@@ -151,38 +151,27 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
             damaged.
     """
     section = report.section("certify")
-    before = report.run
     if section is None or not section.ids or not section.rows:
         raise InputError("the report has no certificates", "Write one: certify -o report.json.")
     options = CertifyOptions.parse(section.settings)
     if options.counted:
         raise InputError(f"certificates of {options.counted} are not repeated", "Only balls are.")
-    # Load the model and the samples of the report again, with its options.
-    run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
-    plan = {"certify": options}
-    count = {"certify": len(section.ids)}
-    job = prepare(Request(before.model.spec, plan, RunOptions.parse(run), count))
-    if not _is_report_of(job, section, options, before):
-        raise InputError(
-            "the report does not fit its model, its samples or its own verdicts",
-            "Verify the report as it was written, where its model and data are.",
-        )
+    job = _load_again(report, section, options)
     if proofs is not None and not zipfile.is_zipfile(proofs):
         raise InputError(
             f"{proofs} is no file of --proofs", "Write one: certify --proofs FILE.npz."
         )
-    radii = _list_certified(section, options)
-    columns: Mapping[str, Any] = section.samples
+    predicted: dict[str, Any] = dict(zip(section.ids, section.samples["predicted"], strict=True))
+    radii = _find_certified(section, options)
     net = job.net
     _, batches = job.batches("certify")
     for batch in batches:
         for sample in batch.to(net.device, net.dtype).split(1):
             (name,) = sample.ids
-            i = section.ids.index(name)
-            radius = radii[i]
-            if radius is None:  # the report certifies no ball of this sample
+            if name not in radii:  # the report certifies no ball of this sample
                 continue
-            label = columns["predicted"][i]
+            radius = radii[name]
+            label = predicted[name]
             if sample.y is not None and int(sample.y) >= 0:
                 label = int(sample.y)
             # With the stored parts of the ball (leaves) the proof is evaluated without a search.
@@ -193,16 +182,37 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
             yield name, radius.text, result.certified
 
 
-def _list_certified(section: Section, options: CertifyOptions) -> list[Radius | None]:
-    """Return the largest certified radius of each sample of a report; None for no radius."""
-    columns: Mapping[str, Any] = section.samples
-    largest: list[Radius | None] = [None] * len(section.ids)
+def _load_again(report: Report, section: Section, options: CertifyOptions) -> Job:
+    """Load the model and the samples of a report again, with its options.
+
+    `section` has the certificates of the report, and `options` are the options of their run.
+
+    Raises:
+        InputError: the model, the samples or the verdicts are not those of the report.
+    """
+    before = report.run
+    run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
+    plan = {"certify": options}
+    count = {"certify": len(section.ids)}
+    job = prepare(Request(before.model.spec, plan, RunOptions.parse(run), count))
+    if not _is_report_of(job, section, options, before):
+        raise InputError(
+            "the report does not fit its model, its samples or its own verdicts",
+            "Verify the report as it was written, where its model and data are.",
+        )
+    return job
+
+
+def _find_certified(section: Section, options: CertifyOptions) -> dict[str, Radius]:
+    """Return the largest certified radius of each sample of a report that has one."""
+    largest: dict[str, Radius] = {}
     pairs = zip(options.eps, section.rows, strict=True)
     # Smallest radius first: larger ones overwrite it.
     for radius, row in sorted(pairs, key=lambda pair: float(pair[0])):
-        for i, certified in enumerate(columns[row.trial.column("certified")]):
-            if certified:
-                largest[i] = radius
+        certified = section.samples[row.trial.column("certified")]
+        largest |= {
+            name: radius for name, flag in zip(section.ids, certified, strict=True) if flag
+        }
     return largest
 
 

@@ -22,28 +22,91 @@ PARTS = ("centre", "dense", "blocks", "slack")
 
 METADATA = frozenset(
     (
-        *("shape", "dtype", "device", "layout", "ndim", "size", "dim", "ndimension", "len"),
-        *("numel", "nelement", "stride", "is_contiguous", "storage_offset", "element_size"),
-        *("itemsize", "nbytes", "hash", "names", "requires_grad", "grad", "grad_fn", "is_leaf"),
-        *("is_cpu", "is_cuda", "is_mps", "is_xpu", "is_meta", "is_mkldnn", "is_sparse"),
-        *("is_nested", "is_quantized", "is_floating_point", "is_complex", "get_device"),
-        *("is_sparse_csr", "is_inference", "is_same_size"),
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "size",
+        "dim",
+        "ndimension",
+        "len",
+        "numel",
+        "nelement",
+        "stride",
+        "is_contiguous",
+        "storage_offset",
+        "element_size",
+        "itemsize",
+        "nbytes",
+        "hash",
+        "names",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "is_leaf",
+        "is_cpu",
+        "is_cuda",
+        "is_mps",
+        "is_xpu",
+        "is_meta",
+        "is_mkldnn",
+        "is_sparse",
+        "is_nested",
+        "is_quantized",
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "is_sparse_csr",
+        "is_inference",
+        "is_same_size",
     )
 )
 """Attributes of a tensor that do not depend on its values."""
 
 REARRANGEMENTS = (
-    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze"),
-    *("reshape", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
-    *("narrow", "select"),
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "permute",
+    "movedim",
+    "squeeze",
+    "unsqueeze",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "unbind",
+    "chunk",
+    "split",
+    "tensor_split",
+    "narrow",
+    "select",
 )
 """Tensor methods that rearrange entries without copying them."""
 
 VIEWS = frozenset(
     (
-        *(*REARRANGEMENTS, "view", "getitem", "expand", "expand_as", "T", "mT", "data", "real"),
-        *("broadcast_to", "view_as", "reshape_as", "unfold", "type"),
-        *("contiguous", "to", "float", "double", "type_as", "detach", "dropout"),
+        *REARRANGEMENTS,
+        "view",
+        "getitem",
+        "expand",
+        "expand_as",
+        "T",
+        "mT",
+        "data",
+        "real",
+        "broadcast_to",
+        "view_as",
+        "reshape_as",
+        "unfold",
+        "type",
+        "contiguous",
+        "to",
+        "float",
+        "double",
+        "type_as",
+        "detach",
+        "dropout",
     )
 )
 """Operations whose result may share memory with their argument."""
@@ -90,6 +153,12 @@ class UnboundedError(EvaluationError):
 
     def __init__(self) -> None:
         super().__init__("the bounds overflowed: the ball is too large for this model")
+
+
+def require_finite(*bounds: Tensor) -> None:
+    """Raise `UnboundedError` if an entry of some bounds is infinite or NaN."""
+    if not all(bound.isfinite().all() for bound in bounds):
+        raise UnboundedError
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.wings.certificates import affine, curves, rearrangements
-from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError
+from lipaudit.wings.certificates.form import Form, NoRuleError, require_finite
 from lipaudit.wings.certificates.rounding import DOUBLE, LIBRARY_ULPS, gamma, round_up
 from lipaudit.wings.certificates.vector_lengths import Lengths, bound_lengths
 
@@ -173,9 +173,7 @@ def _log_sum(rows: Form, log_p: Form) -> Form:
         log_p: the form of log softmax(s).
     """
     top = rows.centre.argmax(-1, keepdim=True)
-    gather = rearrangements.make_rearrangement("gather")
-    score = gather(rows, -1, top)
-    return affine.sub(score, gather(log_p, -1, top))
+    return affine.sub(rows.gather(-1, top), log_p.gather(-1, top))
 
 
 def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> Form:
@@ -184,9 +182,9 @@ def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> 
         raise NoRuleError("softmax without an axis")
     if dim % input.ndim == input.ndim - 1:
         return rule(input)
-    transpose = rearrangements.make_rearrangement("transpose")
-    result = rule(transpose(input, dim, -1))
-    return transpose(result, dim, -1)
+    rows: Any = input.transpose(dim, -1)
+    result: Any = rule(rows).transpose(dim, -1)
+    return cast("Form", result)
 
 
 class Deviation(NamedTuple):
@@ -227,8 +225,7 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     mean_error = round_up(error * (_sum_row(p * r) + mean_radius), s.shape[-1])
     deviation = Deviation(d, p, r, bound_lengths(d, -1, p.sqrt()), mean_error)
     rho = _bound_log_mean(deviation)
-    if not torch.isfinite(rho.slack).all():
-        raise UnboundedError
+    require_finite(rho.slack)
     # log softmax(c) + d; the slack also covers the rounding of log softmax(c).
     log_p = s.centre.log_softmax(-1).masked_fill(is_masked, 0.0)
     size = 1 + log_p.abs() + s.centre.masked_fill(is_masked, 0.0).abs()

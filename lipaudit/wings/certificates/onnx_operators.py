@@ -125,21 +125,17 @@ def _place_windows(
         return strides, dilations, attributes.get("pads", [0] * 2 * n)
     # SAME: the number of windows is size / stride, rounded up. Padding makes room for the last
     # window.
-    first = []
-    last = []
+    smaller = []
+    larger = []
     for i in range(n):
         needed = dilations[i] * (size[i] - 1)  # entries after the first entry of a window
         available = (x.shape[2 + i] - 1) % strides[i]  # such entries for the last window
         padding = max(needed - available, 0)
-        smaller = padding // 2
-        larger = padding - smaller
-        if kind == "SAME_LOWER":
-            first.append(larger)
-            last.append(smaller)
-        else:
-            first.append(smaller)
-            last.append(larger)
-    return strides, dilations, first + last
+        smaller.append(padding // 2)
+        larger.append(padding - padding // 2)
+    if kind == "SAME_LOWER":
+        return strides, dilations, larger + smaller
+    return strides, dilations, smaller + larger
 
 
 def _convolve(x: Any, w: Any, b: Any = None, group: int = 1, **how: Any) -> Any:

@@ -165,13 +165,17 @@ class CertifyOptions(MeasureOptions):
         """Refuse options that have no meaning together."""
         instead = "verify" if self.verify else "instances"
         if self.verify or self.instances:
-            for known in self.options().values():
-                if self._differs(known) and known.name not in OPTIONS_WITHOUT_MODEL[instead]:
-                    text = f"{known.flags[0]} has no meaning with --{instead}"
-                    raise UsageError(text, "Leave one of the two out.")
+            self._require_only(OPTIONS_WITHOUT_MODEL[instead], f"--{instead}")
         # Raises an error if the attacks do not suit the balls.
         self.trials(self.eps or (ONE_CHANGE if self.counted else PLACEHOLDER_RADIUS,))
         return self
+
+    def _require_only(self, allowed: Sequence[str], use: str) -> None:
+        """Refuse options that are set and not allowed beside another option, named in `use`."""
+        for known in self.options().values():
+            if self._differs(known) and known.name not in allowed:
+                text = f"{known.flags[0]} has no meaning with {use}"
+                raise UsageError(text, "Leave one of the two out.")
 
     @property
     def counted(self) -> Norm | None:
@@ -206,12 +210,10 @@ class CertifyOptions(MeasureOptions):
         if self.counted:
             text = f"with --smooth certificates hold for balls, not for changed {self.counted}"
             raise UsageError(text, "Give radii without a unit: --eps 0.25.")
-        for field, known in self.options().items():
-            value = getattr(self, field)
-            # --norm l2 is allowed: certificates with --smooth are in L2.
-            if self._differs(known) and field not in SMOOTHING_OPTIONS and value != "l2":
-                text = f"{known.flags[0]} has no meaning with --smooth, which counts votes in L2"
-                raise UsageError(text, "Leave one of the two out.")
+        allowed = [*SMOOTHING_OPTIONS]
+        if self.norm == "l2":  # certificates with --smooth are in L2
+            allowed.append("norm")
+        self._require_only(allowed, "--smooth, which counts votes in L2")
         return "smoothing", SmoothingOptions.parse(
             {n: getattr(self, n) for n in SMOOTHING_OPTIONS}
         )

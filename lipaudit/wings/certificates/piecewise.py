@@ -26,8 +26,7 @@ from torch import Tensor
 
 from lipaudit.wings.certificates.affine import add, as_pair, neg, read_axes, scale, sub
 from lipaudit.wings.certificates.curves import round_to
-from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError
-from lipaudit.wings.certificates.rearrangements import make_rearrangement
+from lipaudit.wings.certificates.form import Form, NoRuleError, require_finite
 from lipaudit.wings.certificates.rounding import DOUBLE, cast_up, gamma, round_up, tiny
 from lipaudit.wings.certificates.symbols import ReluCall
 
@@ -43,8 +42,7 @@ def relu(input: Form, inplace: bool = False) -> Form:
     symbols = input.symbols
     dtype = symbols.dtype
     low, high = input.range()
-    if not (torch.isfinite(low) & torch.isfinite(high)).all():
-        raise UnboundedError
+    require_finite(low, high)
     is_mixed = (low < 0) & (high > 0)
     chord = round_to(high / (high - low), dtype).clamp(0, 1)
     a = torch.where(is_mixed, chord, (low >= 0).to(DOUBLE))
@@ -187,13 +185,13 @@ def find_largest(x: Form) -> Form:
     on the ball: 0 if entry i is proven to be the largest everywhere.
     """
     top = x.centre.argmax(-1, keepdim=True)
-    chosen = make_rearrangement("gather")(x, -1, top)
+    chosen: Any = x.gather(-1, top)
     _, high = sub(x, chosen).range()
     # Entry i itself, and masked entries (-inf), are left out of the comparison.
     is_out = (x.centre == -torch.inf).scatter(-1, top, True)
     # Half of h. It must be added to centre and slack, because [0, h] is h / 2 +- h / 2.
     half = round_up(high.masked_fill(is_out, 0.0).amax(-1).clamp_min(0.0) / 2)
-    chosen = make_rearrangement("select")(chosen, -1, 0)
+    chosen = chosen.select(-1, 0)
     # [0, h] is h / 2 +- h / 2.
     slack = round_up(chosen.slack + half)
     wide = Form(chosen.centre, chosen.dense, slack, x.symbols, blocks=chosen.blocks)

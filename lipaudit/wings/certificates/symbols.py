@@ -319,29 +319,24 @@ class Symbols:
             multiply: the product of two stacks, entry by entry or as matrices. One of the stacks
                 may have a single row.
         """
-        first = self.inputs
-        for i in range(self.inputs):
-            # The rows of e_i e_i, e_i e_(i+1), ..., e_i e_(n-1).
-            count = self.inputs - i
-            rows = stack[first : first + count]
+        for i, rows in enumerate(self._split_products(stack)):
             rows += multiply(x[i : i + 1], y[i:])
             rows[1:] += multiply(x[i + 1 :], y[i : i + 1])
-            first += count
 
     def add_squares(self, stack: Float[Tensor, "rows ..."], x: Tensor, weight: Tensor) -> None:
         """Add weight (sum_i x_i e_i)^2, entry by entry, to a stack, in place.
 
         e_i^2 gets the coefficient weight x_i^2, and e_i e_j with i < j gets 2 weight x_i x_j.
         """
-        first = self.inputs
         double = 2 * weight * x
-        for i in range(self.inputs):
-            # The rows of e_i e_i, e_i e_(i+1), ..., e_i e_(n-1).
-            count = self.inputs - i
-            rows = stack[first : first + count]
+        for i, rows in enumerate(self._split_products(stack)):
             rows[0].addcmul_(double[i], x[i], value=0.5)  # weight x_i^2
             rows[1:].addcmul_(double[i], x[i + 1 :])
-            first += count
+
+    def _split_products(self, stack: Tensor) -> Sequence[Tensor]:
+        """Return, for each i, the rows of e_i e_i, e_i e_(i+1), ..., e_i e_(n-1), as views."""
+        products = stack[self.inputs : self.first_error]
+        return products.split([*range(self.inputs, 0, -1)])  # type: ignore[no-untyped-call]
 
     def add_errors(self, radius: Float[Tensor, "*shape"]) -> ErrorBlock:
         """Return a block with a new error symbol for every entry with a positive radius."""

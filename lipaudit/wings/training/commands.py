@@ -22,7 +22,8 @@ from lipaudit.wings.training.recipe import Recipe
 if TYPE_CHECKING:
     from lipaudit.data.loading import Samples
     from lipaudit.models.net import Net
-    from lipaudit.wings.training.loop import TrainingRecord
+    from lipaudit.wings.training.loop import Epoch, TrainingRecord
+    from lipaudit.wings.training.watching import CheckpointFolder
 
 USUAL = {
     "batch_size": str(Recipe.model_fields["batch_size"].default),
@@ -61,20 +62,13 @@ def train(
     require_alone("a training", run)
     if run.autocast is not None:
         raise UsageError("--autocast has no effect on train: it runs in --dtype", "Leave it out.")
-    # For this command --classes is the number of classes of a new classifier.
-    classes = run.classes
+    classes = _read_classes(run)
     run = run.model_copy(update={"classes": None})
-    if classes is not None and (not classes.isdecimal() or int(classes) < 2 or run.prompt):
-        raise UsageError(
-            f"--classes {classes}: train needs a number, at least 2 classes, and no --prompt"
-        )
-    settings = {"seed": run.seed}
-    if run.batch_size:
-        settings["batch_size"] = run.batch_size
+    options = replace(load_options(run), classes=classes)
+    settings = {"seed": run.seed, "batch_size": run.batch_size or recipe.batch_size}
     recipe = recipe.model_copy(update=settings)
     check_outputs(output, ("lines", "record"))
     loop.check_target(out, resume=run.resume)
-    options = replace(load_options(run), classes=None if classes is None else int(classes))
     with OnStderr(terminal) as observer:
         net = load_net(model, options)
         run.require_kind(net.kind)
@@ -89,28 +83,47 @@ def train(
         for note in net.notes + data.notes:
             observer.note(note)
         record = loop.TrainingRecord(out, net, data, test, recipe, command=typed_command())
-        try:
-            _run_epochs(net, data, test, recipe, record, terminal)
-        except (Exception, KeyboardInterrupt):
-            if record.epochs:
-                text = "finished epochs are kept: run the same command with --resume to continue"
-                terminal.tell(f"note: {text}")
-            raise
+        _run_epochs(net, data, test, recipe, record, terminal)
     complete = loop.save_model(net, out, options)
     document = record.write_record(finished=True)
-    # The options with which the trained model is loaded, for the printed command.
-    reading = run.reading() | {"arch": run.arch or model}
-    path = out / "model.safetensors"
-    # A complete folder has a config.json with the architecture. For some models, such as a py:
-    # factory, only weights are saved: then the printed command needs options to load them.
+    command = _spell_audit(out, complete, model, run, held_out or run.data)
+    terminal.tell(f"Training finished. Measure the result: {command}")
+    emit_facts(document, output, [str(out)])
+
+
+def _read_classes(run: RunOptions) -> int | None:
+    """Return --classes, which for this command is the number of classes of a new classifier."""
+    classes = run.classes
+    if classes is None:
+        return None
+    if not classes.isdecimal() or int(classes) < 2 or run.prompt:
+        raise UsageError(
+            f"--classes {classes}: train needs a number, at least 2 classes, and no --prompt"
+        )
+    return int(classes)
+
+
+def _spell_audit(out: Path, complete: bool, model: str, run: RunOptions, data: str | None) -> str:
+    """Return the command that measures a trained model, on the data it was tested on.
+
+    Args:
+        out: folder of the trained model.
+        complete: whether the folder has a config.json with the architecture. For some models, such
+            as a py: factory, only weights are saved: then options say how to load them.
+        model: MODEL before the training.
+        run: options of the training.
+        data: DATA to measure on.
+    """
+    reading = run.reading()
     if complete:
         path = out
-        reading.pop("arch")
+        reading.pop("arch", None)
         reading.pop("model_kwargs", None)
-    words = ["lipaudit", "audit", str(path), *spell_options(reading)]
-    words += ["--data", str(held_out or run.data)]
-    terminal.tell(f"Training finished. Measure the result: {shlex.join(words)}")
-    emit_facts(document, output, [str(out)])
+    else:
+        path = out / "model.safetensors"
+        reading |= {"arch": run.arch or model}
+    words = ["lipaudit", "audit", str(path), *spell_options(reading), "--data", str(data)]
+    return shlex.join(words)
 
 
 def _run_epochs(
@@ -135,16 +148,28 @@ def _run_epochs(
         terminal.tell(f"Continuing after epoch {finished} of {recipe.epochs}.")
     held_out = None if test is None else test.batch
     start = time.monotonic()  # only epochs of this process are timed
-    for epoch in loop.train(net, data.batch, recipe, held_out=held_out, state=state):
-        record.add(epoch)
-        facts = [f"loss {epoch.loss:.4g}"]
-        if epoch.penalty is not None:
-            facts.append(f"penalty {epoch.penalty:.4g}")
-        if epoch.accuracy is not None:
-            facts.append(f"held out {epoch.accuracy:.1%}")
-        seconds = (time.monotonic() - start) / (epoch.number - finished)
-        facts.append(f"about {seconds * (recipe.epochs - epoch.number):.0f} s left")
-        terminal.tell(f"epoch {epoch.number}/{recipe.epochs}: {', '.join(facts)}")
+    try:
+        for epoch in loop.train(net, data.batch, recipe, held_out=held_out, state=state):
+            record.add(epoch)
+            seconds = (time.monotonic() - start) / (epoch.number - finished)
+            left = seconds * (recipe.epochs - epoch.number)
+            terminal.tell(f"epoch {epoch.number}/{recipe.epochs}: {_format_figures(epoch, left)}")
+    except (Exception, KeyboardInterrupt):
+        if record.epochs:
+            text = "finished epochs are kept: run the same command with --resume to continue"
+            terminal.tell(f"note: {text}")
+        raise
+
+
+def _format_figures(epoch: Epoch, left: float) -> str:
+    """Return the figures of an epoch in words, and the seconds that are left."""
+    facts = [f"loss {epoch.loss:.4g}"]
+    if epoch.penalty is not None:
+        facts.append(f"penalty {epoch.penalty:.4g}")
+    if epoch.accuracy is not None:
+        facts.append(f"held out {epoch.accuracy:.1%}")
+    facts.append(f"about {left:.0f} s left")
+    return ", ".join(facts)
 
 
 def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:
@@ -196,7 +221,6 @@ def watch(
       lipaudit watch out/ --data val/ --only jacobian -o training.html
     """
     from lipaudit.api import plan_audit
-    from lipaudit.cli.progress import OnStderr
     from lipaudit.report import REPORT, of_reports
     from lipaudit.wings.training.watching import CheckpointFolder
 
@@ -209,22 +233,7 @@ def watch(
     request = plan_audit("", options, run, demo=False, command=typed_command())
     run_dir = options.run_dir or folder / REPORTS
     checkpoints = CheckpointFolder(folder, request, run_dir)
-    pending = checkpoints.list_pending()
-    failures: dict[str, LipauditError] = {}
-    interruption: KeyboardInterrupt | None = None
-    try:
-        for number, checkpoint in enumerate(pending, 1):
-            count = f"{number} of {len(pending)} new"
-            terminal.tell(f"step {checkpoint.step}: {checkpoint.name} ({count})")
-            try:
-                with OnStderr(terminal) as observer:
-                    checkpoints.measure(checkpoint, observer)
-            except UsageError:  # wrong options: every other checkpoint would fail, too
-                raise
-            except Exception as error:  # a broken checkpoint, for example: measure the others
-                failures[checkpoint.name] = explain_error(error)
-    except KeyboardInterrupt as error:  # raised again once the reports so far are shown
-        interruption = error
+    failures, interruption = _measure_pending(checkpoints, terminal)
     reports = checkpoints.reports.load()
     if reports:
         page = checkpoints.reports.draw(reports)
@@ -232,8 +241,7 @@ def watch(
         terminal.tell(f"reports: {run_dir}\npage:    {page}")
     if interruption is not None:
         raise interruption
-    # The first checkpoint that could not be measured decides the exit code.
-    if failures:
+    if failures:  # the first one decides the exit code
         reasons = "; ".join(f"{name}: {error.message}" for name, error in failures.items())
         first = next(iter(failures.values()))
         text = f"not every checkpoint was measured: {reasons}"
@@ -245,3 +253,35 @@ def watch(
         )
     again = "Delete its report to measure it again."
     require_whole({report.run.model.spec: report for report in reports}, again)
+
+
+def _measure_pending(
+    checkpoints: CheckpointFolder, terminal: Terminal
+) -> tuple[dict[str, LipauditError], KeyboardInterrupt | None]:
+    """Measure all checkpoints without a report, and write their reports.
+
+    Returns:
+        The failures by name of the checkpoint; and the interruption (Ctrl-C) that ended this
+        early, to be raised again once the reports so far are shown.
+
+    Raises:
+        UsageError: an option is wrong, so that every checkpoint would fail.
+    """
+    from lipaudit.cli.progress import OnStderr
+
+    pending = checkpoints.list_pending()
+    failures: dict[str, LipauditError] = {}
+    try:
+        for number, checkpoint in enumerate(pending, 1):
+            count = f"{number} of {len(pending)} new"
+            terminal.tell(f"step {checkpoint.step}: {checkpoint.name} ({count})")
+            try:
+                with OnStderr(terminal) as observer:
+                    checkpoints.measure(checkpoint, observer)
+            except UsageError:
+                raise
+            except Exception as error:  # a broken checkpoint, for example: measure the others
+                failures[checkpoint.name] = explain_error(error)
+    except KeyboardInterrupt as interruption:
+        return failures, interruption
+    return failures, None

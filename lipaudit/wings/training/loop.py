@@ -152,18 +152,9 @@ class Training:
         """
         self.net = net
         self.recipe = recipe
+        self.optimizer = _make_optimizer(net, recipe)
         batches = split_batches(torch.arange(len(data)), recipe.batch_size)
-        steps = recipe.epochs * len(batches)
-        parameters = net.module.parameters()
-        settings: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
-        if recipe.optimizer == "adamw":
-            self.optimizer: Optimizer = AdamW(parameters, **settings)
-        else:
-            self.optimizer = SGD(parameters, momentum=recipe.momentum, **settings)
-        if recipe.schedule == "onecycle":
-            self.schedule: LRScheduler = OneCycleLR(self.optimizer, recipe.lr, total_steps=steps)
-        else:
-            self.schedule = CosineAnnealingLR(self.optimizer, steps)
+        self.schedule = _make_schedule(self.optimizer, recipe, recipe.epochs * len(batches))
         # Adversarial training has no MixUp or CutMix: the attack needs an image with one label.
         mixup = cutmix = 0.0
         if net.kind == "image" and recipe.adversarial is None:
@@ -215,22 +206,16 @@ class Training:
         recipe = self.recipe
         net.module.train()
         sums = np.zeros(2)  # of loss and penalty over the samples
-        # The sizes of the batches since the last read, and their mean losses and penalties.
-        sizes: list[int] = []
-        means: list[Tensor] = []
         order = torch.randperm(len(data), generator=self.rng)
         batches = split_batches(order, recipe.batch_size)
-        for number, index in enumerate(batches, 1):
-            sizes.append(len(index))
-            means.append(self.step(data.rows(index).to(net.device, net.dtype)))
-            if number % READ_EVERY == 0 or number == len(batches):
-                values = torch.stack(means).cpu().double().numpy()  # (batches, 2)
-                if not np.isfinite(values).all():
-                    raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
-                weighted = np.array(sizes)[:, None] * values
-                sums = np.sum([sums, *weighted], axis=0)
-                sizes.clear()
-                means.clear()
+        for first in range(0, len(batches), READ_EVERY):
+            group = batches[first : first + READ_EVERY]
+            means = [self.step(data.rows(i).to(net.device, net.dtype)) for i in group]
+            values = torch.stack(means).cpu().double().numpy()  # (batches, 2)
+            if not np.isfinite(values).all():
+                raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
+            sizes = np.array([len(index) for index in group])
+            sums = np.sum([sums, *sizes[:, None] * values], axis=0)
         net.module.eval()
         loss, penalty = sums / len(data)
         finite = [weight.isfinite().all() for weight in net.module.parameters()]
@@ -248,18 +233,7 @@ class Training:
         """
         net = self.net
         recipe = self.recipe
-        y = _read_labels(batch)
-        images = batch.x
-        if net.kind == "image" and recipe.shift:
-            images = shift_images(images, recipe.shift, self.rng)
-        if net.kind == "image" and recipe.flip:
-            images = flip_images(images, self.rng)
-        # `target` is y, or for mixed images the share of each class, (samples, classes).
-        x, target = self.mix(images, y)
-        if recipe.noise:
-            x = x + recipe.noise * torch.randn(x.shape, generator=self.rng).to(x)
-        if recipe.adversarial:
-            x = self.attack(images, y)
+        x, target = self.augment(batch)
         self.optimizer.zero_grad()
         with self._observe(batch.mask) as measure_penalty:
             logits = net.read(net.call(x, batch.mask))
@@ -271,6 +245,25 @@ class Training:
         self.optimizer.step()
         self.schedule.step()
         return torch.stack([loss.detach(), penalty.detach().to(loss)])
+
+    def augment(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the samples of a batch as the recipe changes them, and their targets.
+
+        Targets are the labels, or for mixed images the share of each class, (samples, classes).
+        """
+        recipe = self.recipe
+        x = batch.x
+        y = _read_labels(batch)
+        if self.net.kind == "image" and recipe.shift:
+            x = shift_images(x, recipe.shift, self.rng)
+        if self.net.kind == "image" and recipe.flip:
+            x = flip_images(x, self.rng)
+        if recipe.adversarial:  # neither mixed nor noisy
+            return self.attack(x, y), y
+        x, target = self.mix(x, y)
+        if recipe.noise:
+            x = x + recipe.noise * torch.randn(x.shape, generator=self.rng).to(x)
+        return x, target
 
     def _observe(self, mask: Tensor | None) -> AbstractContextManager[Callable[[], Tensor]]:
         """Return a context manager for the forward pass of a training step.
@@ -306,6 +299,22 @@ class Training:
             return pgd(f, x, y, ball, start=start, steps=self.recipe.steps)
         finally:
             net.module.train()
+
+
+def _make_optimizer(net: Net, recipe: Recipe) -> Optimizer:
+    """Return the optimizer of a recipe, for all parameters of a model."""
+    parameters = net.module.parameters()
+    settings: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
+    if recipe.optimizer == "adamw":
+        return AdamW(parameters, **settings)
+    return SGD(parameters, momentum=recipe.momentum, **settings)
+
+
+def _make_schedule(optimizer: Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
+    """Return the learning rate schedule of a recipe, for a training of so many steps."""
+    if recipe.schedule == "onecycle":
+        return OneCycleLR(optimizer, recipe.lr, total_steps=steps)
+    return CosineAnnealingLR(optimizer, steps)
 
 
 def _require_fit(net: Net, recipe: Recipe) -> None:

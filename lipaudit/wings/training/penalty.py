@@ -16,7 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention import trace
-from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, make_additive
+from lipaudit.models.attention.calls import (
+    Address,
+    AttentionCall,
+    Explicit,
+    hide_later_keys,
+    make_additive,
+)
+from lipaudit.models.attention.capture import Site
 from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
@@ -170,12 +177,11 @@ def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Te
     keys = call.k
     queries = q.shape[-2]
     width = keys.shape[-2]
-    mask = None  # an additive mask: 0 at visible keys, -inf at hidden keys
+    mask = form.mask
     if form.causal:
-        visible = torch.ones(queries, width, dtype=torch.bool, device=q.device).tril()
-        mask = make_additive(visible, call.q.dtype)
-    elif form.mask is not None:
-        mask = make_additive(form.mask, call.q.dtype)
+        mask = hide_later_keys(queries, width, mask, call.q)
+    if mask is not None:  # 0 at visible keys, -inf at hidden keys
+        mask = make_additive(mask, call.q.dtype)
     maps = q[..., 0, 0].numel()  # number of attention maps: samples times heads
     size = max(1, entries // (maps * width))
     values = []
@@ -300,7 +306,38 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
 
     The model runs once on the batch, to find the parameters that hold these weights.
     """
-    # The weights of the linear maps that compute q, k and v, by the address of each map.
+    sites, weights = _survey_weights(net, batch)
+    # Parameters by the address of their memory: a weight may be a view or a slice of a parameter.
+    parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
+    for site in sites:
+        where = f"layer {site.index} ({site.module})"
+        if site.structure is None:
+            raise InputError(f"{where}: {site.reason}, so its weights are unknown")
+        if site.inner:
+            raise InputError(
+                f"{where} computes queries, keys or values by several linear maps in a row, so "
+                "they have no weight of their own"
+            )
+        for projection in filter(None, (site.structure.q, site.structure.k, site.structure.v)):
+            # Several linear maps may make q together: their columns are numbered one map after
+            # the other. `first` is the first column of a map.
+            first = 0
+            for source in projection.source:
+                weight = weights[source]
+                parameter = parameters.get(weight.untyped_storage().data_ptr())
+                if parameter is None:
+                    raise InputError(f"a weight of layer {site.index} is not a parameter")
+                columns = _select_heads(projection.columns, first, weight.shape[1], where)
+                yield partial(_read_heads, parameter, weight, columns)
+                first += weight.shape[1]
+
+
+def _survey_weights(net: Net, batch: Batch) -> tuple[Sequence[Site], dict[Address, Tensor]]:
+    """Run a model to find its attention layers, and the linear maps that compute q, k and v.
+
+    Returns:
+        The layers, and the weights of these maps by the address of each map in the run.
+    """
     weights: dict[Address, Tensor] = {}
 
     def collect_weights(call: AttentionCall, _address: Address) -> None:
@@ -314,29 +351,7 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
         net.module.eval().requires_grad_(False)
         sites = survey(net, batch).sites
         trace.run(net, batch, trace.Tracer(collect_weights))
-    # Parameters by the address of their memory: a weight may be a view or a slice of a parameter.
-    parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
-    for site in sites:
-        where = f"layer {site.index} ({site.module})"
-        if site.structure is None:
-            raise InputError(f"{where}: {site.reason}, so its weights are unknown")
-        if site.inner:
-            raise InputError(
-                f"{where} computes queries, keys or values by several linear maps in a row, so "
-                "they have no weight of their own"
-            )
-        for form in filter(None, (site.structure.q, site.structure.k, site.structure.v)):
-            # Several linear maps may make q together: their columns are numbered one map after
-            # the other. `first` is the first column of a map.
-            first = 0
-            for source in form.source:
-                weight = weights[source]
-                parameter = parameters.get(weight.untyped_storage().data_ptr())
-                if parameter is None:
-                    raise InputError(f"a weight of layer {site.index} is not a parameter")
-                columns = _select_heads(form.columns, first, weight.shape[1], where)
-                yield partial(_read_heads, parameter, weight, columns)
-                first += weight.shape[1]
+    return sites, weights
 
 
 def _select_heads(columns: Tensor, first: int, count: int, where: str) -> Tensor:

@@ -27,7 +27,7 @@ from lipaudit.api import AnyData, audit_request, open_job
 from lipaudit.data.loading import Samples
 from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.files import require_folder, write
-from lipaudit.engine.prepare import Request, prepare
+from lipaudit.engine.prepare import Job, Request, prepare
 from lipaudit.errors import InputError, UsageError, explain_error
 from lipaudit.measures import summarise
 from lipaudit.models.net import ModelSpec, Net
@@ -102,19 +102,7 @@ def watch(
     Raises:
         LipauditError: the model cannot be measured; raised before the training begins.
     """
-    if "time_limit" in options:
-        raise UsageError("time_limit applies to one run, not to a training", "Leave it out.")
-    names = [measures] if isinstance(measures, str) else measures
-    defaults: dict[str, Any] = {"quick": True}
-    if names is None or "attack" in names:
-        defaults["attack"] = ATTACK
-    request = audit_request(
-        "", measures, defaults | options, demo=False, command="lipaudit.watch()"
-    )
-    for name in ("shard", "parts"):
-        if getattr(request.run, name):
-            text = f"{name} is not possible here: a training is measured on all samples"
-            raise UsageError(text, "Leave it out.")
+    request = _plan_measurement(measures, options)
     if every < 1:
         raise UsageError(
             f"every = {every}", "Give a positive number of steps between two measurements."
@@ -131,6 +119,31 @@ def watch(
         name = type(_get_module(inner)).__name__
     request = replace(request, model=name, partial=not strict)
     return Monitor(inner, request, data, every, Path(to), functions, step)
+
+
+def _plan_measurement(
+    measures: str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
+    options: dict[str, Any],
+) -> Request:
+    """Return the request of one measurement; arguments as in `watch`.
+
+    Raises:
+        UsageError: an option is unknown, invalid, or has no meaning for a training.
+    """
+    if "time_limit" in options:
+        raise UsageError("time_limit applies to one run, not to a training", "Leave it out.")
+    names = [measures] if isinstance(measures, str) else measures
+    defaults: dict[str, Any] = {"quick": True}
+    if names is None or "attack" in names:
+        defaults["attack"] = ATTACK
+    request = audit_request(
+        "", measures, defaults | options, demo=False, command="lipaudit.watch()"
+    )
+    for name in ("shard", "parts"):
+        if getattr(request.run, name):
+            text = f"{name} is not possible here: a training is measured on all samples"
+            raise UsageError(text, "Leave it out.")
+    return request
 
 
 @dataclass(eq=False, repr=False)
@@ -167,13 +180,11 @@ class Monitor:
         self._active = not is_distributed or distributed.get_rank() == 0
         if not self._active:
             return
-        request = self._request
-        protected = _protect(_get_module(self._model), request.run.seed)
-        with protected, open_job(self._model, request, self._data) as job:
+        with self._open_job() as job:
             samples = job.samples
         notes = samples.notes
         # Without a typed number of samples, the note that DATA has fewer samples is useless.
-        if request.run.samples is None:
+        if self._request.run.samples is None:
             notes = tuple(note for note in notes if note.code != "fewer-samples")
         self._samples = replace(samples, notes=notes)
         self._reports = StepReports(self.folder)
@@ -208,9 +219,7 @@ class Monitor:
         start = time.monotonic()
         with self._warn_on_failure(step):
             try:
-                protected = _protect(_get_module(self._model), self._request.run.seed)
-                opened = open_job(self._model, self._request, self._data, samples=self._samples)
-                with protected, opened as job:
+                with self._open_job(self._samples) as job:
                     report = execute(job)
             finally:
                 seconds = time.monotonic() - start
@@ -230,6 +239,17 @@ class Monitor:
                 reports = self._reports.load(self._step)
                 if reports:
                     self._reports.draw(reports)
+
+    @contextmanager
+    def _open_job(self, samples: Samples | None = None) -> Iterator[Job]:
+        """Prepare a measurement of the model; nothing in the block changes the training.
+
+        Without `samples` they are loaded.
+        """
+        protected = _protect(_get_module(self._model), self._request.run.seed)
+        opened = open_job(self._model, self._request, self._data, samples=samples)
+        with protected, opened as job:
+            yield job
 
     @contextmanager
     def _warn_on_failure(self, step: int) -> Iterator[None]:

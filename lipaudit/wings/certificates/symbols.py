@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -242,21 +241,20 @@ class Symbols:
         if not len(q):
             zero = torch.zeros(q.shape[1:], dtype=DOUBLE, device=q.device)
             return zero, zero
-        is_square = (self.pairs[0] == self.pairs[1]).to(q.device)
-        # Q is symmetric: e_i e_j with i < j fills two entries with half of its coefficient each.
-        factor = torch.where(is_square, 1.0, 0.5).to(q)[:, None]
-        pair_of_entry = self._pair_of_entry.to(q.device)
+        i, j = self.pairs.to(q.device)
         bounds = []
         # A few entries of the form at a time, so that their matrices stay in the cache.
         chunk = max(1, _CHUNK_VALUES // self.inputs**2)
         for part in q.reshape(len(q), -1).split(chunk, 1):  # type: ignore[no-untyped-call]
-            halved = (part * factor).mT.contiguous()  # (entries, pairs)
-            matrices = halved.index_select(1, pair_of_entry).view(-1, self.inputs, self.inputs)
-            bounds.append(self._bound_quadratic(matrices))
+            upper = part.new_zeros(part.shape[1], self.inputs, self.inputs)
+            upper[:, i, j] = part.mT
+            # Q is symmetric: e_i e_j with i < j fills two entries with half of its coefficient.
+            bounds.append(self._bound_quadratic((upper + upper.mT) / 2))
         high, minus_low = torch.cat(bounds, 1).view(2, *q.shape[1:])
         if self.norm == "l2":
             return -minus_low, high
         # The second bound, on the box: the sum of the ranges of all terms.
+        is_square = i == j
         mixed = _sum_absolute(q[~is_square])
         squares = q[is_square]
         high = torch.minimum(mixed + _sum_absolute(squares.clamp_min(0)), high)
@@ -356,19 +354,6 @@ class Symbols:
         numbers = torch.arange(first, self.count, device=coefficients.device).view(layers, rows)
         group = torch.arange(rows, device=coefficients.device).view(*lead, 1)
         return ErrorBlock(coefficients, group.expand(*lead, width), numbers, first)
-
-    @cached_property
-    def _pair_of_entry(self) -> Tensor:
-        """Return, for each entry (i, j) of an n x n matrix, the row of the product e_i e_j.
-
-        The first product has row 0; (i, j) and (j, i) have the same row. The result is (n * n,).
-        """
-        i, j = self.pairs
-        index = torch.arange(len(i))
-        pair_of_entry = torch.zeros(self.inputs, self.inputs, dtype=torch.long)
-        pair_of_entry[i, j] = index
-        pair_of_entry[j, i] = index
-        return pair_of_entry.flatten()
 
 
 def _sum_absolute(coefficients: Tensor) -> Tensor:

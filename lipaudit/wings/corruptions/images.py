@@ -197,10 +197,7 @@ def enlarge(x: Pixels, factor: Number) -> Pixels:
         # Interpolate between the two points of x around each position.
         low = positions.astype(int)
         share = positions - low
-        if axis == 0:
-            share = share[:, None, None]
-        else:
-            share = share[:, None]
+        share = share.reshape(-1, *[1] * (2 - axis))  # broadcast over the axes behind this one
         below = x.take(low, axis)
         above = x.take(low + 1, axis, mode="clip")
         x = below * (1 - share) + above * share

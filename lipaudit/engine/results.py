@@ -141,11 +141,10 @@ def _describe_commit(commit: Commit | None) -> dict[str, str]:
 
 def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
     """Return places, texts and groups of the samples by columns; empty for random samples."""
-    columns: dict[str, tuple[str, ...]] = {}
     if not samples.origins:
-        return columns
-    columns["ids"] = samples.batch.ids
-    columns["place"] = tuple(origin.place for origin in samples.origins)
+        return {}
+    places = tuple(origin.place for origin in samples.origins)
+    columns = {"ids": samples.batch.ids, "place": places}
     for name in ("text", "group"):
         values = tuple(getattr(origin, name) for origin in samples.origins)
         if any(values):

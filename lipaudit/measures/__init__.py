@@ -134,7 +134,7 @@ def find_column(metric: str) -> Column:
 
 def option_types() -> dict[str, type[MeasureOptions]]:
     """Return the class of options of every command that runs one measure, by its name."""
-    types: dict[str, type[MeasureOptions]] = {}
+    types = {}
     for name, measure in load_measures().items():
         if not measure.command:  # a measure with `command` is run by the command of this name
             types[name] = measure.options
@@ -242,7 +242,7 @@ class AuditOptions(Settings):
     @property
     def given(self) -> dict[str, str]:
         """Return the options of measures that the user typed, such as --eps: text by name."""
-        given: dict[str, str] = {}
+        given = {}
         for measure in load_measures().values():
             for name in measure.audit.options:
                 value = getattr(self, name)
@@ -272,7 +272,7 @@ class AuditOptions(Settings):
             UsageError: for a bad radius, attack or norm.
         """
         request = AuditRequest(self.given, demo, self.find_size(demo=demo))
-        options: dict[str, MeasureOptions] = {}
+        options = {}
         for name in self.names:
             measure = load_measures()[name]
             plan = measure.audit.plan
@@ -288,7 +288,7 @@ class AuditOptions(Settings):
     def counts(self, *, demo: bool) -> Mapping[str, int]:
         """Return the number of samples by measure; measures not listed use their default."""
         size = self.find_size(demo=demo)
-        counts: dict[str, int] = {}
+        counts = {}
         for name, measure in load_measures().items():
             if size in measure.audit.samples:
                 counts[name] = measure.audit.samples[size]

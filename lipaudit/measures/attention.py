@@ -556,7 +556,7 @@ def _list_compared(total: Values, count: Values) -> dict[str, Values]:
 
     with np.errstate(invalid="ignore"):
         means = total / count
-    compared: dict[str, Values] = {}
+    compared = {}
     for column in ATTENTION_TABLE.columns.values():
         if column.reduction is not None:
             name = column.reduction.values

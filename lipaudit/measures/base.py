@@ -380,17 +380,15 @@ def make_rows(
     return tuple(make_row(layout.columns, row) for row in rows)
 
 
-def _read_cells(values: Iterable[Any], *, whole: bool = False) -> list[Any]:
-    """Return cells of plain values: None in place of NaN; with `whole`, numbers as integers."""
-    cells: list[Any] = []
+def _read_cells(values: Iterable[Any], *, whole: bool = False) -> Iterator[Any]:
+    """Yield cells of plain values: None in place of NaN; with `whole`, numbers as integers."""
     for value in values:
         if value is None or value != value:
-            cells.append(None)
+            yield None
         elif whole:
-            cells.append(int(value))
+            yield int(value)
         else:
-            cells.append(value)
-    return cells
+            yield value
 
 
 def make_section(
@@ -423,8 +421,9 @@ def make_section(
             # A column of whole numbers stores booleans as 0 and 1.
             kind, _ = parse_column(name)  # without the attack: robust@pgd,linf,0.1 -> robust
             whole = layout.sample_columns[kind].format == "d"
-            values = _read_cells(values.tolist(), whole=whole)
-        columns[name] = tuple(values)
+            columns[name] = tuple(_read_cells(values.tolist(), whole=whole))
+        else:
+            columns[name] = tuple(values)
     return layout.section(
         settings=options.model_dump(),
         rows=tuple(rows),
@@ -495,10 +494,7 @@ def seed_of(sample: str, seed: int) -> int:
 
 def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
     """Return the distinct notes of all parts in order."""
-    distinct: dict[Note, None] = {}
-    for part in parts:
-        distinct |= dict.fromkeys(part.notes)
-    return tuple(distinct)
+    return tuple(dict.fromkeys(note for part in parts for note in part.notes))
 
 
 def lower_estimates(within: float) -> Iterator[Note]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from lipaudit.measures import texts
 from lipaudit.measures.base import Values
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.net import Net
+from lipaudit.theory.heads import Heads
 
 # Number of leading tokens of a sample that are stored.
 MOST = 512
@@ -36,9 +36,9 @@ def name_tokens(net: Net, batch: Batch) -> list[tuple[str, ...]]:
     if net.kind != "text":
         return [tuple(map(str, range(batch.x.shape[1])))] * len(batch)
     name_token = str if net.lexicon is None else net.lexicon().name
-    texts = {token: name_token(token)[:LETTERS] for token in set(batch.x.flatten().tolist())}
-    rows = _remove_padding(batch, batch.x)
-    return [tuple(texts[token] for token in row.tolist()) for row in rows]
+    names = {token: name_token(token)[:LETTERS] for token in set(batch.x.flatten().tolist())}
+    rows = texts.remove_padding(batch, batch.x)
+    return [tuple(names[token] for token in row.tolist()) for row in rows]
 
 
 def share_squares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
@@ -57,8 +57,8 @@ def share_squares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
     rows = gradient.flatten(2)
     largest = rows.abs().amax((1, 2), keepdim=True)
     squares = (rows / largest).to("cpu", torch.float64).square().sum(2)
-    shares: list[tuple[float, ...]] = []
-    for of_tokens in _remove_padding(batch, squares):
+    shares = []
+    for of_tokens in texts.remove_padding(batch, squares):
         of_tokens = of_tokens / of_tokens.sum()
         shares.append(tuple(of_tokens.tolist()) if bool(of_tokens.isfinite().all()) else ())
     return shares
@@ -85,7 +85,7 @@ def describe_gradients(
     batch = replace(batch, mask=net.free(batch))
     tokens_of_samples = name_tokens(net, batch)
     shares_of_samples = share_squares(batch, gradient)
-    described: dict[str, dict[str, Any]] = {}
+    described = {}
     for sample, tokens, shares in zip(
         batch.ids, tokens_of_samples, shares_of_samples, strict=True
     ):
@@ -97,14 +97,6 @@ def describe_gradients(
                 "left_out": len(tokens[MOST:]),
             }
     return described
-
-
-def _remove_padding(batch: Batch, values: Tensor) -> Sequence[Tensor]:
-    """Return the values of each sample at tokens that are not padding."""
-    values = values.cpu()
-    if batch.mask is None:
-        return list(values)
-    return [row[mask] for row, mask in zip(values, batch.mask.cpu(), strict=True)]
 
 
 # Largest side of a stored map; longer maps are stored as means of square blocks.
@@ -151,21 +143,33 @@ def draw_map(net: Net, layer: Layer, head: int) -> DrawnMap:
     if queries != keys:  # cross-attention: padding of the queries says nothing about the keys
         columns = torch.arange(keys)
     block = -(-max(len(rows), len(columns)) // SIDE)  # side of a block, rounded up
-    size = block * max(1, SIDE // block)  # rows of a chunk: whole blocks, as the map may be large
-    pooled = []
-    for start in range(0, len(rows), size):
-        chunk = rows[start : start + size]
-        first = int(chunk[0])
-        p = heads.rows(first, int(chunk[-1]) + 1)[0, 0]  # (rows of the chunk, keys)
-        p = p[chunk - first][:, columns]
-        pooled.append(F.avg_pool2d(p[None], block, ceil_mode=True, count_include_pad=False)[0])
+    pooled = _pool_map(heads, rows, columns, block)
     tokens: list[str] = []
     # Tokens are named only if each row and column of the map is one token of the text.
     if net.kind == "text" and block == 1 and len(rows) == len(columns) <= MOST:
         names = name_tokens(net, layer.batch[:1].trim())[0]
         if len(names) == len(rows):
             tokens = list(names)
-    return DrawnMap(torch.cat(pooled).cpu().numpy(), np.array([len(rows), len(columns)]), tokens)
+    return DrawnMap(pooled.cpu().numpy(), np.array([len(rows), len(columns)]), tokens)
+
+
+def _pool_map(heads: Heads, rows: Tensor, columns: Tensor, block: int) -> Tensor:
+    """Return the means of an attention map over square blocks, (rows / block, columns / block).
+
+    Args:
+        heads: one head on one sample.
+        rows: the queries of the map, in ascending order.
+        columns: the keys of the map.
+        block: side of a block.
+    """
+    size = block * max(1, SIDE // block)  # rows of a chunk: whole blocks, as the map may be large
+    pooled = []
+    for chunk in torch.split(rows, size):
+        first = int(chunk[0])
+        p = heads.rows(first, int(chunk[-1]) + 1)[0, 0]  # (rows of the chunk, keys)
+        p = p[chunk - first][:, columns]
+        pooled.append(F.avg_pool2d(p[None], block, ceil_mode=True, count_include_pad=False)[0])
+    return torch.cat(pooled)
 
 
 def describe_examples(
@@ -175,7 +179,7 @@ def describe_examples(
     outcomes: Sequence[Outcome],
     size: int,
     *,
-    known: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    known: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, Any]]:
     """Describe, by sample id, the adversarial example of each broken sample, as plain values.
 
@@ -190,26 +194,16 @@ def describe_examples(
         known: examples that were described after earlier attacks. A sample that has an example of
             the same trial here is not described again.
     """
-    clean, *ends = outcomes
-    # (samples, trials)
-    broken = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
-    rows = []
-    outcomes_of_rows = []
-    for row in broken.any(1).nonzero().flatten().tolist():
-        end = ends[int(broken[row].int().argmax())]
-        if known.get(batch.ids[row], {}).get("trial") != _name_trial(end):
-            rows.append(row)
-            outcomes_of_rows.append(end)
-    if not rows:
+    found = _find_examples(batch.ids, outcomes, known)
+    if not found:
         return {}
-    index = torch.tensor(rows)
-    pairs = list(zip(rows, outcomes_of_rows, strict=True))
-    x_adv = torch.stack([end.x_adv[row] for row, end in pairs])
-    samples = batch.rows(index.to(batch.x.device))
+    rows = torch.tensor([row for row, _ in found])
+    x_adv = torch.stack([end.x_adv[row] for row, end in found])
+    samples = batch.rows(rows.to(batch.x.device))
     with torch.no_grad():
         before = torch.cat([net.output(part).softmax(1) for part in samples.split(size)])
         after = texts.forward_pieces(net, samples, x_adv, size).softmax(1)
-        for i, (row, end) in enumerate(pairs):
+        for i, (row, end) in enumerate(found):
             # Attacks that change texts give a draft in place of x_adv. The model runs on the
             # changed text.
             if end.drafts is not None and chunk.texts is not None:
@@ -217,12 +211,12 @@ def describe_examples(
                 ids = torch.tensor([reader.read(end.drafts[row])], device=net.device)
                 after[i] = reader.output(ids, None).softmax(1)[0]
     # The true class and the one that is predicted under attack, with their probabilities.
-    classes = torch.stack([chunk.y[index], after.argmax(1)], 1)
+    classes = torch.stack([chunk.y[rows], after.argmax(1)], 1)
     before = before.gather(1, classes).cpu().double().round(decimals=4)
     after = after.gather(1, classes).cpu().double().round(decimals=4)
     names = dict(enumerate(net.labels or ()))
-    examples: dict[str, dict[str, Any]] = {}
-    for i, (row, end) in enumerate(pairs):
+    examples = {}
+    for i, (row, end) in enumerate(found):
         example: dict[str, Any] = {
             "trial": _name_trial(end),
             "text": "" if end.drafts is None else texts.quote(end.drafts[row]),
@@ -234,6 +228,27 @@ def describe_examples(
             example |= _draw_example(samples.x[i].cpu(), x_adv[i].cpu(), net.box)
         examples[samples.ids[i]] = example
     return examples
+
+
+def _find_examples(
+    ids: Sequence[str], outcomes: Sequence[Outcome], known: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[int, Outcome]]:
+    """Return the row of each broken sample and the outcome of the first trial that broke it.
+
+    Args:
+        ids: ids of the samples.
+        outcomes: the outcome of the clean samples, then the last outcome of each trial.
+        known: examples by sample id. A sample that has an example of the same trial is left out.
+    """
+    clean, *ends = outcomes
+    # (samples, trials)
+    broken = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
+    found = []
+    for row in broken.any(1).nonzero().flatten().tolist():
+        end = ends[int(broken[row].int().argmax())]
+        if known.get(ids[row], {}).get("trial") != _name_trial(end):
+            found.append((row, end))
+    return found
 
 
 def _name_trial(outcome: Outcome) -> str:

@@ -499,7 +499,7 @@ def restore_outcomes(part: Part, chunk: Chunk, steps: Sequence[Step]) -> list[Ou
     The examples were not stored, and are not needed: broken samples are not attacked again, and
     the next attack finds new points for the survivors.
     """
-    outcomes: list[Outcome] = []
+    outcomes = []
     for number, facts in enumerate(part.facts.get("outcomes", ())):
         fields: dict[str, Any] = {name: facts[name] for name in FIGURES}
         for name in ARRAYS:

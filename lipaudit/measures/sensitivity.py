@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from lipaudit.measures import drawings
 from lipaudit.measures.base import Values
 from lipaudit.measures.layers import choose_layers
 from lipaudit.measures.shares import measure_shares
+from lipaudit.models.attention.capture import Site
 from lipaudit.models.attention.numeric import (
     Residual,
     find_residuals,
@@ -77,21 +78,13 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
     if from_layers:
         around = find_residuals(net, batch, sites, entire=True)
     cuts: dict[str, Residual] = {}
-    without_block: dict[str, list[int]] = {}  # layers by the reason
     for site in chosen:
         block = around[site.index]
-        if block is None:
-            without_block.setdefault(NO_BLOCK, []).append(site.index)
-        elif not block.by_sample:  # rows of the block's output are tokens or windows
-            without_block.setdefault(NO_ROWS, []).append(site.index)
         # Several attention layers in one block share the block's output. The output is named after
         # the first of these layers.
-        elif from_layers and block not in cuts.values():
+        if from_layers and block and block.by_sample and block not in cuts.values():
             cuts[f"layer:{site.index}"] = block
-    reasons = []
-    for reason, layers in without_block.items():
-        plural = "s" * (len(layers) > 1)
-        reasons.append(reason.format(f"attention layer{plural} {few(layers)}"))
+    reasons = _explain_missing(chosen, around)
     if from_layers and not cuts:
         raise InputError(
             f"{net.architecture}: {'; '.join(reasons)}", "Use another --from, such as embeddings."
@@ -100,6 +93,27 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
     if options.per_layer:
         inner = tuple(dict.fromkeys(block for block in inside if block and block.by_sample))
     return Blocks(cuts, inner, tuple(Note.info("no-block", reason) for reason in reasons))
+
+
+def _explain_missing(sites: Sequence[Site], blocks: Sequence[Residual | None]) -> list[str]:
+    """Return why attention layers have no block with a norm, with the layers of each reason.
+
+    Args:
+        sites: some attention layers.
+        blocks: the block around every attention layer of the model; None if it has none.
+    """
+    layers: dict[str, list[int]] = {}  # by the reason
+    for site in sites:
+        block = blocks[site.index]
+        if block is None:
+            layers.setdefault(NO_BLOCK, []).append(site.index)
+        elif not block.by_sample:  # rows of the block's output are tokens or windows
+            layers.setdefault(NO_ROWS, []).append(site.index)
+    reasons = []
+    for reason, numbers in layers.items():
+        plural = "s" * (len(numbers) > 1)
+        reasons.append(reason.format(f"attention layer{plural} {few(numbers)}"))
+    return reasons
 
 
 def find_position(net: Net, batch: Batch, end: Target) -> Tensor | None:
@@ -220,12 +234,16 @@ def measure_batch(
         **accuracy,
     )
     values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in OF_NORMS.items()}
-    facts: dict[str, Any] = {"from": start, "to": at.target, "method": norms.method}
-    facts["around"] = graph.bypassed
-    facts["ends"] = [
-        (name, at.target, cuts[name].module, of_block.method)
-        for name, of_block in of_blocks.items()
-    ]
+    ends = []
+    for name, of_block in of_blocks.items():
+        ends.append((name, at.target, cuts[name].module, of_block.method))
+    facts: dict[str, Any] = {
+        "from": start,
+        "to": at.target,
+        "method": norms.method,
+        "around": graph.bypassed,
+        "ends": ends,
+    }
     labels = batch.y if net.classes is not None else None
     if end.what == "loss":
         values["loss"] = linear.output[:, 0].double().cpu().numpy()

@@ -100,9 +100,7 @@ def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
     Raises:
         InputError: characters are needed, and tokenizing them does not give the token ids.
     """
-    rows = list(batch.x.cpu())  # the token ids of each sample
-    if batch.mask is not None:
-        rows = [row[mask] for row, mask in zip(rows, batch.mask.cpu(), strict=True)]
+    rows = remove_padding(batch, batch.x)  # the token ids of each sample
     if reader.tokenize is not None:  # the samples are prompts with their continuations
         return Texts(reader, _draft_prompts(reader, reader.tokenize, batch, rows))
     shortest = min(rows, key=len)
@@ -118,6 +116,19 @@ def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
     if unknown and (batch.texts or characters):
         raise _make_mismatch(unknown)
     return Texts(reader, drafts)
+
+
+def remove_padding(batch: Batch, values: Tensor) -> Sequence[Tensor]:
+    """Return the values of each sample at tokens that are not padding, on the CPU.
+
+    Args:
+        batch: the samples.
+        values: (samples, tokens, ...).
+    """
+    values = values.cpu()
+    if batch.mask is None:
+        return list(values)
+    return [row[mask] for row, mask in zip(values, batch.mask.cpu(), strict=True)]
 
 
 def _reads_padding(reader: Reader, ids: Tensor) -> bool:
@@ -180,7 +191,7 @@ def _draft_prompts(
         raise _make_mismatch(len(batch))
     # `kinds` has an entry for every token id, so its length is the size of the vocabulary.
     packer = Packer(tokenize, len(lexicon.kinds), batch.limit)
-    drafts: list[Draft] = []
+    drafts = []
     for row, texts, continuations in zip(rows, batch.texts, batch.continuations, strict=True):
         (prompt,) = texts
         prompt_ids, continuation_ids = packer.encode(prompt, continuations)
@@ -247,8 +258,10 @@ def describe_changes(
         trial = str(outcome.trial.key)
         pairs = zip(before.drafts, outcome.drafts, strict=True)
         for i, (old, new) in enumerate(pairs):
-            line = {"id": ids[i], "trial": trial, **_name_columns(new)}
-            line |= {
+            line = {
+                "id": ids[i],
+                "trial": trial,
+                **_name_columns(new),
                 "original": BETWEEN.join(_write(old)),
                 "changes": new.changes,
                 "tried": new.tried,

@@ -90,7 +90,7 @@ def read_head(text: str) -> tuple[int, int]:
 
 def read_keywords(text: str) -> dict[str, Any]:
     """Read `NAME=VALUE,...`; a value is read as a number, true, false or none, or else as text."""
-    values: dict[str, Any] = {}
+    values = {}
     for piece in filter(None, text.split(",")):
         before, equals, after = piece.partition("=")
         key = before.strip()

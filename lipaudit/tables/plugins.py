@@ -121,7 +121,7 @@ def collect(
         UsageError: an object is not a `kind`, reuses a name or fails the check; the message names
             its package.
     """
-    found: dict[str, T] = {}
+    found = {}
     for point, wing in load_wings().items():
         given = getattr(wing, name)
         # Objects in a tuple have a name; an object without a name (an error) gets its number.

@@ -337,7 +337,7 @@ class Layout:
     @property
     def columns(self) -> dict[str, Column]:
         """Return the columns by name, in printed order."""
-        columns: dict[str, Column] = {}
+        columns = {}
         for name, column in self.fixed.items():
             columns[name] = column
             # Columns declared elsewhere, such as those of bounds, follow the column `behind`.

@@ -228,13 +228,11 @@ def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
     [('worst,linf,2/255', 1), ('worst,linf,4/255', 2)]
     """
     known = list(trials)
-    balls: dict[TrialKey, list[TrialKey]] = {}
+    balls = {}
     for trial in known:
-        balls[replace(trial, attack=WORST)] = []
-    for ball, inside in balls.items():
-        for trial in known:
-            if trial.norm == ball.norm and trial.radius.value <= ball.radius.value:
-                inside.append(trial)
+        ball = replace(trial, attack=WORST)
+        same_norm = [inner for inner in known if inner.norm == ball.norm]
+        balls[ball] = [inner for inner in same_norm if inner.radius.value <= ball.radius.value]
     return balls
 
 

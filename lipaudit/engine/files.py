@@ -186,17 +186,16 @@ def read_parts(folder: Path, ids: Sequence[str]) -> dict[Path, Part]:
     and files with other samples than `ids`, are left out.
     """
     position = {name: i for i, name in enumerate(ids)}
-    parts: list[tuple[int, Path, Part]] = []  # with the position of the first sample
+    parts = {}
     missing = set(ids)
     for path in sorted(folder.glob("*.npz")):
         with suppress(OSError, ValueError):
             part = decode_part(path.read_bytes())
             # A file is named by its first sample. If parts overlap, the first file counts.
             if part.ids[:1] == (path.stem,) and missing.issuperset(part.ids):
-                parts.append((position[path.stem], path, part))
+                parts[path] = part
                 missing.difference_update(part.ids)
-    parts.sort(key=lambda entry: entry[0])
-    return {path: part for _, path, part in parts}
+    return dict(sorted(parts.items(), key=lambda item: position[item[0].stem]))
 
 
 def _delete_old(home: Path) -> None:

@@ -23,6 +23,7 @@ from lipaudit.measures import load_measures
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.measures.layers import note_unread
 from lipaudit.models import requirements
+from lipaudit.models.attention.capture import Site
 from lipaudit.models.attention.survey import NoHeadsError, find_layers
 from lipaudit.models.net import NEEDED, OWN, LoadOptions, Net
 from lipaudit.models.outputs import settle_output
@@ -280,7 +281,7 @@ def _leave_out_refused(
     Raises:
         LipauditError: a required measure is refused, or all measures are.
     """
-    accepted: dict[str, MeasureOptions] = {}
+    accepted = {}
     notes: list[Note] = []
     for name, options in request.measures.items():
         try:
@@ -310,7 +311,7 @@ def leave_out_layers(job: Job, error: Exception) -> Job | None:
     if not isinstance(error, NoHeadsError):
         return None
     request = job.request
-    others: dict[str, MeasureOptions] = {}
+    others = {}
     left_out = []
     for name, options in request.measures.items():
         if options.reads_layers:
@@ -457,22 +458,7 @@ def preview(request: Request) -> dict[str, Any]:
     job = prepare(request)
     net = job.net
     batch = job.samples.batch
-    notes = [note.text for note in job.notes]
-    with exact_arithmetic(net.device):
-        try:
-            # A model that scores continuations runs on several texts for a sample: then no measure
-            # reads layers.
-            one = batch[:1].trim().to(net.device, net.dtype)
-            sites = () if net.scored else find_layers(net, one)
-            notes += [note.text for note in note_unread(net, sites)]
-        except NoHeadsError as error:
-            sites = ()
-            smaller = leave_out_layers(job, error)
-            if smaller is None:  # the audit would fail
-                notes.append(f"{error.message}. {error.advice}")
-            else:
-                job = smaller
-                notes.append(job.notes[-1].text)
+    job, sites, remarks = _find_sites(job)
     # Number of heads by the reason why their layer has no closed form; layers that have a closed
     # form are counted under "closed form".
     heads = Counter[str]()
@@ -495,8 +481,31 @@ def preview(request: Request) -> dict[str, Any]:
         "preprocessing": list_steps(net, job.samples),
         "forward": _time_batch(job),
         "measures": dict(job.counts),
-        "notes": notes,
+        "notes": [*(note.text for note in job.notes), *remarks],
     }
+
+
+def _find_sites(job: Job) -> tuple[Job, tuple[Site, ...], list[str]]:
+    """Find the attention layers of the model of an audit, by running its first sample.
+
+    Returns:
+        The job, without optional measures of attention if there are no layers; the layers; and
+        remarks on attention that is not measured.
+    """
+    net = job.net
+    # A model that scores continuations runs on several texts for a sample: then no measure reads
+    # layers.
+    if net.scored:
+        return job, (), []
+    with exact_arithmetic(net.device):
+        try:
+            sites = find_layers(net, job.samples.batch[:1].trim().to(net.device, net.dtype))
+        except NoHeadsError as error:
+            smaller = leave_out_layers(job, error)
+            if smaller is None:  # the audit would fail
+                return job, (), [f"{error.message}. {error.advice}"]
+            return smaller, (), []
+    return job, sites, [note.text for note in note_unread(net, sites)]
 
 
 def _describe_first_samples(job: Job) -> list[str]:

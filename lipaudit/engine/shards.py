@@ -192,7 +192,7 @@ def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
             f"the parts were written by lipaudit {first.run.lipaudit}, and this is {__version__}",
             "Merge them with the version that wrote them.",
         )
-    parts: dict[str, list[Part]] = {}
+    parts = {}
     for name, plan in first.measures.items():
         _require_files_here(_read_options(name, plan))
         by_first_sample: dict[str, Part] = {}  # parts by the id of their first sample

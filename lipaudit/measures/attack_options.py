@@ -248,27 +248,38 @@ class AttackOptions(MeasureOptions):
         chosen.require_needed()
         trials = chosen.trials()
         kinds.require_suitable(trials, kind, changes, why)
-        # COUNTED: the units in which attacks change texts. WHOLE: these, and patches of images.
+        # COUNTED: the units in which attacks change texts.
         of_texts = [trial for trial in trials if trial.norm in COUNTED]
-        # A file of tensors cannot store changed texts: no trial may change texts. A table (.jsonl)
-        # can store nothing else: every trial must change texts.
-        storable = 0 if self.saves_tensors else len(trials)
-        if self.save_adv is not None and len(of_texts) != storable:
-            raise UsageError(
-                f"--save-adv {self.save_adv} cannot store the results of all these attacks",
-                f"In separate runs, save changed texts to {TABLE}, other samples to .safetensors.",
-            )
+        self._require_storable(len(of_texts), len(trials))
         # The report records the number of queries of attacks on texts, if all have the same.
         queries = {attack.queries for trial in of_texts for attack in trial.attacks}
         most_queries = queries.pop() if len(queries) == 1 else self.queries
-        # The norm is needed only if some attack searches a norm ball. If the user typed no radii,
-        # record the default radii of the attacks that count changes.
+        # WHOLE: the units of texts, and patches of images. The norm is needed only if some attack
+        # searches a norm ball. If the user typed no radii, record the default radii of the attacks
+        # that count changes.
         counting = [trial for trial in trials if trial.norm in WHOLE]
         norm = self.norm
         if norm is None and len(counting) < len(trials):
             norm = "token-l2" if is_text else "linf"
         radii = eps or tuple(parse_budget(trial.key.typed) for trial in counting)
         return chosen.model_copy(update={"norm": norm, "eps": radii, "queries": most_queries})
+
+    def _require_storable(self, of_texts: int, trials: int) -> None:
+        """Refuse a file of --save-adv that cannot store the examples of all trials.
+
+        A file of tensors cannot store changed texts: no trial may change texts. A table (.jsonl)
+        can store nothing else: every trial must change texts.
+
+        Args:
+            of_texts: number of trials that change texts.
+            trials: number of trials.
+        """
+        storable = 0 if self.saves_tensors else trials
+        if self.save_adv is not None and of_texts != storable:
+            raise UsageError(
+                f"--save-adv {self.save_adv} cannot store the results of all these attacks",
+                f"In separate runs, save changed texts to {TABLE}, other samples to .safetensors.",
+            )
 
     def _choose_attacks(self, is_text: bool, changes: Sequence[Norm]) -> str:
         """Return the default attacks: by the units of the typed radii, else by the kind of model.

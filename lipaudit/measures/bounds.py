@@ -120,33 +120,42 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
 
     Rows are heads, layers, or heads at a radius. A cell is a median or maximum over the samples.
     """
+    # Arrays (samples, heads or layers, ...).
+    measured = _remove_bounds(base.join_arrays(parts), parts[0].facts)
+    sections = [
+        _make_head_section(parts, measured, options),
+        _make_layer_section(parts, measured, options),
+    ]
+    if options.radius:
+        sections.append(_make_ball_section(parts, measured, options))
+    return sections
+
+
+def _make_head_section(
+    parts: Sequence[Part], measured: Mapping[str, Values], options: BoundsOptions
+) -> Section:
+    """Make the section `bounds`: a row per head, with its norm and the bounds on it.
+
+    `measured` has the arrays of all samples, (samples, heads or layers, ...).
+    """
     import numpy as np
 
     from lipaudit.measures.layers import below_by_rounding
 
     facts = parts[0].facts
-    measured = _remove_bounds(base.join_arrays(parts), facts)  # (samples, heads or layers, ...)
-    exact = measured["exact"]
-    # How many times the bound `sharp` exceeds the norm; a norm of 0 has no ratio.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(exact > 0, measured["sharp"] / exact, np.nan)
-    bounds = {name: measured[name] for name in load_bounds()}
-    others = {name: measured[name] for name in (*INGREDIENTS, *OF_HEADS)}
-    cells = _reduce_columns(bounds | others | {"exact_max": exact, "sharp_ratio_max": ratio})
-    for name, bound in load_bounds().items():
-        if bound.log10_label:  # a bound that may overflow has its logarithm beside it
-            cells[f"log10_{name}"] = [float(np.log10(m)) if m else None for m in cells[name]]
     # Heads without a closed form on some sample: their norms there are numerical.
     lost: Values = np.asarray(measured["numerical"].any(0))
     rows = base.make_rows(
         BOUNDS_TABLE,
         facts["heads"],
-        **cells,
+        **_reduce_heads(measured),
         kind=_add_numerical(facts["kinds"], [NUMERICAL] * len(lost), lost),
         input=_add_numerical(facts["inputs"], facts["module_inputs"], lost),
         tokens=measured["tokens"].max(0).astype(int),
         converged=~measured["missed"].any(0),
     )
+    exact = measured["exact"]
+    bounds = {name: measured[name] for name in load_bounds()}
     notes = [*_write_notes(parts, measured, options)]
     places = _name_heads(facts["heads"])
     notes += below_by_rounding(places, base.sample_ids(parts), exact, bounds)
@@ -156,13 +165,28 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     for name, bound in load_bounds().items():
         if bound.stored:
             arrays[name] = bounds[name]
-    of_heads = base.make_section(
+    return base.make_section(
         BOUNDS_TABLE, parts, options, rows, notes, samples=largest, arrays=arrays
     )
-    sections = [of_heads, _make_layer_section(parts, measured, options)]
-    if options.radius:
-        sections.append(_make_ball_section(parts, measured, options))
-    return sections
+
+
+def _reduce_heads(measured: Mapping[str, Values]) -> dict[str, list[float | None]]:
+    """Return the cells of norms and bounds of each head: statistics over the samples.
+
+    `measured` has the arrays of all samples, (samples, heads or layers, ...).
+    """
+    import numpy as np
+
+    exact = measured["exact"]
+    # How many times the bound `sharp` exceeds the norm; a norm of 0 has no ratio.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(exact > 0, measured["sharp"] / exact, np.nan)
+    columns = {name: measured[name] for name in (*load_bounds(), *INGREDIENTS, *OF_HEADS)}
+    cells = _reduce_columns(columns | {"exact_max": exact, "sharp_ratio_max": ratio})
+    for name, bound in load_bounds().items():
+        if bound.log10_label:  # a bound that may overflow has its logarithm beside it
+            cells[f"log10_{name}"] = [float(np.log10(m)) if m else None for m in cells[name]]
+    return cells
 
 
 def _remove_bounds(measured: dict[str, Values], facts: Mapping[str, Any]) -> dict[str, Values]:
@@ -306,7 +330,22 @@ def _write_notes(
             "Rounding in the forward pass may have changed their norms by up to "
             f"{error.max():.1g} (an estimate). For higher accuracy, use --dtype float64",
         )
-    causes = _explain_missing(facts["reasons"], measured["numerical"], options)
+    yield from _note_missing_bounds(measured, facts["reasons"], options)
+
+
+def _note_missing_bounds(
+    measured: Mapping[str, Values], reasons: Sequence[str], options: BoundsOptions
+) -> Iterator[Note]:
+    """Note how many heads have no value of a bound on any sample, by the cause.
+
+    Args:
+        measured: arrays of all samples, (samples, heads or layers, ...).
+        reasons: for each head, why it has no closed form on the first sample; "" if it has one.
+        options: the options.
+    """
+    import numpy as np
+
+    causes = _explain_missing(reasons, measured["numerical"], options)
     for name, bound in load_bounds().items():
         counts: Counter[str] = Counter()  # heads by cause
         for values, cause in zip(measured[name].T, causes, strict=True):

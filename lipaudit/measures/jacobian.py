@@ -304,9 +304,6 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     The first row is the model, all further rows are residual blocks. The section also has the
     figures of each sample.
     """
-    import numpy as np
-
-    facts = parts[0].facts
     arrays = _join_arrays(parts)
     columns: dict[str, Any] = {}
     for name, values in arrays.items():
@@ -316,13 +313,48 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             columns[name] = values.tolist()
         elif name in JACOBIAN_TABLE.sample_columns:
             columns[name] = values
-    # (samples, rows): the first column is the model, all further columns are blocks.
-    of_rows = {name: arrays[name][:, None] for name in OF_BLOCKS}
+    of_rows = _stack_blocks(arrays)
+    rows = _make_rows(parts, of_rows, options)
     of_norms = {}
-    if "block_norm" in arrays:
-        for name in OF_BLOCKS:
-            of_rows[name] = np.column_stack([arrays[name], arrays[f"block_{name}"]])
-        of_norms = {"norm": of_rows["norm"]}
+    if len(rows) > 1:
+        of_norms["norm"] = of_rows["norm"]
+    notes = [*base.notes(parts), *_write_notes(parts, arrays), *base.repeat_notes(parts)]
+    section = base.make_section(
+        JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=of_norms
+    )
+    output = "margin" if options.direction == "margin" else parts[0].facts["to"]
+    return [section, *summarise_shares(parts, options, arrays["norm"], output)]
+
+
+def _stack_blocks(arrays: Mapping[str, Values]) -> dict[str, Values]:
+    """Return the figures of every norm, (samples, rows): first of the model, then of the blocks.
+
+    Args:
+        arrays: figures of the model, (samples,), and of blocks, if there are any, (samples,
+            blocks).
+    """
+    import numpy as np
+
+    stacked = {}
+    for name in OF_BLOCKS:
+        columns = [arrays[name]]
+        if f"block_{name}" in arrays:
+            columns.append(arrays[f"block_{name}"])
+        stacked[name] = np.column_stack(columns)
+    return stacked
+
+
+def _make_rows(
+    parts: Sequence[Part], of_rows: Mapping[str, Values], options: JacobianOptions
+) -> list[Row]:
+    """Return the row of the model, then a row per block, with statistics over the samples.
+
+    Args:
+        parts: the parts.
+        of_rows: norms and their accuracy, (samples, rows).
+        options: the options.
+    """
+    facts = parts[0].facts
     # By row: input, output, module of the block, and the method of the norm.
     ends = [(facts["from"], facts["to"], "", facts["method"]), *facts.get("ends", ())]
     unique = base.mark_unique(parts)  # a repeated sample counts once, as in every comparison
@@ -343,12 +375,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             converged=int(of_rows["converged"][unique, i].sum()),
         )
         rows.append(row)
-    notes = [*base.notes(parts), *_write_notes(parts, arrays), *base.repeat_notes(parts)]
-    section = base.make_section(
-        JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=of_norms
-    )
-    output = "margin" if options.direction == "margin" else facts["to"]
-    return [section, *summarise_shares(parts, options, arrays["norm"], output)]
+    return rows
 
 
 def _join_arrays(parts: Sequence[Part]) -> dict[str, Values]:

@@ -354,7 +354,7 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note
     """
     trials = options.trials()
     clean, *attacked = run.outcomes
-    by_trial: list[list[Outcome]] = []
+    by_trial = []
     for trial in trials:
         by_trial.append([outcome for outcome in attacked if outcome.trial == trial])
     ends = _find_ends(clean, by_trial)

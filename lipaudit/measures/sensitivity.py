@@ -33,6 +33,7 @@ from lipaudit.models.linearize import Linearization, linearize
 from lipaudit.models.model_norms import JacobianNorms, compute_jacobian_norms, compute_margins
 from lipaudit.models.net import Net
 from lipaudit.tables import Note
+from lipaudit.tables.columns import group_values
 from lipaudit.tables.trials import Target, find_layer
 
 if TYPE_CHECKING:
@@ -102,17 +103,17 @@ def _explain_missing(sites: Sequence[Site], blocks: Sequence[Residual | None]) -
         sites: some attention layers.
         blocks: the block around every attention layer of the model; None if it has none.
     """
-    layers: dict[str, list[int]] = {}  # by the reason
+    reasons_of_layers = []
     for site in sites:
         block = blocks[site.index]
         if block is None:
-            layers.setdefault(NO_BLOCK, []).append(site.index)
+            reasons_of_layers.append((NO_BLOCK, site.index))
         elif not block.by_sample:  # rows of the block's output are tokens or windows
-            layers.setdefault(NO_ROWS, []).append(site.index)
+            reasons_of_layers.append((NO_ROWS, site.index))
     reasons = []
-    for reason, numbers in layers.items():
-        plural = "s" * (len(numbers) > 1)
-        reasons.append(reason.format(f"attention layer{plural} {few(numbers)}"))
+    for reason, layers in group_values(reasons_of_layers).items():
+        plural = "s" * (len(layers) > 1)
+        reasons.append(reason.format(f"attention layer{plural} {few(layers)}"))
     return reasons
 
 

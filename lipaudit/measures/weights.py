@@ -213,8 +213,8 @@ def _read_modules(net: Net, used: set[str | int]) -> tuple[list[Cells], list[Cel
     """
     import torch
 
-    maps: list[Cells] = []
-    gains: list[Cells] = []
+    maps = []
+    gains = []
     # The output layer over the vocabulary is left out: it belongs to no block, and its singular
     # values take minutes.
     output = getattr(net.module, "get_output_embeddings", lambda: None)()

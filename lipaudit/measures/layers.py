@@ -208,8 +208,8 @@ def _note_inputs(sites: Sequence[Site]) -> Iterator[Note]:
 
     X may be inside the module, behind another map or a normalisation, or outside of the module.
     """
-    # Layers by whether the modules that read X are inside the attention module, and their names.
-    alike: dict[tuple[bool, str], list[Site]] = {}
+    # Each layer with what reads its X: whether only modules inside the attention module, and names.
+    readings = []
     for site in sites:
         prefix = f"{site.module}." if site.module else ""
         inside = all(f"{name}.".startswith(prefix) for name in site.reads)
@@ -218,8 +218,8 @@ def _note_inputs(sites: Sequence[Site]) -> Iterator[Note]:
         is_first = inside and not (site.inner and site.closed_form)
         if has_input and not is_first:
             readers = few([name or "the model" for name in site.reads])
-            alike.setdefault((inside, readers), []).append(site)
-    for (inside, readers), group in alike.items():
+            readings.append(((inside, readers), site))
+    for (inside, readers), group in group_values(readings).items():
         text = f"{_name_layers(group)}: X is the input of {readers}, "
         if inside:
             text += (

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from lipaudit.tables.columns import finite, order
+from lipaudit.tables.columns import finite, group_values, order
 from lipaudit.tables.report import Report, Section
 from lipaudit.tables.trials import Radius, TrialKey, parse_column
 
@@ -90,8 +90,8 @@ def find_contradictions(report: Report) -> list[Contradiction]:
     certified = list(_list_certified(report))
     if not certified:
         return []
-    # The balls with an adversarial example, by sample, each with the attack that found it.
-    attacks: dict[str, list[TrialKey]] = {}
+    # Pairs of a sample and a ball with an adversarial example of it, and the attack that found it.
+    attacked = []
     for section in report.sections:
         # The distance of the example from the sample may be smaller than the radius of the attack.
         # The example is then inside a smaller ball, with this distance as radius.
@@ -103,9 +103,9 @@ def find_contradictions(report: Report) -> list[Contradiction]:
             radii = [trial.radius]
             radii += map(_make_radius, finite([distances.get((sample, trial))]))
             ball = replace(trial, radius=min(radii, key=float))
-            attacks.setdefault(sample, []).append(ball)
-        for sample, ball in _list_searched(section, "radius_adversarial"):
-            attacks.setdefault(sample, []).append(ball)
+            attacked.append((sample, ball))
+        attacked += _list_searched(section, "radius_adversarial")
+    attacks = group_values(attacked)
     contradictions: dict[str, Contradiction] = {}
     for sample, ball in certified:
         for trial in attacks.get(sample, ()):

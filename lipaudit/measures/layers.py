@@ -208,7 +208,7 @@ def _note_inputs(sites: Sequence[Site]) -> Iterator[Note]:
 
     X may be inside the module, behind another map or a normalisation, or outside of the module.
     """
-    # Each layer with what reads its X: whether only modules inside the attention module, and names.
+    # Each layer with the modules that read its X: whether all are inside, and their names.
     readings = []
     for site in sites:
         prefix = f"{site.module}." if site.module else ""

@@ -549,17 +549,18 @@ def _require_possible(model: AnyModel | Net, request: Request) -> None:
     Raises:
         UsageError: a module cannot be resumed, or a shard has no folder or has several processes.
     """
-    if request.run.resume and not isinstance(model, str):
+    run = request.run
+    if run.resume and not isinstance(model, str):
         raise UsageError(
             "resume needs a checkpoint with a name, and a module has no name", "Leave resume out."
         )
-    if request.run.shard and request.place is not None:
+    if run.shard and request.place is not None:
         raise UsageError(
             "--shard and a launcher of several processes both split the samples",
             "Leave --shard out, or run one process.",
         )
-    if request.run.shard and request.run.parts is None:
-        number, count = request.run.shard
+    if run.shard and run.parts is None:
+        number, count = run.shard
         raise UsageError(
             f"--shard {number}/{count} needs a folder for its parts",
             "Add --parts FOLDER, the same for every shard; then: lipaudit merge FOLDER.",

@@ -242,14 +242,14 @@ def select_places(
 
     The patches of an image form a grid; `places` are their numbers, row by row.
     """
-    rows = x.shape[2] // patch[0]
-    columns = x.shape[3] // patch[1]
+    height, width = patch
+    rows = x.shape[2] // height
+    columns = x.shape[3] // width
     chosen = torch.zeros(len(x), rows * columns, dtype=torch.bool, device=x.device)
     chosen = chosen.scatter(1, places, True)
     grid = chosen.view(-1, 1, rows, columns)
     # From one flag per patch to one flag per pixel.
-    full_height = grid.repeat_interleave(patch[0], 2)
-    return full_height.repeat_interleave(patch[1], 3)
+    return grid.repeat_interleave(height, 2).repeat_interleave(width, 3)
 
 
 def steepest(gradient: Samples, ball: Ball) -> Samples:

@@ -9,7 +9,6 @@ depend on the 63 other samples (never on the device batch size).
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -155,13 +154,14 @@ def evaluate_chunk(
         UsageError: the samples have half precision.
         EvaluationError: f returns no logits, or values that are not finite.
     """
-    if chunk.x.dtype not in (torch.float32, torch.float64):
+    x = chunk.x
+    if x.dtype not in (torch.float32, torch.float64):
         raise UsageError(
-            f"samples are {chunk.x.dtype}, which is too coarse for small radii",
+            f"samples are {x.dtype}, which is too coarse for small radii",
             "Use --dtype float32 or float64.",
         )
-    oracle = Oracle(f, torch.arange(len(chunk.x), device=chunk.x.device), batch_size)
-    logits = _require_finite(oracle(chunk.x), "clean samples", chunk)
+    oracle = Oracle(f, torch.arange(len(x), device=x.device), batch_size)
+    logits = _require_finite(oracle(x), "clean samples", chunk)
     if earlier:
         clean = earlier[0]
     else:
@@ -524,14 +524,15 @@ def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | Non
         raise UsageError(
             "this model shows no grid of patches", f"Give their side in pixels: {advise(16)}"
         )
-    if height % patch[0] or width % patch[1]:
+    rows, columns = patch
+    if height % rows or width % columns:
         raise UsageError(
-            f"patches of {patch[0]}x{patch[1]} pixels do not divide images of {height}x{width}",
-            f"Give a side that divides both: {advise(patch[0])}",
+            f"patches of {rows}x{columns} pixels do not divide images of {height}x{width}",
+            f"Give a side that divides both: {advise(rows)}",
         )
-    places = height * width // math.prod(patch)
+    places = height * width // (rows * columns)
     if k > places:
         raise UsageError(
-            f"an image has {places} patches of {patch[0]}x{patch[1]} pixels, fewer than {k}",
+            f"an image has {places} patches of {rows}x{columns} pixels, fewer than {k}",
             "Give fewer: --eps 1patch.",
         )

@@ -53,11 +53,7 @@ class Policy:
                 single item that needs more is a chunk of its own.
         """
         size = max(1, (limit or self.chunk_entries) // max(1, entries))
-        chunks = []
-        for start in range(0, total, size):
-            stop = min(start + size, total)
-            chunks.append(slice(start, stop))
-        return chunks
+        return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 POLICY = Policy()

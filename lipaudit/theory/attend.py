@@ -255,17 +255,12 @@ class Attend:
         x W is [q k v] before rotary position or qk-norm. With two inputs, x W is q for the first
         and [k v] for the second. Constant queries, keys or values are left out.
 
-        Symbols, for query i and key j: S_ij is the logit, P_ij its softmax, o_i = sum_j P_ij v_j
-        the output. a is the key with the largest P_ij of query i, and c_ij = P_ij (v_j - o_i).
-        ds is the gradient in the logits. The gradient of S_ij is f_ij s k_j + r_ij in q_i, and
-        f_ij s q_i + t_ij in k_j. s is the scale of the logits. f is the slope of a soft cap (1
-        without a cap). r and t come from relative positions (0 without them). G is the Jacobian
-        of a rotary position or qk-norm at a token.
+        Symbols, for query i and key j: S_ij is the logit, P_ij its softmax. ds is the gradient in
+        the logits. The gradient of S_ij is f_ij s k_j + r_ij in q_i, and f_ij s q_i + t_ij in k_j.
+        s is the scale of the logits. f is the slope of a soft cap (1 without a cap). r and t come
+        from relative positions (0 without them). G is the Jacobian of a rotary position or qk-norm
+        at a token.
         """
-        # The softmax needs sum_j P_ij <u_i, v_j> = <u_i, o_i>: known without a sum over the keys.
-        inner = (u * self.o).sum(-1, keepdim=True)
-        # <u_i, c_ia> at the key a: `self.c` is c_ia, computed without cancellation.
-        largest = (u * self.c).sum(-1, keepdim=True)
         # The gradients in q, k and v by name; a constant has none.
         total = {}
         for side in self.sides:
@@ -274,11 +269,8 @@ class Attend:
         for block in map_rows(self.heads, self.p):
             # A block of P: `queries` and `keys` are the slices of its rows and columns.
             p, queries, keys = block
-            # ds_ij = <u_i, c_ij> = P_ij (<u_i, v_j> - <u_i, o_i>). At key a: `largest`.
             u_rows = u[:, queries]
-            ds = u_rows @ self.v[:, keys].mT
-            ds.sub_(inner[:, queries]).mul_(p)
-            ds.scatter_(-1, self._anchors(block), largest[:, queries])
+            ds = self._pull_softmax(u_rows, block)
             # `self.q` and `self.k` are q and k times s. `self.slope` is f, `extra` has r and t.
             scaled = ds  # ds_ij f_ij
             if self.slope is not None:
@@ -293,7 +285,7 @@ class Attend:
                 if "k" in self.extra:
                     rows = rows + _times_sets(ds.mT, self.extra["k"])
                 total["k"][:, keys] += rows
-            if "v" in total:
+            if "v" in total:  # sum_i P_ij u_i
                 total["v"][:, keys] += p.mT @ u_rows
         # Back through G of each token.
         for name, g in self.local.items():
@@ -303,6 +295,24 @@ class Attend:
             by_name = [total[name] for name in side.names]
             pulled.append(torch.cat(by_name, -1))
         return pulled
+
+    def _pull_softmax(self, u: Tensor, block: MapRows) -> Tensor:
+        """Return the gradient in the logits S of a block, (problems, queries, keys).
+
+        It is sum_c u_ic dO_ic / dS_ij = P_ij (<u_i, v_j> - <u_i, o_i>) for o_i = sum_j P_ij v_j.
+        At the key a with the largest P_ia it is <u_i, c_ia>: c_ia = P_ia (v_a - o_i) is stored,
+        computed without cancellation.
+
+        Args:
+            u: gradients in the outputs of the queries of the block.
+            block: some rows of P.
+        """
+        p, queries, keys = block
+        inner = (u * self.o[:, queries]).sum(-1, keepdim=True)
+        ds = u @ self.v[:, keys].mT
+        ds.sub_(inner).mul_(p)
+        largest = (u * self.c[:, queries]).sum(-1, keepdim=True)
+        return ds.scatter_(-1, self._anchors(block), largest)
 
     def push(self, inputs: list[Tensor]) -> Tensor:
         """Return the change dO of O = P V for changes of x W of every input x (forward mode).

@@ -492,19 +492,33 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
         a = select_tokens(value_maps, j) @ mixed @ key_map
         a = a @ b
         w = _subtract_outputs(at.v[:, :, j], tokens[j], rows)
-        # Proof of the second limit: for x = c u / ||u|| + y with y orthogonal to u,
-        # (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y. By Cauchy-Schwarz this is at most
-        # (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| long. The squares of both limits
-        # are ||Phi||^2 + ||u||^2 ||w||^2 plus `triangle` (first limit) or `split` (second limit).
-        norm = select_tokens(norms, j)[..., None]
-        u2 = u.square().sum(-2)  # ||u||^2, (batch, heads, keys, n)
-        w2 = w.square().sum(-2)
-        split = (a.square().sum(-2) / u2).nan_to_num(0.0)  # u = 0: beta is ||Phi||
-        split = split + 2 * (a * w).sum(-2)
-        triangle = 2 * norm * (u2 * w2).sqrt()
-        square = norm.square() + u2 * w2 + torch.minimum(split, triangle)
-        beta[..., j] = square.sqrt().mT
+        beta[..., j] = _bound_rank_one_update(select_tokens(norms, j), u, a, w).mT
     return beta
+
+
+def _bound_rank_one_update(phi: Tensor, u: Tensor, a: Tensor, w: Tensor) -> Tensor:
+    """Return the smaller of two limits of ||Phi + w u^T||, (batch, heads, keys, n).
+
+    The limits are ||Phi|| + ||w|| ||u||, and (||Phi||^2 + ||Phi u/||u|| + ||u|| w||^2)^1/2.
+
+    Args:
+        phi: ||Phi|| of every key, (batch, heads, keys).
+        u: u of every key and query, (batch, heads, keys, channels, n).
+        a: Phi u.
+        w: w.
+    """
+    # Proof of the second limit: for x = c u / ||u|| + y with y orthogonal to u,
+    # (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y. By Cauchy-Schwarz this is at most
+    # (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| long. The squares of both limits are
+    # ||Phi||^2 + ||u||^2 ||w||^2 plus `triangle` (first limit) or `split` (second limit).
+    phi = phi[..., None]
+    u2 = u.square().sum(-2)  # ||u||^2
+    w2 = w.square().sum(-2)
+    split = (a.square().sum(-2) / u2).nan_to_num(0.0)  # u = 0: the limit is ||Phi||
+    split = split + 2 * (a * w).sum(-2)
+    triangle = 2 * phi * (u2 * w2).sqrt()
+    square = phi.square() + u2 * w2 + torch.minimum(split, triangle)
+    return square.sqrt()
 
 
 def _subtract_outputs(v: Tensor, keys: Tensor, rows: attend.Anchored) -> Tensor:

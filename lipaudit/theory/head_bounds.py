@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine
 from lipaudit.theory.block_norms import affine_rows
@@ -96,33 +97,47 @@ def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[
             rows.append(head_bounds(heads.row(b), bounds=records))
         return _concatenate(rows, 0)
     heads = heads.to(torch.float64)
-    for name in ("x", "q", "k", "v"):
-        if not getattr(heads, name).sum().isfinite():
-            raise EvaluationError(
-                f"The attention layer has infinite or undefined {name} entries.",
-                "Look for overflow in the model: run it in float32 or float64.",
-            )
+    _require_finite(heads)
     tokens = Tokens(heads)
     # J is proportional to the values. Bounds are computed for values of about size one, so that
     # nothing overflows, and multiplied by `size` at the end.
     heads, size = unit_values(heads)
     parts = []
     for group in split_heads(heads):
-        ingredients = Ingredients(group, tokens)
-        terms = {
-            "p_norm": ingredients.p_norm,
-            "softmax_norm_max": ingredients.softmax_norm_max,
-            "x_norm": tokens.norm.expand_as(ingredients.p_norm),
-            "radius": tokens.radius.expand_as(ingredients.p_norm),
-        }
-        for bound in records:
-            terms[bound.name] = _compute(bound, ingredients) * (1 + ROUNDING)
-        parts.append(terms)
+        parts.append(_compute_group(Ingredients(group, tokens), records))
     whole = _concatenate(parts, 1)
     size = size.to(heads.v.device)
     for bound in records:
         whole[bound.name] = whole[bound.name] * size
     return whole
+
+
+def _require_finite(heads: Heads) -> None:
+    """Refuse heads whose tokens, queries, keys or values are not finite.
+
+    Raises:
+        EvaluationError: an entry is infinite or NaN.
+    """
+    for name in ("x", "q", "k", "v"):
+        if not getattr(heads, name).sum().isfinite():
+            raise EvaluationError(
+                f"The attention layer has infinite or undefined {name} entries.",
+                "Look for overflow in the model: run it in float32 or float64.",
+            )
+
+
+def _compute_group(ingredients: Ingredients, bounds: Iterable[Bound]) -> dict[str, Tensor]:
+    """Return the bounds of some heads, and the quantities that they are computed from, by name."""
+    p_norm = ingredients.p_norm
+    terms = {
+        "p_norm": p_norm,
+        "softmax_norm_max": ingredients.softmax_norm_max,
+        "x_norm": ingredients.tokens.norm.expand_as(p_norm),
+        "radius": ingredients.tokens.radius.expand_as(p_norm),
+    }
+    for bound in bounds:
+        terms[bound.name] = _compute(bound, ingredients) * (1 + ROUNDING)
+    return terms
 
 
 def _concatenate(parts: list[dict[str, Tensor]], axis: int) -> dict[str, Tensor]:
@@ -296,18 +311,7 @@ def read_point(heads: Heads) -> BallPoint:
     a = at.s.abs() * a[..., None]
     # On the ball of radius rho, log P_ij grows by at most slope rho + bend ||A|| rho^2.
     slope, bend = _log_growth(p, z, rows.u)
-    # one_hot: the variance sum_j P_ij ||f_j - E_i f||^2 of any vectors f_j is at most
-    # sum_j h_ij ||f_j||^2, both with h = P and with h = 2 P (1 - P). Each row uses the h whose
-    # largest entry is smaller: 2 P (1 - P) if the row is nearly one-hot.
-    twice = 2 * p * _others(p)
-    largest = p.amax(-1, keepdim=True)
-    one_hot = twice.amax(-1, keepdim=True) < largest
-    # uneven: the weighted variance sum_j P_ij w_ij ||f_j - E_i f||^2 has two such limits as well.
-    # One keeps every w_ij (`uneven`). The other replaces w_ij by the largest of the row (`even`).
-    # Each row uses the limit whose coefficients h_ij are shorter as a vector.
-    uneven, _ = bound_weights(p, p, w)
-    widest = w.amax(-1, keepdim=True)
-    even = torch.where(one_hot, twice, p) * widest
+    one_hot, uneven = _choose_limits(p, w)
     return BallPoint(
         p=p,
         z=z,
@@ -318,13 +322,32 @@ def read_point(heads: Heads) -> BallPoint:
         slope=slope,
         bend=bend,
         one_hot=one_hot,
-        uneven=_row_length(uneven) < _row_length(even),
+        uneven=uneven,
     )
 
 
-def _row_length(rows: Tensor) -> Tensor:
-    """Return the length of each row, (..., n, 1)."""
-    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+def _choose_limits(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rows use the second of two limits, for a variance and for a weighted variance.
+
+    Both limits hold for any vectors f_j and their mean E_i f = sum_j P_ij f_j. Each row uses the
+    limit that is sharper at X, on all balls. The results are (batch, heads, n, 1).
+
+    Args:
+        p: P at X.
+        w: the weights w_ij = ||v_j - o_i||.
+    """
+    # The variance sum_j P_ij ||f_j - E_i f||^2 is at most sum_j h_ij ||f_j||^2, with h = P and
+    # with h = 2 P (1 - P): the second one if its largest entry is smaller (a nearly one-hot row).
+    twice = 2 * p * _others(p)
+    largest = p.amax(-1, keepdim=True)
+    one_hot = twice.amax(-1, keepdim=True) < largest
+    # The weighted variance sum_j P_ij w_ij ||f_j - E_i f||^2 has two limits of the same form. One
+    # replaces w_ij by the largest of the row (`even`). The other keeps every w_ij (`uneven`): the
+    # second one if its h_ij are shorter as a vector.
+    even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
+    uneven, _ = bound_weights(p, p, w)
+    shorter = vector_norm(uneven, dim=-1) < vector_norm(even, dim=-1)
+    return one_hot, shorter[..., None]
 
 
 def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -450,7 +473,7 @@ def bound_curvature(at: BallPoint, on: BallLimits) -> PerHead:
         h = columns + mixed / t * on.spread
         on_diagonal = diagonal + t * mixed
         h.diagonal(0, -2, -1).add_(on_diagonal[..., 0])
-        lengths = torch.linalg.vector_norm(h, dim=-2)  # of the columns
+        lengths = vector_norm(h, dim=-2)  # of the columns
         limits.append(lengths.amax(-1))
     return torch.stack(limits).amin(0)
 

@@ -269,8 +269,7 @@ class Heads:
         if self.fits_memory:
             return [(0, n)]
         row_entries = count * self.k.shape[2]  # of one query in all heads
-        size = max(1, self.policy.chunk_entries // row_entries)
-        return [(start, min(start + size, n)) for start in range(0, n, size)]
+        return [(chunk.start, chunk.stop) for chunk in self.policy.chunks(n, row_entries)]
 
     def bias_rows(self, start: int, stop: int) -> Float[Tensor, "#batch #heads #rows #m"]:
         """Return the bias of the logits of the queries start..stop-1; 0 without a bias."""
@@ -421,10 +420,8 @@ def _slice(value: Any, axis: int, index: slice) -> Any:
             bias = bias[index]
         return replace(value, weight=value.weight[index], bias=bias, local=local)
     if isinstance(value, Pairs):
-        slope = _slice(value.slope, axis, index)
-        with_q = _slice(value.with_q, axis, index)
-        with_k = _slice(value.with_k, axis, index)
-        return Pairs(slope, with_q, with_k)
+        tensors = (value.slope, value.with_q, value.with_k)
+        return Pairs(*(_slice(tensor, axis, index) for tensor in tensors))
     if value is None or value.shape[axis] == 1:
         return value
     return _slice_axis(value, axis, index)

@@ -295,8 +295,7 @@ class Ingredients:
         p = self.heads.attention(whole=True)
         maxima = []
         for start, stop in self.heads.row_blocks():
-            g1, norm = row_maxima(p[:, :, start:stop])
-            maxima.append(torch.stack([g1, norm]))
+            maxima.append(torch.stack(row_maxima(p[:, :, start:stop])))
         return torch.stack(maxima).amax(0)
 
     @property

@@ -135,11 +135,10 @@ class LayerProducts:
         # through attention to the outputs O_h, and through W_O.
         by_head = []
         for x, weight in zip(self.pull(u), self.weights, strict=True):
-            y = x @ weight
-            y = y.view(*x.shape[:2], count, -1)  # (rows, tokens, heads, e)
+            y = torch.unflatten(x @ weight, 2, (count, -1))  # (rows, tokens, heads, e)
             by_head.append(y.transpose(1, 2).flatten(0, 1))
         o = self.attend.push(by_head)
-        o = o.view(len(u), count, *o.shape[1:])
+        o = torch.unflatten(o, 0, (-1, count))
         o = o.transpose(1, 2)  # (rows, n, heads, dv)
         if self.out is None:
             o = self.gains[:, None] * o
@@ -168,7 +167,7 @@ class LayerProducts:
         # For every input X: y is the gradient in X W = [q k v] of each head. The product with W^T
         # of all heads side by side gives the gradient in X, summed over the heads.
         for y, weight in zip(self.attend.pull(by_head), self.weights, strict=True):
-            rows = y.view(len(u), count, *y.shape[1:])
+            rows = torch.unflatten(y, 0, (-1, count))
             rows = rows.transpose(1, 2).flatten(2)  # (rows, tokens, heads e)
             images.append(rows @ weight.mT)
         return images
@@ -199,45 +198,67 @@ class LayerProducts:
         the channels. The guess is 0 if the values are not x W_V + b.
         """
         attend = self.attend
-        out = self.out
-        weight = attend.value_weight
-        count = len(self.gains)
+        weight = attend.value_weight  # W_V,h, (heads, D, dv)
         problems, n, dv = attend.o.shape
+        count = len(self.gains)
         if weight is None:
             channels = count * dv
-            if out is not None:
-                channels = out.shape[2]
+            if self.out is not None:
+                channels = self.out.shape[2]
             return attend.o.new_zeros(problems // count, n * channels)
         # `sizes`: how much each head counts in the choice of b.
-        if out is None:
+        if self.out is None:
             sizes = attend.v.new_ones(count)
             weight = self.gains[:, None, None] * weight
         else:
-            sizes = out.square().sum((1, 2))  # ||W_O,h||_F^2
-        # a_h = P_h b of every head, and the inner products <a_h, a_g> of all pairs of heads.
-        a = _token_images(attend, sizes).view(-1, count, n)
-        inner = a @ a.mT
-        all_values = weight.transpose(0, 1).flatten(1)  # W_V of all heads, (D, heads dv)
+            sizes = self.out.square().sum((1, 2))  # ||W_O,h||_F^2
+        a = _token_images(attend, sizes).view(-1, count, n)  # a_h = P_h b
+        path = _ValuePath(a, weight.transpose(0, 1).flatten(1), self.out)
+        start = random_starts([0], weight.shape[1]).to(weight)
+        y = _find_leading(path.gram, start.expand(len(a), -1))
+        return path.image(y)
 
-        def multiply(y: Tensor) -> Tensor:
-            """Return F^T F y for the image F y = sum_h a_h kron (W_O,h^T W_V,h^T y) of b y^T."""
-            t = (y @ all_values).view(-1, count, dv)  # t_h = W_V,h^T y
-            if out is None:  # heads side by side: F y has the blocks a_h kron t_h
-                t = inner.diagonal(0, 1, 2)[..., None] * t
-            else:  # W_O,h sum_g <a_h, a_g> W_O,g^T t_g
-                projected = inner @ torch.einsum("bhd,hdo->bho", t, out)
-                t = torch.einsum("bho,hdo->bhd", projected, out)
-            return t.flatten(1) @ all_values.mT
 
-        start = random_starts([0], len(all_values)).to(all_values)
-        y = _find_leading(multiply, start.expand(len(inner), -1))
-        # The guess F y, (rows, n, channels).
-        t = (y @ all_values).view(-1, count, dv)
-        if out is None:
-            image = a.mT[..., None] * t[:, None]
+@dataclass(frozen=True)
+class _ValuePath:
+    """The move of the outputs if the tokens move by b y^T and the maps P_h are held constant.
+
+    With a_h = P_h b and t_h = W_V,h^T y, it is F y = sum_h a_h kron (W_O,h^T t_h). Without W_O it
+    has the blocks a_h kron t_h, side by side.
+
+    Attributes:
+        a: the a_h, (rows, heads, n).
+        values: W_V of all heads side by side, (D, heads dv).
+        out: W_O, (heads, dv, D_out), or None.
+    """
+
+    a: Tensor
+    values: Tensor
+    out: Tensor | None
+
+    def _project(self, y: Tensor) -> Tensor:
+        """Return t_h of every head, (rows, heads, dv)."""
+        return torch.unflatten(y @ self.values, 1, (self.a.shape[1], -1))
+
+    def image(self, y: Tensor) -> Tensor:
+        """Return F y, (rows, n channels)."""
+        t = self._project(y)
+        if self.out is None:
+            image = self.a.mT[..., None] * t[:, None]
         else:
-            image = a.mT @ torch.einsum("bhd,hdo->bho", t, out)
+            image = self.a.mT @ torch.einsum("bhd,hdo->bho", t, self.out)
         return image.flatten(1)
+
+    def gram(self, y: Tensor) -> Tensor:
+        """Return F^T F y, (rows, D), without forming F y."""
+        t = self._project(y)
+        inner = self.a @ self.a.mT  # <a_h, a_g> of all pairs of heads
+        if self.out is None:
+            t = inner.diagonal(0, 1, 2)[..., None] * t
+        else:  # W_O,h sum_g <a_h, a_g> W_O,g^T t_g
+            projected = inner @ torch.einsum("bhd,hdo->bho", t, self.out)
+            t = torch.einsum("bho,hdo->bhd", projected, self.out)
+        return t.flatten(1) @ self.values.mT
 
 
 def _find_leading(multiply: Products, start: Tensor) -> Tensor:
@@ -360,8 +381,7 @@ def sketched_vjp_x(
         # y is the gradient in x W, so R^T J^T u is y (W^T R) for each token. W^T R is small, and
         # the gradient in all D channels is never computed.
         directions = side.weight.mT @ sketches[side.source]
-        by_head = y.view(*size.shape, *y.shape[1:])
-        z = by_head @ directions
+        z = torch.unflatten(y, 0, size.shape) @ directions
         square = square + z.square().sum((2, 3))
         pulled[side.source] = z
     # The factor of each head and row. A gradient of 0 stays 0.

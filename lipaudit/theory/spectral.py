@@ -351,15 +351,8 @@ class _Krylov:
         u = F.normalize(take_size(start, 1)[0], dim=1)
         length = torch.ones(count).double()
         if guess is not None:
-            # Start from u = (g + h) / |g + h|, g random, h the guess, both of length one. The
-            # limits `upper` need |<u, v>| >= delta for the leading v, with probability 1 - ETA.
-            # <u, v> = (<g, v> + <h, v>) / |g + h|, and P(|<g, v> + c| < delta) is largest for
-            # c = 0 (Anderson, symmetric unimodal density): delta / |g + h| holds for u as delta
-            # does for g. In one dimension two opposite vectors would cancel: no guess is added.
-            unit = F.normalize(take_size(guess, 1)[0], dim=1)
-            mixed = u + unit * (live > 1)[:, None]
-            length = vector_norm(mixed, dim=1).to("cpu", torch.float64)
-            u = F.normalize(take_size(mixed, 1)[0], dim=1)
+            # In one dimension two opposite vectors would cancel: no guess is added.
+            u, length = _add_guess(u, guess * (live > 1)[:, None])
         block = start.new_zeros(count, _GROWTH, size)
         block[:, 0] = u
         self.basis = [block]
@@ -421,6 +414,31 @@ class _Krylov:
         w = A u_k - alpha_k u_k - beta_{k-1} u_{k-1}, made orthogonal to all earlier vectors;
         beta_k = |w| and u_{k+1} = w / beta_k.
         """
+        alpha, w = self._orthogonalise(product)
+        self.coupling = vector_norm(w, dim=2, keepdim=True)
+        entries = torch.cat([alpha, self.coupling], 2)
+        entries = entries[:, 0].to("cpu", torch.float64)
+        is_finite = entries.isfinite().all(1)
+        self.steps += 1
+        if not is_finite.all():
+            problem = int(self.index[~is_finite][0])
+            raise EvaluationError(
+                f"The Jacobian product of problem {problem} is not finite at step {self.steps}.",
+                "Look for infinite weights or activations, or compute in float64.",
+            )
+        self._extend_t(*entries.unbind(1))
+        if self.steps % _GROWTH == 0:
+            block = w.new_zeros(len(w), _GROWTH, w.shape[2])
+            self.basis.append(block)
+        length = self.coupling.clamp_min(torch.finfo(w.dtype).tiny)
+        torch.div(w, length, out=self._vector(self.steps))
+
+    def _orthogonalise(self, product: Tensor) -> tuple[Tensor, Tensor]:
+        """Return alpha_k = <A u_k, u_k>, and A u_k made orthogonal to all basis vectors.
+
+        Args:
+            product: A u_k, A times the newest basis vector, (problems, size).
+        """
         w = product.unsqueeze(1)  # (problems, 1, size)
         last = self._vector(self.steps)
         alpha = (w * last).sum(2, keepdim=True)
@@ -434,32 +452,22 @@ class _Krylov:
             count = self.steps + 1 - _GROWTH * i  # of vectors in this block and later ones
             vectors = block[:, :count]
             w.baddbmm_(w @ vectors.mT, vectors, alpha=-1)
-        self.coupling = vector_norm(w, dim=2, keepdim=True)
-        entries = torch.cat([alpha, self.coupling], 2)
-        entries = entries[:, 0].to("cpu", torch.float64)
-        is_finite = entries.isfinite().all(1)
-        self.steps += 1
-        if not is_finite.all():
-            problem = int(self.index[~is_finite][0])
-            raise EvaluationError(
-                f"The Jacobian product of problem {problem} is not finite at step {self.steps}.",
-                "Look for infinite weights or activations, or compute in float64.",
-            )
-        # T grows by a row and a column: alpha_k on the diagonal, beta_{k-1} beside it.
+        return alpha, w
+
+    def _extend_t(self, alpha: Tensor, beta: Tensor) -> None:
+        """Add a row and a column to T: alpha_k on the diagonal, and beta_{k-1} beside it.
+
+        beta_k couples the next basis vector to T. It is 0 if the Krylov space is exhausted.
+        """
         self.t = F.pad(self.t, (0, 1, 0, 1))
-        self.t[:, -1, -1] = entries[:, 0]
+        self.t[:, -1, -1] = alpha
         if self.steps > 1:
             self.t[:, -1, -2] = self.beta
-        self.beta = entries[:, 1]
-        self.exhausted = (self.beta == 0) | (self.size <= self.steps)
-        self.level = self.level + self.beta.log()
+        self.beta = beta
+        self.exhausted = (beta == 0) | (self.size <= self.steps)
+        self.level = self.level + beta.log()
         self.shorter = self.ritz
         self.ritz = torch.linalg.eigvalsh(self.t)
-        if self.steps % _GROWTH == 0:
-            block = w.new_zeros(len(w), _GROWTH, w.shape[2])
-            self.basis.append(block)
-        length = self.coupling.clamp_min(torch.finfo(w.dtype).tiny)
-        torch.div(w, length, out=self._vector(self.steps))
 
     def has_converged(self, tol: float, within: float) -> Tensor:
         """Return which problems have converged.
@@ -540,6 +548,23 @@ class _Krylov:
     def _vector(self, k: int) -> Tensor:
         """Return basis vector k of every problem, (problems, 1, size), a view."""
         return self.basis[k // _GROWTH][:, k % _GROWTH, None]
+
+
+def _add_guess(u: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (g + h) / |g + h| and |g + h| for random unit vectors g and the unit vectors h.
+
+    The limits `upper` need |<u, v>| >= delta for the leading vector v, with probability 1 - ETA.
+    For this start <u, v> = (<g, v> + <h, v>) / |g + h|, and P(|<g, v> + c| < delta) is largest for
+    c = 0 (Anderson, symmetric unimodal density): delta / |g + h| holds for it as delta does for g.
+
+    Args:
+        u: g, (problems, size).
+        guess: vectors in the direction of h; where one is 0, so is h.
+    """
+    unit = F.normalize(take_size(guess, 1)[0], dim=1)
+    mixed = u + unit
+    length = vector_norm(mixed, dim=1).to("cpu", torch.float64)
+    return F.normalize(take_size(mixed, 1)[0], dim=1), length
 
 
 def _compute_log_delta(size: Tensor) -> Tensor:

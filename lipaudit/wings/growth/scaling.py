@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -122,23 +122,17 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
             if first.mask is not None:  # without padding
                 first, _ = cut(net, first, int(first.mask.sum()))
             worst_rows, worst_notes = worst_case(net, first, options)
-        arrays: dict[str, Values] = {}
-        facts: dict[str, Any] = {"rows": list(worst_rows)}
-        notes: Notes = ()
+        part = Part(batch.ids, {})
         if "real" in options.modes:
-            arrays, facts_on_data, notes = _measure_lengths(net, batch, options)
-            facts |= facts_on_data
-        yield Part(batch.ids, arrays, facts, worst_notes + notes)
+            part = _measure_lengths(net, batch, options)
+        facts = {"rows": list(worst_rows), **part.facts}
+        yield replace(part, facts=facts, notes=(*worst_notes, *part.notes))
 
 
-def _measure_lengths(
-    net: Net, batch: Batch, options: ScalingOptions
-) -> tuple[dict[str, Values], dict[str, Any], Notes]:
+def _measure_lengths(net: Net, batch: Batch, options: ScalingOptions) -> Part:
     """Measure a batch of samples, cut to each length, with the measures `bounds` and `jacobian`.
 
-    Returns:
-        Arrays by name, (samples, lengths, heads or layers), NaN where a sample is too short; facts
-        on the run; and notes.
+    The arrays are (samples, lengths, heads or layers), NaN where a sample is too short.
 
     Raises:
         InputError: no sample reaches the shortest length.
@@ -169,7 +163,7 @@ def _measure_lengths(
     facts["within"] = max(float(np.nanmax(values, initial=0.0)) for values in errors)
     missed = int(base.join_parts(of_heads, "missed").sum())  # norms that did not converge
     missed += int((~base.join_parts(of_model, "converged")).sum())
-    return arrays, facts, (*base.notes(of_heads), *base.note_missed(missed))
+    return Part(batch.ids, arrays, facts, (*base.notes(of_heads), *base.note_missed(missed)))
 
 
 def _cut_to_lengths(

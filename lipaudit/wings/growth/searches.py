@@ -139,11 +139,8 @@ def _search_line(heights: Heights, start: Position, step: Tensor, active: Tensor
         required = start.height[rows] + _RISE * size * promised[rows]
         rises = tried.height >= required
         moved = rows[rises]
-        position = Position(
-            x=position.x.index_copy(0, moved, tried.x[rises]),
-            height=position.height.index_copy(0, moved, tried.height[rises]),
-            slope=position.slope.index_copy(0, moved, tried.slope[rises]),
-        )
+        pairs = zip(position, tried, strict=True)  # of x, of height and of slope
+        position = Position._make(old.index_copy(0, moved, new[rises]) for old, new in pairs)
         rows = rows[~rises]
         size *= _SHRINK
     return position

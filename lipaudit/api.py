@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, overload
@@ -24,7 +24,7 @@ from lipaudit.engine.prepare import Job, Request, data_options, load_options, pr
 from lipaudit.engine.results import describe_failure, describe_run, list_origins, make_failed
 from lipaudit.errors import InputError, LipauditError, UsageError, suggestion
 from lipaudit.measures import AuditOptions, find_measure, load_measures
-from lipaudit.models.net import Kind, ModelSpec, Net
+from lipaudit.models.net import Kind, LoadOptions, ModelSpec, Net
 from lipaudit.models.sources.loader import borrow, freeze_net, load_net
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings
@@ -41,7 +41,7 @@ def name_models(*models: AnyModel) -> list[str]:
 
     Several modules of one class are numbered.
     """
-    names: list[str] = []
+    names = []
     class_names = set()
     for model in models:
         if isinstance(model, str):
@@ -145,7 +145,7 @@ def _split_options(
     # By name: the number of its group, and the field. Later entries replace earlier ones, so the
     # first group comes last. Options of the command line come after mere fields: `seed` is a field
     # of a measure, but an option of the run.
-    owners: dict[str, tuple[int, str]] = {}
+    owners = {}
     last_first = list(enumerate(groups))[::-1]
     for number, group in last_first:
         for field in group.model_fields:
@@ -446,15 +446,7 @@ def run_audits(
         )
     outlines = []
     for model, request in zip(models, requests, strict=True):
-        try:
-            with open_model(model, request) as job:
-                outlines.append(outline_job(job))
-                del job  # the name would keep the model while the next one is loaded
-        except LipauditError as error:
-            error.message = f"{errors.visible(request.model)}: {error.message}"
-            raise
-        finally:
-            gc.collect()  # a module may reference itself, and the next model needs its memory
+        outlines.append(_outline_model(open_model(model, request), request.model))
     require_shared(outlines)
     with ExitStack() as stored_parts:  # at its end it removes the finished parts
         all_complete = True
@@ -472,6 +464,24 @@ def run_audits(
             yield report
         if not all_complete:
             stored_parts.pop_all()  # the parts stay, for --resume
+
+
+def _outline_model(opened: AbstractContextManager[Job], model: str) -> Outline:
+    """Return the facts of a job by which models are compared, and free the memory of its model.
+
+    Raises:
+        LipauditError: any failure; its message begins with the name of the model.
+    """
+    try:
+        with opened as job:
+            outline = outline_job(job)
+            del job  # the name would keep the model while the next one is loaded
+            return outline
+    except LipauditError as error:
+        error.message = f"{errors.visible(model)}: {error.message}"
+        raise
+    finally:
+        gc.collect()  # a module may reference itself, and the next model needs its memory
 
 
 def _report_failure(outline: Outline, error: Exception) -> Report:
@@ -521,15 +531,7 @@ def open_job(
         with ExitStack() as opened:
             if request.place is not None:  # before anything that takes long
                 opened.enter_context(join_processes(request.place))
-            if isinstance(model, Net):
-                net = opened.enter_context(freeze_net(model))
-            elif not isinstance(model, str):
-                net = opened.enter_context(borrow(model, options, input_shape))
-            elif input_shape is not None:
-                text = f"{model} already defines its input shape"
-                raise UsageError(text, "Leave input_shape out.")
-            else:
-                net = load_net(model, options)
+            net = opened.enter_context(_open_net(model, options, input_shape))
             if samples is None and data is not None:
                 count = max(request.count(name) for name in request.measures)
                 x, labels = _split_data(data)
@@ -541,6 +543,24 @@ def open_job(
         if user_error is None or user_error is error:
             raise
         raise user_error from error
+
+
+def _open_net(
+    model: AnyModel | Net, options: LoadOptions, input_shape: Sequence[int] | None
+) -> AbstractContextManager[Net]:
+    """Return a model for use inside a block; a module is restored when the block ends.
+
+    Raises:
+        UsageError: `input_shape` is given for a checkpoint.
+    """
+    if isinstance(model, Net):
+        return freeze_net(model)
+    if not isinstance(model, str):
+        return borrow(model, options, input_shape)
+    if input_shape is not None:
+        text = f"{model} already defines its input shape"
+        raise UsageError(text, "Leave input_shape out.")
+    return nullcontext(load_net(model, options))
 
 
 def _require_possible(model: AnyModel | Net, request: Request) -> None:

@@ -275,12 +275,7 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
             return u.new_zeros(0, 1)
         if x[0].numel() > REPEATING:  # in large images, squares hardly ever repeat
             return cube.evaluate(points)
-        keys = [point.tobytes() for point in points.cpu().numpy()]
-        unknown = {key: i for i, key in enumerate(keys) if key not in logits_of_image}
-        if unknown:
-            logits = cube.evaluate(points[list(unknown.values())])
-            logits_of_image.update(zip(unknown, logits, strict=True))
-        return torch.stack([logits_of_image[key] for key in keys])
+        return _evaluate_once(cube, points, logits_of_image)
 
     attack = SquareAttack(
         evaluate,
@@ -294,6 +289,22 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
     with cube.search():
         images = attack.attack_single_run(images, y)[1]
     return cube.place(images[..., :rows, :].reshape(x.shape))
+
+
+def _evaluate_once(cube: UnitCube, points: Tensor, logits_of_image: dict[bytes, Tensor]) -> Tensor:
+    """Return the logits of images; an image that was evaluated before is not evaluated again.
+
+    Args:
+        cube: the model on the cube.
+        points: the images, as points of the cube.
+        logits_of_image: logits by the bytes of the image; those of new images are added.
+    """
+    keys = [point.tobytes() for point in points.cpu().numpy()]
+    unknown = {key: i for i, key in enumerate(keys) if key not in logits_of_image}
+    if unknown:
+        logits = cube.evaluate(points[list(unknown.values())])
+        logits_of_image.update(zip(unknown, logits, strict=True))
+    return torch.stack([logits_of_image[key] for key in keys])
 
 
 def find_height(rows: int, columns: int) -> int:

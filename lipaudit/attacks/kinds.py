@@ -280,10 +280,8 @@ def list_steps(plan: Sequence[Trial]) -> list[tuple[Trial, Attack]]:
         cost = sum(attack.estimate_cost(trial.radius) for attack in trial.attacks)
         return cost, trial.radius.value
 
-    steps: list[tuple[Trial, Attack]] = []
-    for trial in sorted(plan, key=rank):
-        steps += ((trial, attack) for attack in trial.attacks)
-    return steps
+    ranked = sorted(plan, key=rank)
+    return [(trial, attack) for trial in ranked for attack in trial.attacks]
 
 
 def read_plan(
@@ -326,7 +324,7 @@ def read_plan(
     units = {name: _find_unit(name, attacks) for name, attacks in ensembles.items()}
     _refuse_units(radii, units, norm)
     only_counts = all(units.values())  # a unit for every attack: none searches balls
-    plan: list[Trial] = []
+    plan = []
     for name, attacks in ensembles.items():
         unit = units[name]
         fitting = _choose_radii(radii, attacks, unit, only_counts)

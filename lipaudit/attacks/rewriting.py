@@ -368,7 +368,7 @@ def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Id
     """
     ids_before = reader.read(draft)
     word_of_token = [i for i, word in enumerate(draft.words) for _ in word]
-    substitutions: list[ChangedText] = []
+    substitutions = []
     for text in _replace_each_word(reader, draft):
         if len(text.ids) != len(ids_before):
             return None

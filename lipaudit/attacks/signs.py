@@ -208,7 +208,7 @@ def note_masking(
     largest_class = np.unique(y, return_counts=True)[1].max()
     # The text of each sign, by the label of its attack. A sign at a larger radius replaces the
     # sign at a smaller radius.
-    signs: dict[str, str] = {}
+    signs = {}
     for trial in sorted(trials, key=lambda trial: trial.radius.value):
         ball = (trial.norm, trial.radius)
         # Columns of `robust`: all trials in this ball, and all trials with iterative gradient
@@ -221,11 +221,10 @@ def note_masking(
         broken = ~robust[:, trials.index(trial)]
         if _list_efforts(trial) == {"points"}:  # examples of another model
             own_attacks = [i for i in in_ball if _list_efforts(trials[i]) != {"points"}]
-            excess = int((robust[:, own_attacks].all(1) & broken).sum())
+            excess = (robust[:, own_attacks].all(1) & broken).sum()
             rest = "that no attack on this model broke"
         else:
-            broken_by_iterative = ~robust[:, iterative].all(1)
-            excess = int(broken.sum() - broken_by_iterative.sum())
+            excess = broken.sum() - (~robust[:, iterative].all(1)).sum()
             rest = f"more than {', '.join(trials[i].label for i in iterative)}"
         if excess > lucky:
             signs[trial.label] = f"{trial.label} broke {excess} samples {rest} ({where})"

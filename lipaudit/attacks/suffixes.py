@@ -169,7 +169,7 @@ class _Search:
 
         If there is no such suffix, the search ends.
         """
-        drafts: list[Draft] = []
+        drafts = []
         for ids in suffixes:
             if ids in self.seen:
                 continue
@@ -337,7 +337,7 @@ def _begin(
     tokens = torch.tensor([i for i in range(count) if i not in reserved])
     leads = oracle.score([reader.read(draft) for draft in drafts], y)
     seed = turn.generator.initial_seed()
-    searches: dict[int, _Search] = {}
+    searches = {}
     for i, (draft, lead) in enumerate(zip(drafts, leads, strict=True)):
         place = _find_place(draft, turn.attack.place == "before")
         if place is None or not len(tokens):

@@ -466,7 +466,7 @@ class TextOracle:
         shortened = [self._shorten(ids) for ids in texts]
         self.meter.pass_forward(len(texts))
         self.meter.backwards += len(texts)
-        slopes: dict[int, Tensor] = {}  # by the text's position
+        slopes = {}  # by the text's position
         for rows in self._pieces(shortened):
             ids, mask = self.reader.pad([shortened[i] for i in rows])
             with torch.enable_grad():

@@ -101,6 +101,30 @@ def find_examples(
     Raises:
         InputError: the file is of another kind, lacks some of the samples, or has other shapes.
     """
+    names, tensors = _open_examples(path)
+    row_of_id = {name: row for row, name in enumerate(names)}
+    missing = [name for name in ids if name not in row_of_id]
+    if missing:
+        raise InputError(
+            f"{path} has no examples of {len(missing)} of the {len(ids)} samples, as of "
+            f"{missing[:1]}",
+            f"{SAVE} on the same samples: the same --data, --seed and --samples.",
+        )
+    for tensor in tensors:
+        if tensor.shape != (len(names), *shape) or not tensor.is_floating_point():
+            raise InputError(
+                f"the examples in {path} are not samples of shape {tuple(shape)}",
+                "Use examples of a model with inputs of the same size.",
+            )
+    return tensors, [row_of_id[name] for name in ids]
+
+
+def _open_examples(path: Path) -> tuple[list[str], list[Tensor]]:
+    """Return the sample ids in a file of `--save-adv`, and the examples of each trial.
+
+    Raises:
+        InputError: there is no such file, or it has no ids or no examples.
+    """
     from safetensors import safe_open
 
     if not path.is_file():
@@ -113,26 +137,13 @@ def find_examples(
     # trial has the same example, so FIRST is used only if the file has no trials.
     tensors.pop(LABELS, None)
     first = tensors.pop(FIRST, None)
-    if not tensors and first is not None:
-        tensors = {FIRST: first}
+    examples = list(tensors.values())
+    if not examples and first is not None:
+        examples = [first]
     has_ids = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
-    if not (has_ids and tensors):
+    if not (has_ids and examples):
         raise InputError(f"{path} has no adversarial examples of samples", f"{SAVE}.")
-    row_of_id = {name: row for row, name in enumerate(names)}
-    missing = [name for name in ids if name not in row_of_id]
-    if missing:
-        raise InputError(
-            f"{path} has no examples of {len(missing)} of the {len(ids)} samples, as of "
-            f"{missing[:1]}",
-            f"{SAVE} on the same samples: the same --data, --seed and --samples.",
-        )
-    for tensor in tensors.values():
-        if tensor.shape != (len(names), *shape) or not tensor.is_floating_point():
-            raise InputError(
-                f"the examples in {path} are not samples of shape {tuple(shape)}",
-                "Use examples of a model with inputs of the same size.",
-            )
-    return list(tensors.values()), [row_of_id[name] for name in ids]
+    return names, examples
 
 
 def read_examples(

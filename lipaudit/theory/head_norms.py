@@ -124,8 +124,8 @@ def layer_norms(
     tensor([1.4142], dtype=torch.float64)
     """
     accuracy = {"within": LAYER_WITHIN} | accuracy
-    before: list[Norms] = []
-    after: list[Norms] = []
+    before = []
+    after = []
     for group in _split_rows(heads):
         # J is proportional to the values: solve for values of size one, and multiply each head's
         # output by its size. Without W_O the size is a gain. With W_O the size is a factor of the

@@ -178,7 +178,7 @@ def _cut_to_lengths(
     """
     from lipaudit.wings.growth.lengths import cut
 
-    cuts: list[Batch] = []
+    cuts = []
     places = []
     # The longest first: the measures look for attention layers in the first batch that they get.
     for i in reversed(range(len(lengths))):

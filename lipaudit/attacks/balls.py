@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Shaped
 
     Samples = Float[Tensor, " batch *sample"]
+    Labels = Int[Tensor, " batch"]
 
 # Share of the radius by which an attack may leave its ball.
 SLACK = 1e-3

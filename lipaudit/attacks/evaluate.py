@@ -33,11 +33,13 @@ from lipaudit.attacks.oracle import (
 from lipaudit.attacks.signs import Checks, examine, note_resolution
 from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, check_drafts
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.tables import Note
+from lipaudit.tables import Notes
 from lipaudit.tables.trials import COUNTED, WHOLE, Norm
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
+
+    from lipaudit.attacks.balls import Labels, Samples
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Chunk:
     """
 
     number: int
-    x: Float[Tensor, " batch *sample"]
-    y: Int[Tensor, " batch"]
+    x: Samples
+    y: Labels
     mask: Bool[Tensor, " batch *positions"] | None = None
     texts: Texts | None = None
     saved: Float[Tensor, " batch examples *sample"] | None = None
@@ -103,14 +105,14 @@ class Outcome:
     seed: int
     tried: Bool[Tensor, " batch"]
     robust: Bool[Tensor, " batch"]
-    x_adv: Float[Tensor, " batch *sample"]
+    x_adv: Samples
     distance: Float[Tensor, " batch"]
     confidence: Float[Tensor, " batch"]
     seconds: float
     forwards: int
     backwards: int
     nonfinite: int = 0
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     checks: Checks | None = None
     drafts: Sequence[Draft] | None = None
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, Final, Literal
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 from lipaudit.tables.plugins import collect, load_object
 from lipaudit.tables.trials import (
     COUNTED,
@@ -255,7 +255,7 @@ class Trial:
     norm: Norm
     radius: Radius
     attacks: tuple[Attack, ...]
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
 
     def place_suffixes(self, place: Literal["behind", "before"]) -> Trial:
         """Return the trial with suffixes behind or before the texts."""
@@ -336,7 +336,7 @@ def read_plan(
     return tuple(plan)
 
 
-def _note_changes(name: str, changes: Mapping[str, Any]) -> tuple[Note, ...]:
+def _note_changes(name: str, changes: Mapping[str, Any]) -> Notes:
     """Return a note on the settings that the user changed in a preset; none for other attacks."""
     if not changes or name not in PRESETS:
         return ()
@@ -362,7 +362,7 @@ def _find_attacks(name: str) -> tuple[Attack, ...]:
     if len(members) > 1:
         return tuple(Attack(member) for member in members)
     # A single attack has the defaults of its kind; attacks of an ensemble have those of `Attack`.
-    defaults: dict[str, Any] = {}
+    defaults = {}
     for setting in ("steps", "queries", "restarts"):
         value = getattr(kinds[members[0]], setting)
         if value:
@@ -560,7 +560,7 @@ def _require_suitable_attack(attack: Attack, norm: Norm, kind: str) -> None:
         )
 
 
-def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
+def adapt(attack: Attack, classes: int) -> tuple[Attack, Notes]:
     """Return an attack adapted to the number of classes, at least 2, with notes on the changes.
 
     The DLR loss is a ratio of differences of sorted logits. Against a target class the loss needs

@@ -32,8 +32,7 @@ from lipaudit.theory.pullback import pull_back
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    Samples = Float[Tensor, " batch *sample"]
-    Labels = Int[Tensor, " batch"]
+    from lipaudit.attacks.balls import Labels, Samples
 
 # Step of coordinates with a NaN gradient, as a share of the sample's largest value: far above
 # rounding in float32 (2^-24), and too small for most models to turn.

@@ -280,10 +280,7 @@ def rewrite_words(
     the gradient `slope` of the margin. The lowest values are tried first, without randomness.
     """
     reader = oracle.reader
-    tokens: set[int] = set()
-    for text in drafts:
-        tokens.update(text.ids)
-    near = neighbours(reader, tokens)
+    near = neighbours(reader, {token for text in drafts for token in text.ids})
 
     def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
         """Return every substitute of every word; first those that lower the margin most."""

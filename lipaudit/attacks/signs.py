@@ -20,12 +20,12 @@ from torch import Tensor
 from lipaudit.attacks import balls
 from lipaudit.attacks.balls import Ball
 from lipaudit.attacks.kinds import Trial
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-    Samples = Float[Tensor, " batch *sample"]
+    from lipaudit.attacks.balls import Labels, Samples
 
 # Largest change of a logit between two passes of a deterministic model, as a share of the distance
 # of the sample's largest logit from its median. Changes are relative to the median, so neither an
@@ -78,7 +78,7 @@ def examine(
     logits: Float[Tensor, "batch classes"],
     again: Float[Tensor, "batch classes"],
     gradient: Samples,
-    y: Int[Tensor, " batch"],
+    y: Labels,
     nonfinite: int = 0,
 ) -> Checks:
     """Count signs of weak attacks: random logits, probabilities, useless gradients.
@@ -118,9 +118,7 @@ def examine(
     )
 
 
-def note_signs(
-    checks: Checks, *, guessing: bool = True, nonfinite: float = 0.0
-) -> tuple[Note, ...]:
+def note_signs(checks: Checks, *, guessing: bool = True, nonfinite: float = 0.0) -> Notes:
     """Return warnings for the counts over all samples.
 
     Args:
@@ -164,7 +162,7 @@ def note_signs(
     return tuple(Note.warn(code, text) for code, (present, text) in signs.items() if present)
 
 
-def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
+def note_square(before: int, after: int, samples: int) -> Notes:
     """Warn if Square, which needs no gradients, broke samples that the gradient attacks did not.
 
     Args:
@@ -186,7 +184,7 @@ def note_masking(
     robust: Bool[np.ndarray, "samples trials"],
     y: Int[np.ndarray, " samples"],
     box: tuple[float, float] | None,
-) -> tuple[Note, ...]:
+) -> Notes:
     """Warn of signs that the iterative gradient attacks were weak because gradients are masked.
 
     The signs are from Athalye et al. (arXiv 1802.00420) and Carlini et al. (arXiv 1902.06705):
@@ -246,7 +244,7 @@ def _list_efforts(trial: Trial) -> set[str]:
     return {attack.kind.effort for attack in trial.attacks}
 
 
-def note_resolution(x: Samples, ball: Ball, *, single: bool) -> tuple[Note, ...]:
+def note_resolution(x: Samples, ball: Ball, *, single: bool) -> Notes:
     """Warn if rounding of x + delta loses much of delta, because samples are large.
 
     Args:

@@ -27,7 +27,7 @@ from lipaudit.tables import Note
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-    Samples = Float[Tensor, " batch *sample"]
+    from lipaudit.attacks.balls import Labels, Samples
 
 # Metadata key of `--save-adv`: the ids of the original samples, as JSON.
 MADE_OF = "made_of"
@@ -199,7 +199,7 @@ def find_saved(files: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
 def try_examples(
     f: Classifier,
     x: Samples,
-    y: Int[Tensor, " batch"],
+    y: Labels,
     ball: Ball,
     turn: Turn,
 ) -> Samples:

@@ -166,7 +166,7 @@ def load_bounds() -> Mapping[str, Bound]:
     # The files of this folder: `castin.py` has its record under the name `CASTIN`. Imported on
     # first use, because they import this module.
     folder = str(Path(__file__).parent)
-    records: list[Bound] = []
+    records = []
     for file in iter_modules([folder]):
         if file.name != "record":
             module = import_module(f"{__package__}.{file.name}")

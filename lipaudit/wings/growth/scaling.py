@@ -395,7 +395,8 @@ def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
     import numpy as np
 
     for i in range(curve.n.shape[1]):  # samples that are too short have NaN
-        norms = curve.norm[:, i][~np.isnan(curve.norm[:, i])]
+        norms = curve.norm[:, i]
+        norms = norms[~np.isnan(norms)]
         if not len(norms):
             continue
         medians = {}

@@ -183,8 +183,22 @@ def measure(subject: Subject) -> dict[str, Any]:
         "about": subject.about,
         "trained": subject.trained,
         "data": subject.data,
-        "figures": reference.read_figures(report),
+        "figures": read_figures(report),
     }
+
+
+def read_figures(report: lipaudit.Report) -> dict[str, dict[str, Any]]:
+    """Return the figures of a report for the list of known models in the docs, by label.
+
+    Only figures of this list (`reference.YARDSTICKS`) are returned. Each comes with its value and
+    with the condition of a fair comparison (`where`), such as the ball of an attack.
+    """
+    found = {}
+    for yardstick in reference.YARDSTICKS:
+        value = yardstick.read(report)
+        if value is not None:  # the report has the section of the figure
+            found[yardstick.label] = {"value": value, "where": yardstick.where(report)}
+    return found
 
 
 def write_page(models: Sequence[Mapping[str, Any]]) -> None:

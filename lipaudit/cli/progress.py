@@ -55,7 +55,10 @@ class OnStderr(Observer):
         Both end with the block, or as soon as a command closes `silence` to print its result.
         """
         # `main` disabled the garbage collector; unused objects of a model would keep its tensors.
-        gc.enable()
+        # What was imported so far stays: the collector would walk through it again and again.
+        if not gc.isenabled():
+            gc.freeze()
+            gc.enable()
         self.silence = ExitStack()
         # Text that the code of a model prints is no part of the result: it goes to stderr.
         self.silence.enter_context(redirect_stdout(sys.stderr))

@@ -283,8 +283,10 @@ def per_sample(values: Tensor, sample: Tensor) -> Tensor:
     >>> per_sample(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 0, 1]))
     tensor([5., 2.])
     """
-    windows = sample.cpu().bincount().tolist()
-    return torch.stack([rows.amax(0) for rows in torch.split(values, windows)])
+    windows = sample.cpu().bincount()
+    if len(windows) == len(values):  # one window per sample
+        return values
+    return torch.stack([rows.amax(0) for rows in torch.split(values, windows.tolist())])
 
 
 class Claim(NamedTuple):

@@ -39,7 +39,7 @@ class Points:
         points: the level of a note or nothing, a sentence, and a command or nothing.
     """
 
-    points: Sequence[tuple[str, str, str]]
+    points: tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Card:
         meanings: what each figure means, which only pages with room show.
     """
 
-    rows: Sequence[Sequence[str]]
+    rows: tuple[tuple[str, ...], ...]
     note: str = ""
-    meanings: Sequence[str] = ()
+    meanings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Table:
     """
 
     title: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Any]]
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Any, ...], ...]
     keys: int = 1
     strong: Collection[int] = ()
     folded: bool = False
@@ -91,8 +91,8 @@ class Item:
     """One sample: PNG files in base64 by caption, and lines of text."""
 
     title: str
-    pictures: Sequence[tuple[str, str]]
-    lines: Sequence[str]
+    pictures: tuple[tuple[str, str], ...]
+    lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Gallery:
     """Pictures of samples; the text is for formats without pictures."""
 
     text: str
-    items: Sequence[Item]
+    items: tuple[Item, ...]
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Passage:
     """
 
     title: str
-    tokens: Sequence[str]
-    shares: Sequence[float]
+    tokens: tuple[str, ...]
+    shares: tuple[float, ...]
     column: Column
     left_out: int = 0
     folded: bool = False
@@ -149,9 +149,9 @@ class Heatmap:
     """
 
     title: str
-    values: Sequence[Sequence[float | None]]
-    rows: Sequence[str]
-    columns: Sequence[str]
+    values: tuple[tuple[float | None, ...], ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
     column: Column
     axes: tuple[str, str] = ("layer", "head")
     centre: float | None = None
@@ -172,7 +172,7 @@ class Histogram:
 
     title: str
     x: Column
-    values: dict[str, Sequence[float]]
+    values: dict[str, tuple[float, ...]]
     colours: dict[str, int] = field(default_factory=dict)
 
 
@@ -192,12 +192,12 @@ class Series:
     """
 
     label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float | None] = ()
-    high: Sequence[float | None] = ()
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float | None, ...] = ()
+    high: tuple[float | None, ...] = ()
     guide: bool = field(default=False, kw_only=True)
-    names: Sequence[str] = field(default=(), kw_only=True)
+    names: tuple[str, ...] = field(default=(), kw_only=True)
     colour: int | None = field(default=None, kw_only=True)
 
 
@@ -219,7 +219,7 @@ class Curve:
     title: str
     x: Column
     y: Column
-    series: Sequence[Series]
+    series: tuple[Series, ...]
     log: bool = False
     joined: bool = True
     ticks: dict[str, float] = field(default_factory=dict)
@@ -238,9 +238,9 @@ class Stack:
     """
 
     title: str
-    places: Sequence[str]
+    places: tuple[str, ...]
     y: Column
-    parts: dict[str, Sequence[float]]
+    parts: dict[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Forest:
 
     title: str
     x: Column
-    bars: Sequence[Bar]
+    bars: tuple[Bar, ...]
     centre: float = 0.0
     log: bool = False
     legend: dict[int, str] = field(default_factory=dict)
@@ -298,7 +298,7 @@ def list_notes(notes: Iterable[Note]) -> list[Block]:
         points.append((note.level, note.text, ""))
     if not points:
         return []
-    return [Points(points)]
+    return [Points(tuple(points))]
 
 
 @dataclass(frozen=True)
@@ -329,8 +329,8 @@ class Document:
     """
 
     title: str
-    chapters: Sequence[Chapter]
-    models: Sequence[str] = ()
+    chapters: tuple[Chapter, ...]
+    models: tuple[str, ...] = ()
 
 
 # Texts of blocks for all formats
@@ -431,7 +431,7 @@ def _lay_out_card(block: Card) -> Grid:
 
     A row has a name and a text, or a name, a figure and a text.
     """
-    rows = [list(map(visible, row)) for row in block.rows]
+    rows = [tuple(map(visible, row)) for row in block.rows]
     align = "lp"  # one letter per column: left, right, or prose that wraps
     if max(map(len, rows)) == 3:
         align = "lrp"
@@ -447,7 +447,7 @@ def _tabulate_map(block: Heatmap) -> Table:
     columns = [Column("\\".join(block.axes), "", format="")]
     columns += [replace(block.column, label=name) for name in block.columns]
     rows = [(name, *row) for name, row in zip(block.rows, block.values, strict=True)]
-    return Table(block.title, columns, rows)
+    return Table(block.title, tuple(columns), tuple(rows))
 
 
 def describe(block: Picture) -> str:

@@ -160,20 +160,6 @@ ABOUT = (
 )
 
 
-def read_figures(report: Report) -> dict[str, dict[str, Any]]:
-    """Return the figures of a report for the list of known models in the docs, by label.
-
-    Only figures of this list (YARDSTICKS) are returned. Each comes with its value and with the
-    condition of a fair comparison (`where`), such as the ball of an attack.
-    """
-    found = {}
-    for yardstick in YARDSTICKS:
-        value = yardstick.read(report)
-        if value is not None:  # the report has the section of the figure
-            found[yardstick.label] = {"value": value, "where": yardstick.where(report)}
-    return found
-
-
 @cache
 def list_known() -> tuple[Mapping[str, Any], ...]:
     """Return the known models, each with its name, its kind, its data and its figures."""

@@ -276,17 +276,17 @@ class Attend:
             if self.slope is not None:
                 scaled = ds * self.slope
             if "q" in total:  # sum_j ds_ij (f_ij s k_j + r_ij)
-                rows = scaled @ self.k[:, keys]
+                rows = total["q"][:, queries]
+                rows.baddbmm_(scaled, self.k[:, keys])
                 if "q" in self.extra:
-                    rows = rows + _times_sets(ds, self.extra["q"])
-                total["q"][:, queries] += rows
+                    rows += _times_sets(ds, self.extra["q"])
             if "k" in total:  # sum_i ds_ij (f_ij s q_i + t_ij)
-                rows = scaled.mT @ self.q[:, queries]
+                rows = total["k"][:, keys]
+                rows.baddbmm_(scaled.mT, self.q[:, queries])
                 if "k" in self.extra:
-                    rows = rows + _times_sets(ds.mT, self.extra["k"])
-                total["k"][:, keys] += rows
+                    rows += _times_sets(ds.mT, self.extra["k"])
             if "v" in total:  # sum_i P_ij u_i
-                total["v"][:, keys] += p.mT @ u_rows
+                total["v"][:, keys].baddbmm_(p.mT, u_rows)
         # Back through G of each token.
         for name, g in self.local.items():
             total[name] = torch.einsum("pnd,pnde->pne", total[name], g)

@@ -40,7 +40,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -65,11 +64,9 @@ def shift_exponent(
     >>> shift_exponent(torch.tensor([3.0, 2.0**-140]), torch.tensor([1, 139]))
     tensor([6.0000, 0.5000])
     """
-    exponents = exponent.cpu().numpy()
-    half = exponents // 2
-    for part in (half, exponents - half):
-        # By NumPy: `torch.ldexp` computes its power in float32.
-        power = torch.as_tensor(np.ldexp(1.0, part))
+    half = exponent // 2
+    for part in (half, exponent - half):
+        power = part.double().exp2()  # `torch.ldexp` computes its power in float32
         t = t * power.to(t)
     return t
 

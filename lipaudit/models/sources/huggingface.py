@@ -17,6 +17,7 @@ from torch import nn
 from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit, hub_bars
 from lipaudit.errors import InputError, explain_failure, few
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
+from lipaudit.models.sources.imports import import_library
 from lipaudit.models.sources.quantised import plan_dequantising, transpose_codes
 from lipaudit.models.sources.text_models import find_text_config
 from lipaudit.models.sources.transformer_inputs import describe_transformers
@@ -95,6 +96,7 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     Raises:
         InputError: the model is not supported or incomplete; the message names the tensors.
     """
+    import_library("transformers.modeling_utils")  # with this, most of what models import
     from transformers import AutoConfig
 
     overrides = options.building  # --model-kwargs, without `pretrained`

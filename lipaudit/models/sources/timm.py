@@ -27,6 +27,7 @@ from lipaudit.data.image_files import Resizing
 from lipaudit.errors import InputError, UsageError, of_machine, suggestion
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources import DEMOS, timm_names
+from lipaudit.models.sources.imports import import_library
 from lipaudit.models.sources.weight_files import (
     PREFERRED,
     State,
@@ -53,9 +54,9 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
         InputError: the name is unknown, or the weights cannot be downloaded.
         UsageError: with these arguments a part of the weights would be random.
     """
+    _require_known(name)
     import timm.models
 
-    _require_known(name)
     if not options.pretrained:
         return describe_timm(_create(name, options.building), options, notes=(RANDOM,))
     config: Any = timm.models.get_pretrained_cfg(name)
@@ -124,10 +125,10 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     Raises:
         InputError: the architecture is unknown, or the weights do not fit it.
     """
-    import timm.models
-
     arch = arch.removeprefix("timm:")
     _require_known(arch)
+    import timm.models
+
     state, notes = read_weights(path)
     # Remove a prefix such as `module.` from all names. No model of timm has a single submodule,
     # whose name would look like such a prefix.
@@ -235,6 +236,7 @@ def _find_shape(
 
 def _require_known(name: str) -> None:
     """Refuse a name that timm does not have."""
+    import_library("timm")
     import timm
 
     if timm.is_model(name.partition(".")[0]):
@@ -256,6 +258,7 @@ def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
         weights: arguments that say whether and where timm loads weights; by default, weights are
             random.
     """
+    import_library("timm")
     import timm
     from timm.layers import set_fused_attn, use_fused_attn
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError
@@ -113,7 +114,6 @@ def compute_jacobian_norms(
         EvaluationError: a derivative is not finite.
     """
     smaller_side = min(linear.inputs, linear.outputs)
-    few_outputs = linear.outputs <= linear.inputs
     if norm == "inf":
         return _compute_largest_row_sum(linear)
     if smaller_side <= DENSE:
@@ -145,22 +145,43 @@ def compute_jacobian_norms(
     require_range(linear, lanczos.norm, torch.ones_like(linear.output))
     products = 2 * lanczos.products  # J J^T u takes a product with J^T and a product with J
     norms = JacobianNorms(lanczos.norm, lanczos.upper, products, lanczos.converged)
-    # In the space of outputs, Lanczos finds left singular vectors u. In the space of inputs, it
-    # finds right singular vectors v.
-    vector = lanczos.vector
-    if directions and vector is not None:
-        if few_outputs:
-            vector = linear.vjp(vector.view(linear.output.shape)).flatten(1)  # J^T u
-        norms = replace(norms, vector=vector)
-    if lanczos.second is None:  # left singular vectors were not requested
-        return norms
-    # The left singular vectors of the two largest singular values. `_add_left` keeps the second
-    # vector only if the two values are equal up to `tol` in some sample. Values go in squared.
+    if directions:
+        norms = replace(norms, vector=_find_direction(linear, lanczos))
+    if left:
+        return _add_left(norms, *_find_left_vectors(linear, lanczos), tol)
+    return norms
+
+
+def _find_direction(linear: Linearization, lanczos: Norms) -> Tensor:
+    """Return the leading right singular vector v of J, (samples, inputs), of any length.
+
+    Args:
+        linear: the map.
+        lanczos: the result of Lanczos, with left singular vectors u if J has few outputs, else
+            with right ones.
+    """
+    assert lanczos.vector is not None
+    if linear.outputs > linear.inputs:
+        return lanczos.vector
+    return linear.vjp(lanczos.vector.view(linear.output.shape)).flatten(1)  # v = J^T u
+
+
+def _find_left_vectors(linear: Linearization, lanczos: Norms) -> tuple[Tensor, Tensor]:
+    """Return the left singular vectors u of the two largest singular values, and their squares.
+
+    Args:
+        linear: the map.
+        lanczos: as in `_find_direction`, with the second value and vector.
+
+    Returns:
+        (samples, 2, outputs), of any length, and (samples, 2).
+    """
+    assert lanczos.second is not None
     pair = [v for v in (lanczos.vector, lanczos.second_vector) if v is not None]
-    if not few_outputs:
-        pair = [linear.jvp(v.view(linear.x.shape).to(linear.x)).flatten(1) for v in pair]  # J v
+    if linear.outputs > linear.inputs:  # u = J v
+        pair = [linear.jvp(v.view(linear.x.shape).to(linear.x)).flatten(1) for v in pair]
     squares = torch.stack([lanczos.norm, lanczos.second], 1).square()
-    return _add_left(norms, torch.stack(pair, 1), squares, tol)
+    return torch.stack(pair, 1), squares
 
 
 def _compute_largest_row_sum(linear: Linearization) -> JacobianNorms:
@@ -173,8 +194,7 @@ def _compute_largest_row_sum(linear: Linearization) -> JacobianNorms:
         )
     sums = []
     for i in range(m):
-        row = linear.rows[:, i] if m <= DENSE else linear.row(i)
-        sums.append(row.abs().sum(1, dtype=torch.float64))
+        sums.append(_compute_rows(linear, i).abs().sum(1, dtype=torch.float64))
     largest = torch.stack(sums, 1).amax(1)
     return _make_exact(linear, largest, m, "rows")
 
@@ -283,45 +303,22 @@ def compute_margins(
         raise UsageError(f"margins need logits (batch, classes), not {tuple(logits.shape)}")
     y = torch.where(y < 0, logits.argmax(1), y.to(logits.device))
     order, gaps = _sort_rivals(logits, y)
-    gaps = gaps.cpu().double()
-    count = gaps.shape[1]
-    is_dense = linear.outputs <= DENSE
-    if rivals is not None and not is_dense:
+    count = order.shape[1]
+    if rivals is not None and linear.outputs > DENSE:
         count = min(count, rivals)
-    samples = torch.arange(len(y), device=y.device)
-
-    def compute_gradient(classes: Tensor) -> Tensor:
-        """Return J^T e_j of one class j per sample, (samples, inputs)."""
-        if is_dense:
-            return linear.rows[samples, classes]
-        return linear.row(classes)
-
     dual = 1 if norm == "inf" else 2
-
-    def measure(gradients: Tensor) -> Tensor:
-        """Return the dual norm of each sample's gradient, on the CPU."""
-        return torch.linalg.vector_norm(gradients, dual, -1, dtype=torch.float64).cpu()
-
-    of_label = compute_gradient(y)
-    if upper is None:
-        upper = torch.full((len(y),), torch.inf)
-    # G of the docstring: an upper bound of all gradient norms.
-    if dual == 2:
-        steepest = 2**0.5 * upper.cpu().double()
-    else:
-        steepest = upper.cpu().double() + measure(of_label)
-    # `radius` is the distance of the nearest class so far. In step i, class i of `order` is
-    # examined for every sample. Gaps and `classes` are on the CPU, `order` is on the device.
-    radius = torch.full_like(gaps[:, 0], torch.inf)
-    no_class = radius[:, None]
-    next_gaps = torch.cat([gaps[:, 1:], no_class], 1)
+    of_label = _compute_rows(linear, y)
+    steepest = _limit_slopes(of_label, upper, dual)
+    # On the CPU, with an infinite gap behind the last class. `order` stays on the device.
+    gaps = F.pad(gaps.cpu().double(), (0, 1), value=torch.inf)
     classes = order.cpu()
+    radius = torch.full_like(gaps[:, 0], torch.inf)  # the distance of the nearest class so far
     closest = classes[:, 0].clone()
-    examined = torch.zeros_like(classes[:, 0])
+    examined = torch.zeros_like(closest)
     complete = torch.zeros_like(closest, dtype=torch.bool)
-    for i in range(count):
-        gradient = of_label - compute_gradient(order[:, i])
-        slope = measure(gradient)
+    for i in range(count):  # examine class i of `order` for every sample
+        gradient = of_label - _compute_rows(linear, order[:, i])
+        slope = _measure(gradient, dual)
         if i == 0:  # the runner-up
             direction = gradient
             first_slope = slope
@@ -332,7 +329,7 @@ def compute_margins(
         examined += ~complete
         # Gaps rise, so no later class is nearer than next_gap / G. An infinite next gap means that
         # no class is left. A negative gap (a misclassified sample) gives no such bound.
-        next_gap = next_gaps[:, i]
+        next_gap = gaps[:, i + 1]
         complete |= (next_gap >= 0) & (next_gap >= radius * steepest) | next_gap.isinf()
         if complete.all():
             break
@@ -349,6 +346,35 @@ def compute_margins(
         complete=complete,
         direction=direction,
     )
+
+
+def _compute_rows(linear: Linearization, outputs: Tensor | int) -> Tensor:
+    """Return J^T e_i of one output i per sample, a row of its Jacobian, (samples, inputs)."""
+    if linear.outputs <= DENSE:  # all rows, computed at once
+        samples = torch.arange(len(linear), device=linear.x.device)
+        return linear.rows[samples, outputs]
+    return linear.row(outputs)
+
+
+def _measure(gradients: Tensor, dual: int) -> Tensor:
+    """Return the l_1 or l_2 norm of each sample's gradient, on the CPU."""
+    return torch.linalg.vector_norm(gradients, dual, -1, dtype=torch.float64).cpu()
+
+
+def _limit_slopes(of_label: Tensor, upper: Tensor | None, dual: int) -> Tensor:
+    """Return G of `compute_margins`: an upper bound of ||J^T (e_y - e_j)|| over all classes j.
+
+    Args:
+        of_label: J^T e_y of each sample.
+        upper: upper limit of the norm of J; None: unknown, so G is infinite.
+        dual: the norm of gradients, 1 or 2.
+    """
+    if upper is None:
+        return torch.full((len(of_label),), torch.inf)
+    upper = upper.cpu().double()
+    if dual == 2:
+        return 2**0.5 * upper
+    return upper + _measure(of_label, dual)
 
 
 def _sort_rivals(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

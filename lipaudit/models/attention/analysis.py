@@ -12,7 +12,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import first_line, of_machine
 from lipaudit.models import graph
 from lipaudit.models.attention import calls, capture, projections
-from lipaudit.models.attention.calls import AttentionCall, AxisLayout
+from lipaudit.models.attention.calls import AttentionCall, AxisLayout, Leaf, Origin
 from lipaudit.models.attention.layouts import find_layouts, guess_layouts
 from lipaudit.models.attention.logits import read_product
 from lipaudit.models.attention.projections import NotClosedForm, ProjectionForm
@@ -96,24 +96,9 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
         NotClosedForm: there is no closed form.
         RuntimeError: its graph cannot be differentiated.
     """
-    forms: list[ProjectionForm | None] = []
-    problems = []
-    tensors = (call.q, call.k, call.v)
-    leaves = [call.origins.leaves(t) for t in tensors]
-    for name, t, leaves_of_t in zip("qkv", tensors, leaves, strict=True):
-        try:
-            form = projections.decode(t, leaves_of_t, len(batch))
-            forms.append(form)
-            kinds.append("constant" if form is None else form.kind)
-        except NotClosedForm as obstacle:
-            problems.append(f"{name} {obstacle.reason}")
-            kinds.append(obstacle.kind)
-    # `Linear(d, d)` applied to (batch, tokens, heads, d), common in tutorials, reads parts of
-    # tokens. These parts look like tokens of windows, so the forms above may be wrong.
-    reads_parts = any(leaf.origin.reads_token_parts for part in leaves for leaf in part)
-    if reads_parts and (problems or len(call.q) != len(batch)):
-        kinds[:] = ["shared"] * 3
-        raise NotClosedForm("one linear map is applied to each head separately")
+    # The outputs of the linear maps behind q, behind k and behind v.
+    leaves = [call.origins.leaves(t) for t in (call.q, call.k, call.v)]
+    forms, problems = _decode_projections(call, leaves, len(batch), kinds)
     try:
         # `relative`: the logits with their graph if they depend on q or k beyond q k^T, else None.
         attention, relative = read_product(call, batch, None)
@@ -129,12 +114,7 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
     v_origin = leaves[2][0].origin
     if not (k_origin.reads_same(v_origin) and k.index.is_same(v.index)):
         raise NotClosedForm("its keys and values read different inputs")
-    joint = False  # whether q reads the same tokens as k and v: self-attention
-    if q is not None:
-        q_origin = leaves[0][0].origin
-        joint = q_origin.reads_same(k_origin) and q.index.is_same(k.index)
-        if not joint and _is_reordered(q.index.read(q_origin), k.index.read(k_origin)):
-            raise NotClosedForm("its keys are the tokens of its queries in another order")
+    joint = q is not None and _is_joint(q, leaves[0][0].origin, k, k_origin)
     structure = capture.Structure(q, k, v, joint, out=None)
     heads, parts = capture.add_inputs(structure, attention, call, batch, relative)
     if forward_error(heads).amax() > capture.HOPELESS:
@@ -145,6 +125,58 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
     if not capture.matches_autograd(heads, parts, call):
         raise NotClosedForm("its closed form disagrees with autograd")
     return structure
+
+
+def _decode_projections(
+    call: AttentionCall, leaves: Sequence[Sequence[Leaf]], samples: int, kinds: list[str]
+) -> tuple[list[ProjectionForm | None], list[str]]:
+    """Return how q, k and v are computed from linear maps, and a text for each that is not.
+
+    Args:
+        call: the call, with axes (windows, heads, tokens, width).
+        leaves: the outputs of the linear maps behind q, behind k and behind v.
+        samples: number of samples in the batch.
+        kinds: a list to which the kinds of q, k and v are added.
+
+    Raises:
+        NotClosedForm: the linear maps read the heads' parts of tokens.
+    """
+    forms: list[ProjectionForm | None] = []
+    problems = []
+    for name, leaves_of_t in zip("qkv", leaves, strict=True):
+        try:
+            form = projections.decode(getattr(call, name), leaves_of_t, samples)
+            forms.append(form)
+            kinds.append("constant" if form is None else form.kind)
+        except NotClosedForm as obstacle:
+            problems.append(f"{name} {obstacle.reason}")
+            kinds.append(obstacle.kind)
+    # `Linear(d, d)` applied to (batch, tokens, heads, d), common in tutorials, reads parts of
+    # tokens. These parts look like tokens of windows, so the forms above may be wrong.
+    reads_parts = any(leaf.origin.reads_token_parts for part in leaves for leaf in part)
+    if reads_parts and (problems or len(call.q) != samples):
+        kinds[:] = ["shared"] * 3
+        raise NotClosedForm("one linear map is applied to each head separately")
+    return forms, problems
+
+
+def _is_joint(q: ProjectionForm, q_origin: Origin, k: ProjectionForm, k_origin: Origin) -> bool:
+    """Say whether queries and keys read the same tokens in the same order: self-attention.
+
+    Args:
+        q: how queries are computed from a linear map.
+        q_origin: this linear map.
+        k: how keys are computed from a linear map.
+        k_origin: this linear map.
+
+    Raises:
+        NotClosedForm: they read the same tokens in another order.
+    """
+    if q_origin.reads_same(k_origin) and q.index.is_same(k.index):
+        return True
+    if _is_reordered(q.index.read(q_origin), k.index.read(k_origin)):
+        raise NotClosedForm("its keys are the tokens of its queries in another order")
+    return False
 
 
 def _is_reordered(one: Tensor, other: Tensor) -> bool:

@@ -60,26 +60,13 @@ def read_product(
     v = call.v.detach()
     windows = q.shape[0]
     tokens = q.shape[2]
-    # Which queries are real tokens, (windows, tokens); None: all.
-    mask = batch.mask
-    valid = None
-    if mask is not None and not bool(mask.all()):
-        # `queries` has the token of each query. If it is unknown, and there are as many queries as
-        # tokens, queries are taken for the tokens in order.
-        index = None
-        if queries is not None:
-            index = queries.index.resize(mask.shape[1], tokens)
-        if index is not None:
-            valid = index.pick(mask)
-        elif (windows, tokens) == mask.shape:
-            valid = mask
     heads = Heads(
         x=q.new_zeros(windows, tokens, 0),  # `capture.add_inputs` replaces it
         q=q,
         k=k,
         v=v,
         causal=isinstance(call.form, Fused) and call.form.causal,
-        valid=valid,
+        valid=_find_valid_queries(batch.mask, queries, windows, tokens),
         to_q=None,
         to_k=None,
         to_v=None,
@@ -88,6 +75,29 @@ def read_product(
         **fields,
     )
     return heads, logits
+
+
+def _find_valid_queries(
+    mask: Tensor | None, queries: ProjectionForm | None, windows: int, tokens: int
+) -> Tensor | None:
+    """Return which queries are real tokens, not padding, (windows, tokens); None: all, or unknown.
+
+    Args:
+        mask: the real tokens of the model's input, (samples, length); None: all.
+        queries: how q is computed from X, with the token of each query; None: unknown.
+        windows: number of windows of the attention.
+        tokens: number of queries in each window.
+    """
+    if mask is None or mask.all():
+        return None
+    if queries is not None:
+        index = queries.index.resize(mask.shape[1], tokens)
+        if index is not None:
+            return index.pick(mask)
+    # As many queries as tokens, although their order is unknown: take them for the tokens.
+    if (windows, tokens) == mask.shape:
+        return mask
+    return None
 
 
 def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
@@ -144,32 +154,47 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     # Pairs with P_ij > 0: the slopes of other pairs do not matter for the output. Rows in which
     # all slopes are 0 are left out, too: all their keys are masked.
     is_live = (p > 0) & (slope != 0).any(-1, keepdim=True)
-    sizes = torch.where(is_live, slope, 0.0).abs()
-    scale = sizes.amax((-2, -1), keepdim=True)  # s of each head: its largest slope
-    has_one_slope = _is_close(torch.where(is_live, slope, scale), scale, 1e-4)
     masked = (slope == 0) & ~is_live
+    sizes = slope.where(is_live, 0.0).abs()
+    scale = sizes.amax((-2, -1), keepdim=True)  # s of each head: its largest slope
     fields: dict[str, Any] = {"scale": scale[..., 0, 0], "sink": sink}
+    has_one_slope = _is_close(torch.where(is_live, slope, scale), scale, 1e-4)
     is_affine = _is_affine_path(path, has_sink=sink is not None)
-    if has_one_slope and is_affine and not form.has_other_inputs:
-        # S = s q k^T + B. If the model subtracts the largest logit of a row (`shifted`), B is
-        # known up to a constant per row. With a sink, the subtraction is left in B.
-        ops = {op(node) for node in path}
-        shifted = sink is None and not _LARGEST.isdisjoint(ops)
+    if has_one_slope and is_affine and not form.has_other_inputs:  # S = s q k^T + B
         bias = None
-        if masked.any() or not _ADDED.isdisjoint(ops):
+        if masked.any() or any(op(node) in _ADDED for node in path):
+            # With a sink, the largest logit that the model subtracts is left in B.
+            shifted = sink is None and bool(largest)
             bias = _read_bias(logits, scale * product, masked, shifted=shifted)
         return fields | {"bias": bias}, None
-    # f: the slope of each pair relative to s. A scale of 0 gives NaN, and no slope.
-    f = torch.where(is_live, slope / scale, 0.0).nan_to_num(0.0)
+    fields["bias"] = logits.masked_fill(masked, -torch.inf)
+    fields["pairs"] = Pairs(_divide_slopes(form, slope, scale, is_live))
+    if form.has_other_inputs:
+        return fields, form.logits
+    return fields, None
+
+
+def _divide_slopes(form: Explicit, slope: Tensor, scale: Tensor, is_live: Tensor) -> Tensor | None:
+    """Return f, the slope of each logit relative to s of its head, or None for f = 1 on all data.
+
+    f is 0 for pairs that do not change the output.
+
+    Args:
+        form: the logits.
+        slope: the slopes f s, (windows, heads, queries, keys).
+        scale: s, (windows, heads, 1, 1).
+        is_live: which pairs have P_ij > 0.
+    """
+    # A head without live pairs has a scale of 0, which gives NaN.
+    f = (slope / scale).where(is_live, 0.0).nan_to_num(0.0)
     rounding = _ROUNDING * torch.finfo(slope.dtype).eps
-    is_one = _is_close(torch.where(is_live, f, 1.0), torch.ones_like(f), rounding)
-    bias = logits.masked_fill(masked, -torch.inf)
-    # `Pairs(None)` stands for f = 1 on all data. Use it only if `pairs` is needed for relative
-    # positions. If the reason is an op that is not affine (a cap on logits), f may be 1 at this
-    # sample and another number at other samples.
-    pairs = Pairs(None if is_one and form.has_other_inputs else f)
-    relative = form.logits if form.has_other_inputs else None
-    return fields | {"bias": bias, "pairs": pairs}, relative
+    is_one = _is_close(f.where(is_live, 1.0), torch.ones_like(f), rounding)
+    # Only logits that depend on q or k beyond q k^T (relative positions) may have f = 1 on all
+    # data. If an op is not affine (a cap on logits), f may be 1 at this sample and another number
+    # at other samples.
+    if is_one and form.has_other_inputs:
+        return None
+    return f
 
 
 def _is_affine_path(path: Sequence[Node], *, has_sink: bool) -> bool:
@@ -392,16 +417,16 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     r = None
     t = None
     if "q" in sides:
-        r = _read_term(logits, sides["q"], samples, s * heads.k, slope, is_live)
+        r = _read_vectors(logits, sides["q"], samples, s * heads.k, slope, is_live)
     if "k" in sides:  # the same with queries and keys swapped
         swapped_slope = None if slope is None else slope.mT
-        t = _read_term(logits.mT, sides["k"], samples, s * heads.q, swapped_slope, is_live.mT)
+        t = _read_vectors(logits.mT, sides["k"], samples, s * heads.q, swapped_slope, is_live.mT)
         if t is not None:
             t = t.transpose(2, 3)
     return Pairs(slope, r, t)
 
 
-def _read_term(
+def _read_vectors(
     logits: Tensor,
     part: Projected,
     samples: int,
@@ -430,23 +455,7 @@ def _read_term(
     Raises:
         NotClosedForm: r is too large, or differs between windows and so is no constant.
     """
-    columns = part.form.columns
-    if part.form.repeat > 1:
-        raise NotClosedForm(f"{BESIDE}, behind shared keys")
-    if part.projection.local is not None:
-        raise NotClosedForm(f"{BESIDE}, behind a rotation or norm")
-    size = logits[0].numel() * columns.shape[1]
-    if size > LARGEST:
-        raise NotClosedForm(f"its position terms have {size:.1e} numbers")
-    all_columns = columns.flatten()
-    outputs = tuple(leaf.tensor for leaf in part.leaves)
-
-    def read_columns(*y: Tensor) -> Tensor:
-        """Return the columns that q reads of the linear map's output, in the order of heads."""
-        return part.linear.outputs(*y)[:, all_columns]
-
-    source = Probed(logits, outputs, read_columns)
-    _require_own_pairs(source, part.index.rows(samples), columns.shape[1])
+    source = _probe_logits(logits, part, samples)
     channels = list[Tensor]()  # r of each channel, (heads, queries, keys)
     # The largest entries in each head: of r's deviation between windows, of the gradients, of r.
     largest_spread = largest_gradient = largest = product_gradients.new_zeros(is_live.shape[1])
@@ -462,13 +471,44 @@ def _read_term(
         largest_gradient = torch.maximum(largest_gradient, graph.find_largest(gradient))
         largest = torch.maximum(largest, graph.find_largest(mean[None]))
         channels.append(mean)
-    if not bool((largest_spread <= graph.LINEAR_TOLERANCE * largest_gradient).all()):
+    if not (largest_spread <= graph.LINEAR_TOLERANCE * largest_gradient).all():
         raise NotClosedForm(BESIDE)
     eps = torch.finfo(largest_gradient.dtype).eps
     rounding = _GRADIENT_ROUNDING * eps * largest_gradient
-    if not bool((largest > rounding).any()):  # r is only rounding error of the difference
+    if not (largest > rounding).any():  # r is only rounding error of the difference
         return None
     return torch.stack(channels, -1)[None]
+
+
+def _probe_logits(logits: Tensor, part: Projected, samples: int) -> Probed:
+    """Return the logits as a function of the output y of the linear map behind q.
+
+    The function takes only the columns of y that q reads, in the order of heads.
+
+    Args:
+        logits: S with its graph, (windows, heads, queries, keys).
+        part: how q is computed from the input.
+        samples: number of samples in the batch.
+
+    Raises:
+        NotClosedForm: position vectors cannot be read from this function, or are too large.
+    """
+    columns = part.form.columns
+    if part.form.repeat > 1:
+        raise NotClosedForm(f"{BESIDE}, behind shared keys")
+    if part.projection.local is not None:
+        raise NotClosedForm(f"{BESIDE}, behind a rotation or norm")
+    size = logits[0].numel() * columns.shape[1]
+    if size > LARGEST:
+        raise NotClosedForm(f"its position terms have {size:.1e} numbers")
+    all_columns = columns.flatten()
+    source = Probed(
+        logits,
+        tuple(leaf.tensor for leaf in part.leaves),
+        lambda *y: part.linear.outputs(*y)[:, all_columns],
+    )
+    _require_own_pairs(source, part.index.rows(samples), columns.shape[1])
+    return source
 
 
 def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]:
@@ -520,17 +560,16 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
     # Each row of y must affect the logits of its own token alone, or no logits (-1).
     token = torch.arange(windows * tokens, device=rows.device)
     token_of_row = graph.label_affected(source, token.view(windows, 1, tokens, 1), rows=True)
-    if token_of_row is None:
+    if token_of_row is None:  # a row affects several tokens
         raise NotClosedForm(BESIDE)
-    expected = torch.full_like(token_of_row, -1)
-    expected[rows.flatten().to(expected.device)] = token
-    if not bool(((token_of_row == expected) | (token_of_row == -1)).all()):
-        raise NotClosedForm(BESIDE)
+    own_token = torch.full_like(token_of_row, -1)
+    own_token[rows.flatten()] = token
     # Each column of y must affect the logits of its own head alone, or no logits (-1).
     head = torch.arange(heads, device=rows.device)
+    own_head = head.repeat_interleave(width)
     head_of_column = graph.label_affected(source, head.view(1, heads, 1, 1), rows=False)
-    if head_of_column is None:
+    if head_of_column is None:  # a column affects several heads
         raise NotClosedForm(BESIDE)
-    expected = head.repeat_interleave(width)
-    if not bool(((head_of_column == expected) | (head_of_column == -1)).all()):
-        raise NotClosedForm(BESIDE)
+    for found, own in ((token_of_row, own_token), (head_of_column, own_head)):
+        if not ((found == own) | (found == -1)).all():
+            raise NotClosedForm(BESIDE)

@@ -110,14 +110,10 @@ def _linearize_layer(layer: Layer) -> Linearization:
         EvaluationError: the module gives another O than within the model.
     """
     frame = layer.frame
-    site = layer.site
     assert frame is not None
     # The inputs by identity: a tensor that the module gets twice (queries and keys) is one input.
-    by_id: dict[int, Tensor] = {}
-    for key in site.inputs:
-        argument = frame.args[key] if isinstance(key, int) else frame.kwargs[key]
-        by_id[id(argument)] = argument
-    inputs = list(by_id.values())
+    arguments = [frame.arguments[key] for key in layer.site.inputs]
+    inputs: list[Tensor] = list({id(t): t for t in arguments}.values())
     # One vector of all samples, because the module may keep samples in any axis.
     z = torch.cat([t.detach().flatten() for t in inputs])[None]
 
@@ -127,37 +123,52 @@ def _linearize_layer(layer: Layer) -> Linearization:
         parts = torch.split(z[0], [t.numel() for t in inputs])
         for t, part in zip(inputs, parts, strict=True):
             replacements[id(t)] = part.view(t.shape)
-        calls: list[AttentionCall] = []
-
-        def on_attention(call: AttentionCall, _address: Address) -> None:
-            """End the run by an exception that carries O, at the layer's last attention call."""
-            calls.append(call)
-            if len(calls) > layer.numbers[-1]:
-                joined = call
-                if site.loop is not None:
-                    joined = site.loop.join([calls[i] for i in layer.numbers])
-                arranged = joined.arrange(site.layout, layer.samples)
-                raise _Output(arranged.output)
-
         args = [replacements.get(id(value), value) for value in frame.args]
         kwargs = {k: replacements.get(id(value), value) for k, value in frame.kwargs.items()}
-        try:
-            with AttentionMode(on_attention):
-                frame.module(*args, **kwargs)
-        except _Output as end:
-            output: Tensor = end.args[0]
-            return output.flatten()[None]
-        raise EvaluationError(f"{site.scope} computes no attention when it is run alone")
+        output = _run_alone(layer, lambda: frame.module(*args, **kwargs))
+        return output.flatten()[None]
 
     only_sample = torch.zeros(1, dtype=torch.long, device=z.device)
     linear = Linearization(compute_output, z, only_sample)
     again = linear.output[0].view_as(layer.output)
     if not agree(layer.output, again, AGREES, each=1):
         raise EvaluationError(
-            f"{site.scope} gives a different result when it is run alone",
+            f"{layer.site.scope} gives a different result when it is run alone",
             "It keeps state between calls. Leave its layers out with --layers.",
         )
     return linear
+
+
+def _run_alone(layer: Layer, run_module: Callable[[], object]) -> Tensor:
+    """Run the module of a layer up to the layer's last attention call, and return the layer's O.
+
+    Args:
+        layer: the layer.
+        run_module: runs the module.
+
+    Raises:
+        EvaluationError: the module makes fewer attention calls.
+    """
+    site = layer.site
+    calls: list[AttentionCall] = []
+
+    def on_attention(call: AttentionCall, _address: Address) -> None:
+        """End the run by an exception that carries O, at the layer's last attention call."""
+        calls.append(call)
+        if len(calls) > layer.numbers[-1]:
+            joined = call
+            if site.loop is not None:
+                joined = site.loop.join([calls[i] for i in layer.numbers])
+            arranged = joined.arrange(site.layout, layer.samples)
+            raise _Output(arranged.output)
+
+    try:
+        with AttentionMode(on_attention):
+            run_module()
+    except _Output as end:
+        output: Tensor = end.args[0]
+        return output
+    raise EvaluationError(f"{site.scope} computes no attention when it is run alone")
 
 
 def _zero_padding(rows: Tensor, layer: Layer) -> Tensor:
@@ -209,26 +220,14 @@ def find_residuals(
     by_call: dict[tuple[str, int], Residual] = {}  # by module and number of its call
     frames_around: dict[Address, list[trace.Frame]] = {}  # module calls around an attention call
 
-    def find_skip_path(samples: int, frame: trace.Frame, output: Any) -> None:
-        """Note a module call as a residual block if its output has a skip path from its input.
-
-        This is called at the end of each module call of a pass over one or two samples.
-        """
-        first_input = _find_first_moving((frame.args, frame.kwargs))
-        first_output = _find_first_moving(output)
-        if first_input is None or first_output is None:
-            return
-        i, x = first_input
-        j, y = first_output
-        if x.shape != y.shape or x.grad_fn is None:
-            return
-        _, hits = leaves(y, {x.grad_fn})
-        if hits:  # y depends on x although the graph is cut at linear maps: a skip path
-            key = frame.name, frame.number
-            by_sample = y.shape[:1] == (samples,)
-            if key in by_call:
-                by_sample = by_sample and by_call[key].by_sample
-            by_call[key] = Residual(*key, i, j, by_sample)
+    def note_residual(samples: int, frame: trace.Frame, output: Any) -> None:
+        """Note a module call, at its end, if it is a residual block."""
+        residual = _find_skip_path(frame, output, samples)
+        if residual is not None:
+            key = residual.module, residual.call
+            earlier = by_call.get(key, residual)  # in the pass over one sample
+            by_sample = residual.by_sample and earlier.by_sample
+            by_call[key] = residual._replace(by_sample=by_sample)
 
     def note_frames(call_stack: trace.CallStack, _call: AttentionCall, address: Address) -> None:
         """Note the module calls in progress at an attention call, innermost first."""
@@ -237,7 +236,7 @@ def find_residuals(
     # Run with one sample and with two. If the first axis of an output is as long as the number of
     # samples in both passes, the output has a row per sample; in one pass it may be chance.
     for samples in (1, 2):
-        call_stack = trace.CallStack(on_leave=partial(find_skip_path, samples))
+        call_stack = trace.CallStack(on_leave=partial(note_residual, samples))
         with trace.fork_random(net.module):
             first = batch[:1].trim()
             copies = first.rows(torch.zeros(samples, dtype=torch.long))
@@ -249,6 +248,28 @@ def find_residuals(
         frames = frames_around.get(site.address, [])
         residuals.append(_choose_residual(site, frames, by_call, entire=entire))
     return tuple(residuals)
+
+
+def _find_skip_path(frame: trace.Frame, output: Any, samples: int) -> Residual | None:
+    """Return a module call as a residual block if its output has a skip path from its input.
+
+    Args:
+        frame: the module call.
+        output: its output, a tensor or tensors in containers, with its graph.
+        samples: number of samples in the batch.
+    """
+    first_input = _find_first_moving((frame.args, frame.kwargs))
+    first_output = _find_first_moving(output)
+    if first_input is None or first_output is None:
+        return None
+    i, x = first_input
+    j, y = first_output
+    if x.shape != y.shape or x.grad_fn is None:
+        return None
+    _, hits = leaves(y, {x.grad_fn})
+    if not hits:  # the graph is cut at linear maps: y does not depend on x beside these
+        return None
+    return Residual(frame.name, frame.number, i, j, by_sample=y.shape[:1] == (samples,))
 
 
 def _choose_residual(

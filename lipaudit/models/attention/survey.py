@@ -29,6 +29,7 @@ from lipaudit.errors import (
 from lipaudit.models import requirements
 from lipaudit.models.attention import calls, trace
 from lipaudit.models.attention.capture import Site
+from lipaudit.models.attention.loops import find_loops, mark_parts
 from lipaudit.models.attention.surveyor import Surveyor
 from lipaudit.models.attention.uses import Uses
 from lipaudit.models.net import Net
@@ -222,16 +223,8 @@ def _observe_passes(
     def observe(loops: Sequence[calls.Loop], uncut_maps: frozenset[calls.Address]) -> Surveyor:
         """Run the model once, and check that the output equals that of the unobserved pass."""
         surveyor = Surveyor(pair, uncut_maps, loops)
-        result = trace.run(net, pair, surveyor)
-        if not agree(output, result, each=0):  # a strict tolerance: the model may be random
-            requirements.require_repeat(net, pair, pair, output)
-        if not agree(output, result, requirements.AGREES, each=0):
-            difference = (result - output).abs().amax()
-            gap = difference / output.abs().amax()
-            raise InputError(
-                f"the model's output changes by {gap:.1e} (relative) when it is observed",
-                "Use a model that does not depend on the autograd mode or on how it is called.",
-            )
+        observed = trace.run(net, pair, surveyor)
+        _require_unchanged(net, pair, output, observed)
         if not surveyor.layers and not surveyor.scores:
             raise _make_heads_error(net, uses.beyond(()))
         return surveyor
@@ -243,29 +236,64 @@ def _observe_passes(
     if scores:
         surveyor = observe((), scores)
     # Calls that compute one head, or one chunk of queries: run again, with these calls joined.
-    loops = surveyor.find_loops()
+    loops = find_loops(surveyor.layers.values())
     if loops:
         surveyor = observe(loops, scores)
     # Keys that are made from a latent of the tokens (MLA): run again, without a cut at the latent.
     if surveyor.next_uncut:
         surveyor.adopt(observe(loops, scores | surveyor.next_uncut))
-    # The tracer recognises a written-out softmax by the graph from q or k to the softmax. So the
-    # graph must start at the linear maps behind q and k, also in the pass below.
-    explicit = (layer.site for layer in surveyor.layers.values() if layer.site.explicit)
-    sources = frozenset().union(*(site.sources for site in explicit))
-    # The same sample beside another companion: a layer whose q, k or v change for the sample mixes
-    # samples.
-    tracer = trace.Tracer(surveyor.compare, cut_at=sources, loops=loops)
-    other_output = trace.run(net, other, tracer)
-    if not agree(output[0], other_output[0]):
-        requirements.require_repeat(net, pair, other, output)
+    _run_with_other_companion(net, surveyor, other, output, loops)
     # If both companions are equal (a text that reads the same backwards), no call can change.
     if not torch.equal(pair.x, other.x):
         surveyor.leave_loops()
-        if not surveyor.layers:
-            raise _make_heads_error(net, uses.beyond(()))
-    surveyor.mark_parts()
+    if not surveyor.layers:
+        raise _make_heads_error(net, uses.beyond(()))
+    mark_parts(surveyor.layers.values())
     return tuple(layer.site for layer in surveyor.layers.values()), scores
+
+
+def _require_unchanged(net: Net, pair: Batch, output: Tensor, observed: Tensor) -> None:
+    """Raise InputError if the output of an observed pass is not the output of the model as it is.
+
+    Args:
+        net: the model.
+        pair: the samples.
+        output: the output without an observer.
+        observed: the output with an observer.
+    """
+    if not agree(output, observed, each=0):  # a strict tolerance: the model may be random
+        requirements.require_repeat(net, pair, pair, output)
+    if not agree(output, observed, requirements.AGREES, each=0):
+        difference = (observed - output).abs().amax()
+        gap = difference / output.abs().amax()
+        raise InputError(
+            f"the model's output changes by {gap:.1e} (relative) when it is observed",
+            "Use a model that does not depend on the autograd mode or on how it is called.",
+        )
+
+
+def _run_with_other_companion(
+    net: Net, surveyor: Surveyor, other: Batch, output: Tensor, loops: Sequence[calls.Loop]
+) -> None:
+    """Run the same sample beside another companion, and refuse layers that mix samples.
+
+    A layer mixes samples if its q, k or v change for the sample.
+
+    Args:
+        net: the model.
+        surveyor: holds the layers, and q, k and v beside the first companion.
+        other: the sample and the other companion.
+        output: the output beside the first companion.
+        loops: attention calls that form one layer.
+    """
+    # The tracer recognises a written-out softmax by the graph from q or k to the softmax. So the
+    # graph must start at the linear maps behind q and k.
+    explicit = (layer.site for layer in surveyor.layers.values() if layer.site.explicit)
+    sources = frozenset().union(*(site.sources for site in explicit))
+    tracer = trace.Tracer(surveyor.compare, cut_at=sources, loops=loops)
+    other_output = trace.run(net, other, tracer)
+    if not agree(output[0], other_output[0]):
+        requirements.require_repeat(net, surveyor.batch, other, output)
 
 
 def _make_heads_error(net: Net, modules: Sequence[str]) -> NoHeadsError:
@@ -316,21 +344,29 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
     if net.kind == "text":
         net = _add_embedding_noise(net)
     else:
-        for seed, t in enumerate(samples):
-            generator = torch.Generator().manual_seed(seed)
-            if net.box is None:  # no range of inputs is known
-                noise = torch.randn(x.shape, generator=generator).to(x)
-                samples[seed] = t + _measure_size(t) * noise
-            else:
-                low, high = net.box
-                share = torch.rand(x.shape, generator=generator).to(x)
-                noise = low + (high - low) * share
-                samples[seed] = 0.5 * (t + noise)
+        samples = [_add_noise(t, net.box, seed) for seed, t in enumerate(samples)]
     ids = (batch.ids[0], batch.ids[0] + "-companion")
     generic, first, second = samples
     pair = Batch(torch.cat([generic, first]), None, ids)
     other = Batch(torch.cat([generic, second]), None, ids)
     return net, pair, other
+
+
+def _add_noise(t: Tensor, box: tuple[float, float] | None, seed: int) -> Tensor:
+    """Return the average of t and uniform noise in the range of inputs.
+
+    If no range is known (`box` is None), normal noise is added, in each token as large as the
+    token (by the root mean square).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if box is None:
+        size = t.square().mean(-1, keepdim=True).sqrt()
+        noise = torch.randn(t.shape, generator=generator).to(t)
+        return t + torch.where(size == 0, 1.0, size) * noise
+    low, high = box
+    share = torch.rand(t.shape, generator=generator).to(t)
+    noise = low + (high - low) * share
+    return 0.5 * (t + noise)
 
 
 def _add_embedding_noise(net: Net) -> Net:
@@ -339,14 +375,7 @@ def _add_embedding_noise(net: Net) -> Net:
     def call(x: Tensor, mask: Tensor | None) -> Any:
         """Run the model with noise on the output of each call of the embedding."""
         seeds = count()  # a model may embed several times in a pass (encoder and decoder)
-
-        def add_noise(out: Tensor) -> Tensor:
-            """Return the embeddings with noise of their size."""
-            generator = torch.Generator().manual_seed(next(seeds))
-            noise = torch.randn(out.shape, generator=generator).to(out)
-            return out + _measure_size(out) * noise
-
-        with trace.watch_embeddings(net, add_noise):
+        with trace.watch_embeddings(net, lambda out: _add_noise(out, None, next(seeds))):
             return net.call(x, mask)
 
     return replace(net, call=call)
@@ -367,9 +396,3 @@ def _take_sample(net: Net, batch: Batch) -> Tensor:
     length = max(len(ids), fewest)
     tokens = ids.repeat(math.ceil(length / len(ids)))
     return tokens[None, : min(length, MOST_TOKENS)]
-
-
-def _measure_size(x: Tensor) -> Tensor:
-    """Return the root mean square of the last axis (of every token), or 1 where it is zero."""
-    size = x.square().mean(-1, keepdim=True).sqrt()
-    return torch.where(size == 0, 1.0, size)

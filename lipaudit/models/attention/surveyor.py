@@ -1,4 +1,4 @@
-"""One pass of a survey: find every layer, its output projection and module, and loops of calls.
+"""One pass of a survey: find every layer, with its output projection and its module.
 
 With a compressed key (x -> latent -> norm -> key) or a shared bottleneck, q, k and v read three
 tensors, each a token-wise function of an earlier one. `find_inner_maps` finds their common input,
@@ -7,9 +7,9 @@ and a second pass does not cut the graph at the maps in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.models import graph
 from lipaudit.models.attention import calls, capture
-from lipaudit.models.attention.analysis import analyse, find_output_map
+from lipaudit.models.attention.analysis import Analysis, analyse, find_output_map
 from lipaudit.models.attention.calls import (
     TOKENS,
     Address,
@@ -27,6 +27,7 @@ from lipaudit.models.attention.calls import (
     Loop,
     Origin,
 )
+from lipaudit.models.attention.loops import Reads, Surveyed
 from lipaudit.models.attention.numeric import linearize_module
 from lipaudit.models.attention.scope import find_scope
 from lipaudit.models.attention.trace import Frame, Tracer
@@ -54,41 +55,6 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
         if all(mark in tensors for tensors in ancestors):  # a common tensor
             return frozenset().union(*(tensors[mark] for tensors in ancestors))
     return frozenset()
-
-
-class Reads(NamedTuple):
-    """The rows (tokens) and columns of the outputs of linear maps that a tensor depends on."""
-
-    rows: set[tuple[Address, int]]
-    columns: set[tuple[Address, int]]
-
-
-@dataclass
-class Surveyed:
-    """A layer, and data for the rest of the pass.
-
-    Attributes:
-        site: its site.
-        parts: q, k and v of both samples, (windows, heads, tokens, width).
-        first: q, k and v of the first sample; empty tensors if a window holds both samples.
-        origins: the linear maps behind q, k and v. Their tensors take memory, and are stored only
-            if the call has one head and may be a part of a loop.
-        reads: for q, k and v, the rows and columns of each linear map that they read.
-        form: properties of the logits that all calls of a loop share.
-        has_projection: whether a linear map of its output was seen.
-    """
-
-    site: capture.Site
-    parts: tuple[Tensor, ...]
-    first: tuple[Tensor, ...]
-    origins: Sequence[Sequence[Origin]]
-    reads: tuple[Reads, ...]
-    form: tuple[object, ...]
-    has_projection: bool = False
-
-    def refuse(self, reason: str) -> None:
-        """Give up the closed form and all norms of the layer, for a reason."""
-        self.site = replace(self.site, structure=None, reason=reason, inputs=())
 
 
 class Surveyor(Tracer):
@@ -172,46 +138,18 @@ class Surveyor(Tracer):
         if not _has_axes_of_queries(call):  # `Uses` counts it, and the survey reports it
             return
         tensors = (call.q, call.k, call.v)
-        origins = []  # of q, of k and of v
+        origins = []  # the linear maps behind q, behind k and behind v
         for t in tensors:
             origins.append([leaf.origin for leaf in call.origins.leaves(t)])
-        all_origins = [origin for part in origins for origin in part]
         analysis = analyse(call, self.batch)
-        structure = analysis.structure
-        arranged = call.arrange(analysis.layout, len(self.batch))  # with canonical axes
-        loop = self.loops.get(address)
-        addresses = (address,) if loop is None else loop.addresses
-        # The innermost module call that contains the attention and its projections.
-        scope = find_scope(self.call_stack.frames, call)
-        site = capture.Site(
-            index=len(self.layers),
-            module=self._name_module(addresses),
-            heads=arranged.q.shape[1],
-            kinds=analysis.kinds,
-            structure=structure,
-            reason=analysis.reason,
-            address=address,
-            layout=analysis.layout,
-            sources=frozenset(origin.address for origin in all_origins),
-            explicit=isinstance(call.form, Explicit),
-            scope=scope.name,
-            inputs=tuple(scope.inputs),
-            arguments=tuple(scope.name_inputs()),
-            direct=structure is not None and _reads_inputs(scope, origins, structure),
-            line=line_of_code(),
-            loop=loop,
-            learned=not origins[0] and _is_shared(arranged.q.detach()),
-        )
-        if structure is None:
-            self.next_uncut |= find_inner_maps(all_origins)
-            site = self._require_runnable(site, call, arranged)
-        # `find_loops` needs the linear maps of calls that have one head. Drop the maps of other
-        # calls, because a stored map keeps its input in memory.
-        are_linear = all(part and all(origin.linear for origin in part) for part in origins)
-        if site.heads > 1 or not are_linear:
-            for part in origins:
-                part[:] = [replace(origin, linear=None) for origin in part]
+        arranged = call.arrange(analysis.layout, len(self.batch))
+        # q, k and v of both samples, (windows, heads, tokens, width).
         parts = (arranged.q.detach(), arranged.k.detach(), arranged.v.detach())
+        site = self._make_site(call, address, analysis, origins, parts[0])
+        if site.structure is None:
+            self.next_uncut |= find_inner_maps(chain(*origins))
+            site = self._require_runnable(site, call)
+        _free_maps(origins, site.heads)
         self.layers[address] = Surveyed(
             site=site,
             parts=parts,
@@ -219,6 +157,48 @@ class Surveyor(Tracer):
             origins=origins,
             reads=tuple(_find_reads(call, t) for t in tensors),
             form=self._describe_form(call),
+        )
+
+    def _make_site(
+        self,
+        call: AttentionCall,
+        address: Address,
+        analysis: Analysis,
+        origins: Sequence[Sequence[Origin]],
+        q: Tensor,
+    ) -> capture.Site:
+        """Return the site of an attention call, while the model runs it.
+
+        Args:
+            call: the call.
+            address: its address.
+            analysis: its axes and its closed form, if any.
+            origins: the linear maps behind q, k and v.
+            q: the queries, (windows, heads, tokens, width).
+        """
+        structure = analysis.structure
+        loop = self.loops.get(address)
+        addresses = (address,) if loop is None else loop.addresses
+        # The innermost module call that contains the attention and its projections.
+        scope = find_scope(self.call_stack.frames, call)
+        return capture.Site(
+            index=len(self.layers),
+            module=self._name_module(addresses),
+            heads=q.shape[1],
+            kinds=analysis.kinds,
+            structure=structure,
+            reason=analysis.reason,
+            address=address,
+            layout=analysis.layout,
+            sources=frozenset(origin.address for origin in chain(*origins)),
+            explicit=isinstance(call.form, Explicit),
+            scope=scope.name,
+            inputs=tuple(scope.inputs),
+            arguments=tuple(scope.name_inputs()),
+            direct=structure is not None and _reads_inputs(scope, origins, structure),
+            line=line_of_code(),
+            loop=loop,
+            learned=not origins[0] and _is_shared(q),
         )
 
     def _name_module(self, addresses: Sequence[Address]) -> str:
@@ -241,9 +221,7 @@ class Surveyor(Tracer):
             return call.q.ndim, form.scale, form.mask is None, form.causal
         return call.q.ndim, form.logits.shape[-1]
 
-    def _require_runnable(
-        self, site: capture.Site, call: AttentionCall, arranged: AttentionCall
-    ) -> capture.Site:
+    def _require_runnable(self, site: capture.Site, call: AttentionCall) -> capture.Site:
         """Check whether norms of a layer without closed form can be computed numerically.
 
         Numerical norms need a module that can run again on its own, and be differentiated.
@@ -251,22 +229,21 @@ class Surveyor(Tracer):
         Args:
             site: the layer.
             call: its attention call.
-            arranged: the same call, with q, k and v as (windows, heads, tokens, width).
 
         Returns:
             The site as it is, if norms can be computed. Otherwise a site without inputs, so that
             no norm is computed, with the obstacle in its reason.
         """
-        heads, tokens = arranged.q.shape[1:3]
         if call.output.dtype in HALF:  # too coarse for norms
             return replace(site, inputs=())
+        layer = capture.make_layer(site, call, self.batch, self.call_stack.frames)
         # If the axis of heads has the length of the text, this axis may hold the tokens instead.
         # Without a closed form, nothing distinguishes heads from tokens.
         is_text = self.batch.x.ndim == 2
-        if is_text and heads == self.batch.x.shape[1] != tokens:
+        tokens = layer.call.q.shape[2]
+        if is_text and site.heads == self.batch.x.shape[1] != tokens:
             result: object = "its heads and tokens cannot be distinguished"
         else:
-            layer = capture.make_layer(site, call, self.batch, self.call_stack.frames)
             result = linearize_module(layer)
         if not isinstance(result, str):  # a linearisation, not an obstacle
             return site
@@ -368,50 +345,18 @@ class Surveyor(Tracer):
             layer.site = replace(layer.site, index=index)
         self.layers = {layer.site.address: layer for layer in kept}
 
-    def find_loops(self) -> list[Loop]:
-        """Find calls that compute one head, or one chunk of the queries, of the same attention.
 
-        The calls of such a loop are then joined and measured as one layer.
-        """
-        loops: list[Loop] = []
-        in_loops: set[Address] = set()
-        # For each test of two calls: the axes along which calls that pass may be joined. Calls
-        # with the same linear maps may be heads (axis 1) or chunks of queries (axis 2). Calls with
-        # different maps can only be heads: their queries need not be tokens of one sequence.
-        axes_by_test = {_share_maps: (1, 2), _share_values: (1,)}
-        for are_alike, axes in axes_by_test.items():
-            for group in self._group(are_alike):
-                axis = _find_loop_axis(group)
-                addresses = tuple(layer.site.address for layer in group)
-                if axis is not None and axis in axes and in_loops.isdisjoint(addresses):
-                    loops.append(Loop(addresses, axis))
-                    in_loops.update(addresses)
-        return loops
+def _free_maps(origins: Sequence[list[Origin]], heads: int) -> None:
+    """Remove the linear maps from the origins of q, k and v, because a map keeps its input alive.
 
-    def _group(self, are_alike: Callable[[Surveyed, Surveyed], bool]) -> list[list[Surveyed]]:
-        """Return groups of two or more layers that are alike, by a test of two layers."""
-        groups: list[list[Surveyed]] = []
-        for layer in self.layers.values():
-            for group in groups:
-                if are_alike(group[0], layer):
-                    group.append(layer)
-                    break
-            else:
-                groups.append([layer])
-        return [group for group in groups if len(group) > 1]
-
-    def mark_parts(self) -> None:
-        """Note for each layer the other layers that are parts of the same attention.
-
-        These are calls of a loop over heads or queries that `find_loops` could not join. A layer
-        with only a part of the queries is refused, because its norm is not the norm of a head.
-        """
-        for group in [*self._group(_share_input), *self._group(_share_maps)]:
-            partners = tuple(layer.site.index for layer in group)
-            for layer in group:
-                layer.site = replace(layer.site, partners=partners)
-                if _has_part_of_queries(layer, group):
-                    layer.refuse("its queries are computed in several parts")
+    The maps stay if `find_loops` needs them: for a call of one head, which may be a part of a
+    loop, with linear maps behind each of q, k and v.
+    """
+    are_linear = all(part and all(origin.linear for origin in part) for part in origins)
+    if heads == 1 and are_linear:
+        return
+    for part in origins:
+        part[:] = [replace(origin, linear=None) for origin in part]
 
 
 def _has_axes_of_queries(call: AttentionCall) -> bool:
@@ -423,25 +368,6 @@ def _has_axes_of_queries(call: AttentionCall) -> bool:
     # Only one of the two joins heads to samples: as many rows, but another number of axes.
     is_folded = len(rows) != len(query_axes) and rows.numel() == query_axes.numel()
     return rows == query_axes or is_folded
-
-
-def _has_part_of_queries(layer: Surveyed, group: Sequence[Surveyed]) -> bool:
-    """Say whether a layer has only a part of the queries of an attention.
-
-    This is so if another layer of the group has other queries for the same keys.
-
-    Args:
-        layer: a layer of the group.
-        group: layers that may be parts of one attention.
-    """
-    q, k, _ = layer.parts
-    if q.shape[2] >= k.shape[2]:  # as many queries as keys: all of them
-        return False
-    for other in group:
-        other_q, other_k, _ = other.parts
-        if torch.equal(other_k, k) and not torch.equal(other_q, q):
-            return True
-    return False
 
 
 def _is_shared(q: Tensor) -> bool:
@@ -501,96 +427,3 @@ def _find_reads(call: AttentionCall, t: Tensor) -> Reads:
         for column in is_read.any(0).nonzero()[:, 0].tolist():
             reads.columns.add((origin.address, column))
     return reads
-
-
-def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
-    """Return the axis along which calls are parts of one attention: 1 for heads, 2 for queries.
-
-    None if they are not. Heads read the same tokens, but different columns of the linear maps
-    behind q, k and v. Chunks of queries read different tokens, and share keys and values.
-    """
-    form = group[0].form  # properties of the logits: scale, mask and so on
-    if not form or any(layer.form != form for layer in group):
-        return None
-    shapes = []
-    for layer in group:
-        shapes.append([t.shape for t in layer.first])
-    # For q, for k and for v: the rows (tokens) and columns that each call reads.
-    rows = []
-    columns = []
-    for i in range(3):
-        rows.append([layer.reads[i].rows for layer in group])
-        columns.append([layer.reads[i].columns for layer in group])
-    # Whether all calls read different columns, for q, for k and for v.
-    differ_q, differ_k, differ_v = map(_are_disjoint, columns)
-    are_heads = differ_q and differ_k and differ_v
-    # Calls of one head each may share keys or queries. Calls of several heads may not: joined,
-    # their keys would not be in the order in which grouped-query attention repeats keys.
-    if all(q[:2] == (1, 1) for q, _, _ in shapes):
-        are_heads = differ_q or differ_k
-    # The token numbers alone: each head may have its own linear map, so that addresses differ.
-    tokens = []
-    for part in rows:
-        tokens.append([sorted(i for _, i in reads) for reads in part])
-    if are_heads and _are_same(shapes) and all(map(_are_same, tokens)):
-        return 1
-    share_keys = all(map(_are_same, rows[1:] + columns[1:]))
-    query_shapes = {(q[:2], q[3]) for q, _, _ in shapes}  # all axes but that of queries
-    # The causal mask of torch's fused attention starts at the first query of the call, so later
-    # chunks of a sequence would get a wrong mask.
-    is_causal = form[-1] is True
-    if share_keys and _are_disjoint(rows[0]) and len(query_shapes) == 1 and not is_causal:
-        return 2
-    return None
-
-
-def _are_same(values: Sequence[Any]) -> bool:
-    """Say whether all values are equal."""
-    return all(value == values[0] for value in values)
-
-
-def _are_disjoint(sets: Sequence[set[tuple[Address, int]]]) -> bool:
-    """Say whether no two of the sets have an element in common."""
-    return len(set().union(*sets)) == sum(map(len, sets))
-
-
-def _share_maps(a: Surveyed, b: Surveyed) -> bool:
-    """Say whether two calls share the linear maps of their keys, and the module of their queries.
-
-    Such calls may compute chunks of the queries, which one module makes in several runs.
-    """
-    modules = []
-    maps = []
-    for layer in (a, b):
-        q, k, _ = layer.origins
-        modules.append({(o.address.module, o.address.op, o.root) for o in q})
-        maps.append({origin.address for origin in k})
-    has_maps = bool(modules[0] and maps[0])
-    return has_maps and modules[0] == modules[1] and maps[0] == maps[1]
-
-
-def _share_input(a: Surveyed, b: Surveyed) -> bool:
-    """Say whether one line of code makes two attention calls whose queries read the same tensor.
-
-    Only calls that have one head count: origins of other calls are stored without a linear map.
-    """
-    roots = []
-    for layer in (a, b):
-        roots.append({o.root for o in layer.origins[0] if o.linear})
-    return a.site.line == b.site.line and bool(roots[0]) and roots[0] == roots[1]
-
-
-def _share_values(a: Surveyed, b: Surveyed) -> bool:
-    """Say whether two calls may be heads with different linear maps, computed in a loop.
-
-    Such calls have the same shapes and the same form of logits, and their linear maps read the
-    same tokens of one tensor.
-    """
-    shapes = [t.shape for t in a.first]
-    other_shapes = [t.shape for t in b.first]
-    if not a.form or a.form != b.form or shapes != other_shapes:
-        return False
-    for x, y in zip(a.origins, b.origins, strict=True):
-        if len(x) != len(y) or not all(map(Origin.reads_same, x, y)):
-            return False
-    return True

@@ -46,11 +46,16 @@ class Frame:
     attentions: list[Address] = field(default_factory=list)
 
     @property
+    def arguments(self) -> dict[Any, Any]:
+        """Return all arguments, by position or keyword."""
+        return dict(enumerate(self.args)) | self.kwargs
+
+    @property
     def inputs(self) -> dict[int | str, Tensor]:
         """Return the arguments that depend on the model's input, by position or keyword."""
-        arguments: dict[Any, Any] = dict(enumerate(self.args)) | self.kwargs
+        arguments = self.arguments.items()
         # While the model runs, only tensors that depend on its input require gradients.
-        return {k: t for k, t in arguments.items() if isinstance(t, Tensor) and t.requires_grad}
+        return {k: t for k, t in arguments if isinstance(t, Tensor) and t.requires_grad}
 
     def name_inputs(self) -> list[str]:
         """Return the names of `inputs`; a tensor that is given twice is named `query = key`."""
@@ -206,32 +211,46 @@ class Tracer(AttentionMode):
         product = reader(*args, **kwargs)
         if product is None:  # with these arguments no linear map, such as a 3x3 convolution
             return None
-        # Either factor may be the weight: x W, or W x.
-        linear = None
+        found = self._find_map(product, right_address)
+        if found is None:  # a product of two activations, or a map at which not to cut
+            return None
+        linear, address = found
+        if not product.is_linear_layer:
+            self.products.add(address)
+        output = func(*args, **kwargs)
+        result = self._cut(output, self._make_origin(linear, address))
+        self.remember(linear, result)
+        return result
+
+    def _find_map(self, product: Contraction, address: Address) -> tuple[Linear, Address] | None:
+        """Return a product as the linear map at which to cut, and the map's address, or None.
+
+        Either factor may be the weight: x W, or W x.
+
+        Args:
+            product: the product of two factors.
+            address: its address, if the right factor is the weight.
+        """
         for op, factors in product.orders():
-            address = right_address._replace(op=op)
+            address = address._replace(op=op)
             if self._is_map(factors, address):
                 linear = factors.read()
-            if linear is not None:
-                break
-        if linear is None:
-            return None
-        output = func(*args, **kwargs)
-        bias = None
-        if linear.bias is not None:
-            bias = linear.bias.detach()
+                if linear is not None:
+                    return linear, address
+        return None
+
+    def _make_origin(self, linear: Linear, address: Address) -> Origin:
+        """Return what is noted about a linear map, for the leaf that replaces its output."""
+        bias = linear.bias
+        if bias is not None:
+            bias = bias.detach()
         # Store a reference to the weight. A weight that was converted for this op is then freed
         # after the op, and not kept in memory as long as the graph.
         constant = Linear(linear.x.detach(), refer_to_weight(linear.weight), bias, linear.arrange)
-        origin = Origin(address, constant)
-        if self.cut_at is None:  # a survey: note more about each map
-            ancestors = self._find_ancestors(linear.x, address)
-            origin = Origin(address, constant, ancestors, divides_channels(linear.x))
-            if not product.is_linear_layer:
-                self.products.add(address)
-        result = self._cut(output, origin)
-        self.remember(linear, result)
-        return result
+        if self.cut_at is not None:  # only a survey reads more than the map
+            return Origin(address, constant)
+        ancestors = self._find_ancestors(linear.x, address)
+        return Origin(address, constant, ancestors, divides_channels(linear.x))
 
     def _find_ancestors(self, x: Tensor, address: Address) -> Ancestors:
         """Return the tensors that a linear map reads, directly or through earlier linear maps.
@@ -286,44 +305,48 @@ class Tracer(AttentionMode):
         return not is_affine(x)
 
     def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address, Tensor]:
-        """Give an attention call its address, cut the graph after the call, and complete loops.
+        """Return the attention call to report, its address, and the output for the model.
 
-        To cut: the output is replaced by a new leaf of the autograd graph with the same values.
-        A later layer then starts at this leaf, and the graph of this layer can be freed.
-
-        Returns:
-            The call to report, its address, and the output that the model goes on with. Some
-            models compute one layer in a loop, such as one head after the other. Then the call to
-            report is None until the last call of the loop, and joins all calls of the loop.
+        The call to report is None if further calls of the same layer follow (`_join_loop`). The
+        model goes on with the output, which no longer depends on the graph of this call.
         """
-        # 1. The address: the module that runs, and the number of the call.
         address = self.call_stack.address("attention")
-        # 2. The cut. A survey cuts at every output that depends on the sample. A later pass cuts
-        # only where the survey has found that a layer reads the output.
-        if self.cut_at is None:
-            is_new_leaf = call.output.requires_grad
-        else:
-            is_new_leaf = address in self.cut_at
-        if is_new_leaf:
-            output = self._cut(call.output, Origin(address))
-        else:  # no gradient with respect to this output is needed
-            output = call.output.detach()
         # Every module that runs now lists the call. A module may run again alone, with other
         # addresses. Then its position in this list identifies the call.
         for frame in self.call_stack.frames:
             frame.attentions.append(address)
+        output = self._release_output(call.output, address)
         call = replace(call, origins=self.origins)
+        return self._join_loop(call, address), address, output
+
+    def _release_output(self, output: Tensor, address: Address) -> Tensor:
+        """Return the output of an attention call without its graph, so that the graph is freed.
+
+        The result is a new leaf of the autograd graph if a later layer needs gradients with
+        respect to it.
+        """
+        if self.cut_at is None:  # a survey cuts at every output that depends on the sample
+            is_new_leaf = output.requires_grad
+        else:  # the survey has found that a layer starts here
+            is_new_leaf = address in self.cut_at
+        if is_new_leaf:
+            return self._cut(output, Origin(address))
+        return output.detach()
+
+    def _join_loop(self, call: AttentionCall, address: Address) -> AttentionCall | None:
+        """Return a call, or at the last call of a loop all calls of the loop as one; else None.
+
+        Some models compute one layer in a loop, such as one head after the other. The calls wait
+        for the last one. If a model leaves out some of them for a sample, none is reported.
+        """
         loop = self.loops.get(address)
         if loop is None:
-            return call, address, output
-        # 3. The loop. Its calls wait for the last one. If the model leaves out some calls of the
-        # loop for a sample, no call is reported.
+            return call
         self._waiting[address] = call
         is_complete = all(part in self._waiting for part in loop.addresses)
         if address != loop.addresses[-1] or not is_complete:
-            return None, address, output
-        parts = [self._waiting.pop(part) for part in loop.addresses]
-        return loop.join(parts), address, output
+            return None
+        return loop.join([self._waiting.pop(part) for part in loop.addresses])
 
     def _cut(self, t: Tensor, origin: Origin) -> Tensor:
         """Cut the graph at t: return the values of t as a new leaf, whose origin is noted."""

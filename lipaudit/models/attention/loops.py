@@ -1,0 +1,229 @@
+"""Find attention calls that are parts of one attention: heads, or chunks of queries, in a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lipaudit.models.attention import capture
+from lipaudit.models.attention.calls import Address, Loop, Origin
+
+
+class Reads(NamedTuple):
+    """The rows (tokens) and columns of the outputs of linear maps that a tensor depends on."""
+
+    rows: set[tuple[Address, int]]
+    columns: set[tuple[Address, int]]
+
+
+@dataclass
+class Surveyed:
+    """A layer, and data for the rest of the pass.
+
+    Attributes:
+        site: its site.
+        parts: q, k and v of both samples, (windows, heads, tokens, width).
+        first: q, k and v of the first sample; empty tensors if a window holds both samples.
+        origins: the linear maps behind q, k and v. Their tensors take memory, and are stored only
+            if the call has one head and may be a part of a loop.
+        reads: for q, k and v, the rows and columns of each linear map that they read.
+        form: properties of the logits that all calls of a loop share.
+        has_projection: whether a linear map of its output was seen.
+    """
+
+    site: capture.Site
+    parts: tuple[Tensor, ...]
+    first: tuple[Tensor, ...]
+    origins: Sequence[Sequence[Origin]]
+    reads: tuple[Reads, ...]
+    form: tuple[object, ...]
+    has_projection: bool = False
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Return the shapes of q, k and v of the first sample."""
+        return tuple(t.shape for t in self.first)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Return the numbers of the tokens that q, k and v read, in whichever linear map."""
+        numbers = []
+        for reads in self.reads:
+            numbers.append(sorted(number for _, number in reads.rows))
+        return numbers
+
+    def refuse(self, reason: str) -> None:
+        """Give up the closed form and all norms of the layer, for a reason."""
+        self.site = replace(self.site, structure=None, reason=reason, inputs=())
+
+
+def find_loops(layers: Collection[Surveyed]) -> list[Loop]:
+    """Find calls that compute one head, or one chunk of the queries, of the same attention.
+
+    The calls of such a loop are then joined and measured as one layer.
+    """
+    loops: list[Loop] = []
+    in_loops: set[Address] = set()
+    # For each test of two calls: the axes along which calls that pass may be joined. Calls with
+    # the same linear maps may be heads (axis 1) or chunks of queries (axis 2). Calls with
+    # different maps can only be heads: their queries need not be tokens of one sequence.
+    axes_by_test = {_share_maps: (1, 2), _share_values: (1,)}
+    for are_alike, axes in axes_by_test.items():
+        for group in _group(layers, are_alike):
+            axis = _find_loop_axis(group)
+            addresses = tuple(layer.site.address for layer in group)
+            if axis is not None and axis in axes and in_loops.isdisjoint(addresses):
+                loops.append(Loop(addresses, axis))
+                in_loops.update(addresses)
+    return loops
+
+
+def mark_parts(layers: Collection[Surveyed]) -> None:
+    """Note for each layer the other layers that are parts of the same attention.
+
+    These are calls of a loop over heads or queries that `find_loops` could not join. A layer with
+    only a part of the queries is refused, because its norm is not the norm of a head.
+    """
+    for group in [*_group(layers, _share_input), *_group(layers, _share_maps)]:
+        partners = tuple(layer.site.index for layer in group)
+        for layer in group:
+            layer.site = replace(layer.site, partners=partners)
+            if _has_part_of_queries(layer, group):
+                layer.refuse("its queries are computed in several parts")
+
+
+def _group(
+    layers: Collection[Surveyed], are_alike: Callable[[Surveyed, Surveyed], bool]
+) -> list[list[Surveyed]]:
+    """Return groups of two or more layers that are alike, by a test of two layers."""
+    groups: list[list[Surveyed]] = []
+    for layer in layers:
+        for group in groups:
+            if are_alike(group[0], layer):
+                group.append(layer)
+                break
+        else:
+            groups.append([layer])
+    return [group for group in groups if len(group) > 1]
+
+
+def _has_part_of_queries(layer: Surveyed, group: Sequence[Surveyed]) -> bool:
+    """Say whether a layer has only a part of the queries of an attention.
+
+    This is so if another layer of the group has other queries for the same keys.
+
+    Args:
+        layer: a layer of the group.
+        group: layers that may be parts of one attention.
+    """
+    q, k, _ = layer.parts
+    if q.shape[2] >= k.shape[2]:  # as many queries as keys: all of them
+        return False
+    for other in group:
+        other_q, other_k, _ = other.parts
+        if torch.equal(other_k, k) and not torch.equal(other_q, q):
+            return True
+    return False
+
+
+def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
+    """Return the axis along which calls are parts of one attention: 1 for heads, 2 for queries.
+
+    None if they are not. Axes are (windows, heads, queries, width).
+    """
+    form = group[0].form  # properties of the logits: scale, mask and so on
+    if not form or not _are_same([layer.form for layer in group]):
+        return None
+    if _are_heads(group):
+        return 1
+    # The causal mask of torch's fused attention starts at the first query of the call, so later
+    # chunks of a sequence would get a wrong mask.
+    is_causal = form[-1] is True
+    if _are_chunks(group) and not is_causal:
+        return 2
+    return None
+
+
+def _are_heads(group: Sequence[Surveyed]) -> bool:
+    """Say whether calls compute different heads of one attention.
+
+    Heads have the same shapes and read the same tokens, but different columns of the linear maps
+    behind q, k and v.
+    """
+    shapes = [layer.shapes for layer in group]
+    if not _are_same(shapes) or not _are_same([layer.tokens for layer in group]):
+        return False
+    differs = []  # whether all calls read different columns, for q, for k and for v
+    for part in range(3):
+        differs.append(_are_disjoint([layer.reads[part].columns for layer in group]))
+    # Calls of one head each may share keys or queries. Calls of several heads may not: joined,
+    # their keys would not be in the order in which grouped-query attention repeats keys.
+    q_shape = shapes[0][0]
+    if q_shape[:2] == (1, 1):  # one window and one head
+        return differs[0] or differs[1]
+    return all(differs)
+
+
+def _are_chunks(group: Sequence[Surveyed]) -> bool:
+    """Say whether calls compute different queries of one attention, with the same keys and values.
+
+    The queries of different calls are different tokens, and equal in all axes but that of tokens.
+    """
+    shapes = {(q[:2], q[3]) for q, _, _ in (layer.shapes for layer in group)}
+    tokens = [layer.reads[0].rows for layer in group]
+    keys_and_values = [layer.reads[1:] for layer in group]
+    return len(shapes) == 1 and _are_disjoint(tokens) and _are_same(keys_and_values)
+
+
+def _are_same(values: Sequence[Any]) -> bool:
+    """Say whether all values are equal."""
+    return all(value == values[0] for value in values)
+
+
+def _are_disjoint(sets: Sequence[set[tuple[Address, int]]]) -> bool:
+    """Say whether no two of the sets have an element in common."""
+    return len(set().union(*sets)) == sum(map(len, sets))
+
+
+def _share_maps(a: Surveyed, b: Surveyed) -> bool:
+    """Say whether two calls share the linear maps of their keys, and the module of their queries.
+
+    Such calls may compute chunks of the queries, which one module makes in several runs.
+    """
+    modules = []
+    maps = []
+    for layer in (a, b):
+        q, k, _ = layer.origins
+        modules.append({(o.address.module, o.address.op, o.root) for o in q})
+        maps.append({origin.address for origin in k})
+    has_maps = bool(modules[0] and maps[0])
+    return has_maps and modules[0] == modules[1] and maps[0] == maps[1]
+
+
+def _share_input(a: Surveyed, b: Surveyed) -> bool:
+    """Say whether one line of code makes two attention calls whose queries read the same tensor.
+
+    Only calls that have one head count: origins of other calls are stored without a linear map.
+    """
+    roots = []
+    for layer in (a, b):
+        roots.append({o.root for o in layer.origins[0] if o.linear})
+    return a.site.line == b.site.line and bool(roots[0]) and roots[0] == roots[1]
+
+
+def _share_values(a: Surveyed, b: Surveyed) -> bool:
+    """Say whether two calls may be heads with different linear maps, computed in a loop.
+
+    Such calls have the same shapes and the same form of logits, and their linear maps read the
+    same tokens of one tensor.
+    """
+    if not a.form or a.form != b.form or a.shapes != b.shapes:
+        return False
+    for x, y in zip(a.origins, b.origins, strict=True):
+        if len(x) != len(y) or not all(map(Origin.reads_same, x, y)):
+            return False
+    return True

@@ -19,7 +19,7 @@ the derivative of < J^T u, v > with respect to (df/dO)^T u is (dO/dx) v: one mor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,8 +40,6 @@ from lipaudit.models.streams import find_additions, find_blocks, get_order
 from lipaudit.tables.columns import group_values
 from lipaudit.theory.pullback import pull_back
 
-# (edge of O) -> (df/dO)^T u (dO/dx) v, entry by entry.
-Multiply = Callable[..., Tensor]
 # Why a layer has no share at all.
 NO_PATH = "it does not depend on the input of the Jacobian"
 
@@ -142,24 +140,15 @@ def compute_shares(
             # samples. So samples run one at a time.
             del graph, output, leaf
             return _compute_one_by_one(net, sites, f, x, directions, tied)
-        heads = []  # of each direction
-        paths = []
-        totals = []
+        by_direction = []
         for i in range(directions.shape[1]):
             u = directions[:, i].view_as(output)
-            along_u = graph.measure(leaf, u, tied[:, i])
-            heads.append(along_u.heads)
-            paths.append(along_u.paths)
-            totals.append(along_u.totals)
+            by_direction.append(graph.measure(leaf, u, tied[:, i]))
     count = tied.sum(1).cpu().double()
-    return Shares(
-        heads=_average(heads, count),
-        steps=graph.steps,
-        paths=_average(paths, count),
-        totals=_average(totals, count),
-        missing=graph.missing,
-        unsplit=graph.unsplit,
-    )
+    # Each kind of shares (heads, paths, totals) along all directions.
+    kinds = zip(*by_direction, strict=True)
+    heads, paths, totals = (_average(shares, count) for shares in kinds)
+    return Shares(heads, graph.steps, paths, totals, graph.missing, graph.unsplit)
 
 
 def _average(shares: Sequence[Tensor], count: Tensor) -> Tensor:
@@ -375,7 +364,6 @@ class _Graph:
             u: the direction of each sample, in the shape of the output.
             counts: the samples at which it counts, (samples,); shares are 0 at others.
         """
-        samples = len(leaf)
         # u requires a gradient, so that every (df/dO)^T u has a graph. For a part O after the last
         # nonlinearity, (df/dO)^T u depends on u alone.
         u = u.detach().to(self.output.dtype, copy=True).requires_grad_()
@@ -388,28 +376,13 @@ class _Graph:
         image, *moves = pull_back(
             pulled, [u, *gradients.values()], v, retain_graph=True, allow_unused=True
         )
-        tangents = dict(zip(gradients, moves, strict=True))
+        products = _Products(gradients, dict(zip(gradients, moves, strict=True)), leaf)
         square = _sum_samples(v.double().square())
         _require_transpose(u, image, square)
-
-        def multiply(edge: GradientEdge, moving: GradientEdge | None = None) -> Tensor:
-            """Return the product, entry by entry, of (df/dO)^T u and (dO'/dx) v.
-
-            O is the tensor at `edge`, and O' is the tensor at `moving`. By default O' = O: then
-            the sum over all entries is |v|^2 times the share of O. The result is zero if the
-            output does not depend on O, or if O' does not depend on the input.
-            """
-            source = edge if moving is None else moving
-            gradient = gradients.get((edge.node, edge.output_nr))
-            tangent = tangents.get((source.node, source.output_nr))
-            if gradient is None or tangent is None:
-                return torch.zeros(_find_shape(edge), dtype=torch.float64, device=leaf.device)
-            return (gradient.detach() * tangent).double()
-
         # Shares times |v|^2, until they are scaled below.
-        by_layer = {site.index: self._sum_heads(site, multiply, samples) for site in self.sites}
+        by_layer = {site.index: self._sum_heads(site, products) for site in self.sites}
         heads = torch.cat([*by_layer.values()], 1)
-        paths = self._sum_steps(by_layer, multiply, samples)
+        paths = torch.stack([self._sum_step(step, by_layer, products) for step in self.steps], 1)
         # Paths through at least one part of a kind are all paths, minus the paths that go around
         # all parts of this kind.
         through = []
@@ -460,17 +433,12 @@ class _Graph:
         self._blocked = set()
         return _sum_samples((pulled * v).double())
 
-    def _sum_heads(self, site: Site, multiply: Multiply, samples: int) -> Tensor:
-        """Return the products of `multiply`, summed over each head's output O, pattern P and V.
+    def _sum_heads(self, site: Site, products: _Products) -> Tensor:
+        """Return the products of an attention layer, summed over each head's O, pattern P and V.
 
-        Args:
-            site: the attention layer.
-            multiply: returns products of a part, entry by entry, in the shape of the part.
-            samples: number of samples.
-
-        Returns:
-            (samples, heads, 3); NaN if unknown.
+        The result is (samples, heads, 3); NaN if unknown.
         """
+        samples = len(products.leaf)
         sums = torch.full((samples, site.heads, 3), torch.nan, dtype=torch.float64)
         calls = self.layers.get(site.index, [])
         for i, name in enumerate(("output", "pattern", "value")):
@@ -478,7 +446,7 @@ class _Graph:
             if not edges or None in edges:
                 continue
             # Sum over the channels of each token, or the keys of each query of P.
-            of_tokens = [multiply(edge).sum(-1, keepdim=True) for edge in edges]
+            of_tokens = [products.multiply(edge).sum(-1, keepdim=True) for edge in edges]
             if site.loop is None:
                 whole = of_tokens[0]
             else:  # heads that the model computes one after another
@@ -496,55 +464,89 @@ class _Graph:
             sums[:, :, i] = of_windows.sum(1).cpu()
         return sums
 
-    def _sum_steps(self, heads: Mapping[int, Tensor], multiply: Multiply, samples: int) -> Tensor:
-        """Return the products of `multiply`, summed over each step of the network.
-
-        The four columns are the whole step, patterns P, values V and MLP in it.
+    def _sum_step(self, step: Step, heads: Mapping[int, Tensor], products: _Products) -> Tensor:
+        """Return the products of a step of the network, summed over each sample.
 
         Args:
+            step: the step.
             heads: `_sum_heads` of every layer, by its index.
-            multiply: as in `measure`.
-            samples: number of samples.
+            products: the products of all parts.
 
         Returns:
-            (samples, steps, 4); NaN if a step has no such part.
+            The whole step, patterns P, values V and MLP in it, (samples, 4); NaN if it has no such
+            part.
         """
-
-        def add(products: Tensor) -> Tensor:
-            """Return the sum of each sample."""
-            return products.reshape(samples, -1).sum(1).cpu()
-
-        sums = torch.full((samples, len(self.steps), 4), torch.nan, dtype=torch.float64)
-        for i, step in enumerate(self.steps):
-            if step.first < 0:  # a layer without an addition
-                sums[:, i, :3] = heads[step.layer].sum(1)
-                continue
-            addition = self._additions[step.first]
-            if step.part == "block":
-                # The last sum y of a block is the skip x plus the branches. The share of the block
-                # is the share of y, minus the share of the term x in y. In the latter, the change
-                # of x is dx = dy_1 - dF, by the first addition y_1 = x + F(x).
-                end = self._additions[step.last].sum
-                skip = add(multiply(end, addition.sum))
-                for edge in addition.branches:
-                    skip -= add(multiply(end, edge))
-                # The share of y is not always 1: in a model of two towers, paths may go around the
-                # block and its skip.
-                sums[:, i, 0] = add(multiply(end)) - skip
-                continue
-            branches = [add(multiply(edge)) for edge in addition.branches]
-            sums[:, i, 0] = torch.stack(branches).sum(0)
-            layers = [layer for node, layer in self._layer_of.items() if addition.holds(node)]
-            if layers:
-                of_heads = torch.cat([heads[layer] for layer in dict.fromkeys(layers)], 1)
-                sums[:, i, 1:3] = of_heads[:, :, 1:].sum(1)
-            mlps = []
-            for branch, inside in zip(branches, addition.inside, strict=True):
-                if not self._has_attention(inside):
-                    mlps.append(branch)
-            if mlps:
-                sums[:, i, 3] = torch.stack(mlps).sum(0)
+        sums = torch.full((len(products.leaf), 4), torch.nan, dtype=torch.float64)
+        if step.first < 0:  # a layer without an addition
+            sums[:, :3] = heads[step.layer].sum(1)
+            return sums
+        if step.part == "block":
+            sums[:, 0] = self._sum_block(step, products)
+            return sums
+        addition = self._additions[step.first]
+        branches = [products.sum(edge) for edge in addition.branches]
+        sums[:, 0] = torch.stack(branches).sum(0)
+        layers = [layer for node, layer in self._layer_of.items() if addition.holds(node)]
+        if layers:
+            of_heads = torch.cat([heads[layer] for layer in dict.fromkeys(layers)], 1)
+            sums[:, 1:3] = of_heads[:, :, 1:].sum(1)
+        mlps = []
+        for branch, inside in zip(branches, addition.inside, strict=True):
+            if not self._has_attention(inside):
+                mlps.append(branch)
+        if mlps:
+            sums[:, 3] = torch.stack(mlps).sum(0)
         return sums
+
+    def _sum_block(self, block: Step, products: _Products) -> Tensor:
+        """Return the products of a block without its skip, summed over each sample, (samples,).
+
+        The last sum y of a block is the skip x plus the branches. The share of the block is the
+        share of y, minus the share of the term x in y. In the latter, the change of x is
+        dx = dy_1 - dF, by the first addition y_1 = x + F(x).
+        """
+        first = self._additions[block.first]
+        end = self._additions[block.last].sum
+        skip = products.sum(end, first.sum)
+        for edge in first.branches:
+            skip -= products.sum(end, edge)
+        # The share of y is not always 1: in a model of two towers, paths may go around the block
+        # and its skip.
+        return products.sum(end) - skip
+
+
+class _Products(NamedTuple):
+    """The products (df/dO)^T u (dO/dx) v of parts O, along a direction u with v = J^T u.
+
+    Their sum over all entries of O is |v|^2 times the share of O.
+
+    Attributes:
+        gradients: (df/dO)^T u, by the graph node of O and its number among the node's outputs.
+        tangents: (dO/dx) v, likewise; None if O does not depend on the input.
+        leaf: the samples.
+    """
+
+    gradients: Mapping[tuple[Node, int], Tensor]
+    tangents: Mapping[tuple[Node, int], Tensor | None]
+    leaf: Tensor
+
+    def multiply(self, edge: GradientEdge, moving: GradientEdge | None = None) -> Tensor:
+        """Return the product, entry by entry, of (df/dO)^T u and (dO'/dx) v, in the shape of O.
+
+        O is the tensor at `edge`, and O' is the tensor at `moving`; by default O' = O. The result
+        is zero if the output does not depend on O, or if O' does not depend on the input.
+        """
+        source = edge if moving is None else moving
+        gradient = self.gradients.get((edge.node, edge.output_nr))
+        tangent = self.tangents.get((source.node, source.output_nr))
+        if gradient is None or tangent is None:
+            return torch.zeros(_find_shape(edge), dtype=torch.float64, device=self.leaf.device)
+        return (gradient.detach() * tangent).double()
+
+    def sum(self, edge: GradientEdge, moving: GradientEdge | None = None) -> Tensor:
+        """Return the sum of `multiply` over the entries of each sample, (samples,)."""
+        products = self.multiply(edge, moving)
+        return products.reshape(len(self.leaf), -1).sum(1).cpu()
 
 
 def _sum_samples(products: Tensor) -> Tensor:

@@ -315,7 +315,7 @@ def reads_only(source: Probed, rows: Tensor) -> bool:
     touched = find_touched(pulled, 1)  # rows of y with a gradient
     in_half = half[:, 0, :, 0].flatten()
     touched[rows.flatten()] &= ~in_half  # leave out the rows of these tokens
-    return not bool(touched.any())
+    return not touched.any()
 
 
 def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -261,11 +261,8 @@ def _add_left(norms: JacobianNorms, left: Tensor, squares: Tensor, tol: float) -
     tied[:, 0] = True  # also where all values are 0
     count = int(tied.sum(1).max())
     # The gap between the two largest values, relative to the largest. A single value counts as if
-    # the second one were 0.
-    if relative.shape[1] > 1:
-        second = relative[:, 1]
-    else:
-        second = torch.zeros(len(relative))
+    # the second one were 0: a column of zeros follows.
+    second = F.pad(relative, (0, 1))[:, 1]
     gap = 1 - second.double()
     return replace(norms, left=left[:, :count], tied=tied[:, :count], gap=gap)
 

@@ -411,7 +411,7 @@ class Net(ModelSpec):
         if self.kind != "text":
             return self.read(self.call(z, batch.mask))
         with self.replace_embedding(z):
-            return self.read(self.call(batch.x, batch.mask))
+            return self.output(batch)
 
     def make_classifier(self, batch: Batch) -> Classifier | ByRow:
         """Return the model as a function that attacks take, from points z near a batch to scores.

@@ -369,7 +369,7 @@ def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) 
                 raise
             failures.append(error)
             continue
-        undefined = not bool(output.isfinite().all())
+        undefined = not output.isfinite().all()
         form = read_form(spec, passed, output)
         if found is None or found.undefined:
             found = Probe(output, form, undefined, note_choice(spec, passed.result))

@@ -8,7 +8,7 @@ gradient that is not the derivative (a straight-through estimator, `detach`, a p
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -272,18 +272,18 @@ def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:
     if not any(isinstance(part, nn.TransformerEncoder) for part in net.module.modules()):
         return ()
     pair = _pick_extreme_lengths(batch).to(net.device, net.dtype)
-    mha = torch.backends.mha
-    with ExitStack() as stack:
+    with (
         # If the model fails here, the measures name the sample.
-        stack.enter_context(suppress(Exception))
+        suppress(Exception),
         # The fast path uses nested tensors, for which torch warns that they are a prototype.
-        stack.enter_context(warnings.catch_warnings(action="ignore"))
-        # `exact_arithmetic` switches the fast path off now, and restores the user's setting when
-        # the block ends, also after the line below that switches it on.
-        stack.enter_context(exact_arithmetic(net.device))
-        stack.enter_context(torch.no_grad())
+        warnings.catch_warnings(action="ignore"),
+        # This switches the fast path off now, and restores the user's setting when the block ends,
+        # also after the line below that switches it on.
+        exact_arithmetic(net.device),
+        torch.no_grad(),
+    ):
         measured = net.output(pair)
-        mha.set_fastpath_enabled(True)
+        torch.backends.mha.set_fastpath_enabled(True)
         if not agree(measured, net.output(pair), AGREES):
             text = (
                 "without gradients, PyTorch takes a fast path through nn.TransformerEncoder that "

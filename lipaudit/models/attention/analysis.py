@@ -214,7 +214,7 @@ def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.Outpu
     mix = affine[0][0]  # (channels of the input, channels of the heads)
     order = mix.abs().argmax(0)  # the channel of the input for each channel of the heads
     gain = mix.gather(0, order[None])[0]
-    has_one_each = bool(((mix != 0).sum(0) == 1).all())
-    if not has_one_each or int(order.bincount().amax()) > 1:
+    has_one_each = ((mix != 0).sum(0) == 1).all()
+    if not has_one_each or order.bincount().amax() > 1:
         return None
     return capture.OutputMap(refer_to_weight(linear.weight), order, gain)

@@ -292,17 +292,14 @@ class AxisLayout:
             t: the tensor, with the axes of the model.
             samples: number of samples in the batch. Each has the same number of windows.
         """
-        factors, sizes = self._divide(t, self.queries, samples)
-        t = t.reshape(*sizes, t.shape[-1])
-        return _sort_axes(t, factors)
+        return _sort_axes(*self._divide(t, self.queries, samples))
 
     def arrange_keys(self, t: Tensor, samples: int) -> Tensor:
         """Return k or v, (..., keys, width), as (windows, heads, keys, width).
 
         Arguments are those of `arrange`.
         """
-        factors, sizes = self._divide(t, TOKENS, samples)
-        t = t.reshape(*sizes, t.shape[-1])
+        t, factors = self._divide(t, TOKENS, samples)
         for axis, factor in enumerate(factors[:-1]):
             # A leading axis may hold queries. The keys were repeated along it: keep one copy.
             if factor.role == "token":
@@ -316,8 +313,8 @@ class AxisLayout:
 
     def _divide(
         self, t: Tensor, rows: tuple[Factor, ...], samples: int
-    ) -> tuple[list[Factor], list[int]]:
-        """Return the factors that make up all axes but the last, and the size of each.
+    ) -> tuple[Tensor, list[Factor]]:
+        """Return t with an axis for each factor, (*factors, width), and the factors.
 
         A factor holds samples, windows, heads or tokens. Sizes that the layout leaves open follow
         from the shape of t.
@@ -349,7 +346,7 @@ class AxisLayout:
                 )
             factors += axis
             sizes += [n or size // fixed for n in axis_sizes]
-        return factors, sizes
+        return t.reshape(*sizes, t.shape[-1]), factors
 
 
 def _sort_axes(t: Tensor, factors: Sequence[Factor]) -> Tensor:

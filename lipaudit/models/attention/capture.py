@@ -66,24 +66,23 @@ def add_inputs(
         NotClosedForm: the call does not have this structure.
     """
     parts: dict[str, Projected] = {}
-    tokens: dict[str, Tensor] = {}  # the input of each projection, (windows, tokens, D)
     for name in "qkv":
         form: ProjectionForm | None = getattr(structure, name)
-        if form is not None:  # None: the queries are constants
-            t: Tensor = getattr(call, name)
-            part = projections.project(form, t, call.origins.leaves(t), len(batch))
-            parts[name] = part
-            tokens[name] = part.x
-            # Set padded tokens to 0: bounds contain norms of X, and must not count padding.
-            if batch.mask is not None and batch.mask.shape[1] == part.index.length:
-                is_real = part.index.pick(batch.mask)
-                tokens[name] = part.x * is_real[..., None]
-    memory = tokens["k"]  # the input of keys and values: both read the same tensor
+        if form is None:  # the queries are constants
+            continue
+        t: Tensor = getattr(call, name)
+        part = projections.project(form, t, call.origins.leaves(t), len(batch))
+        # Set padded tokens to 0: bounds contain norms of X, and must not count padding.
+        if batch.mask is not None and batch.mask.shape[1] == part.index.length:
+            is_real = part.index.pick(batch.mask)
+            part = replace(part, x=part.x * is_real[..., None])
+        parts[name] = part
+    memory = parts["k"].x  # the input of keys and values: both read the same tensor
     out = None
     if structure.out is not None:
         out = structure.out.divide(call.q.shape[1])
     if "q" in parts:
-        x = tokens["q"]
+        x = parts["q"].x
         to_q = parts["q"].projection
     else:  # constant queries: nothing reads their X, so zeros of the right shape will do
         windows, _, queries, _ = call.q.shape
@@ -248,16 +247,16 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     if isinstance(call.form, Explicit):
         # The logits of a written-out softmax give P. Make them the mask of a fused call whose q
         # and k have width 0, so that q k^T is 0 and the logits are the mask.
-        logits = call.form.logits.detach()
-        windows, heads, rows, keys = logits.shape
-        q = logits.new_zeros(windows, heads, rows, 0)
-        k = logits.new_zeros(windows, heads, keys, 0)
+        logits = call.form.logits.detach()  # (windows, heads, queries, keys)
+        q = logits[..., :0]
+        k = logits.mT[..., :0]
         for_map = replace(call, q=q, k=k, v=k, form=Fused(0.0, logits, causal=False))
     form_of_q = site.structure.q if site.structure else None
     attention, _ = read_product(for_map, batch, form_of_q)
-    if attention.q.shape[1] != site.heads:  # the survey took an axis of tokens for heads
+    heads = attention.q.shape[1]
+    if heads != site.heads:  # the survey took an axis of tokens for heads
         raise InputError(
-            f"attention layer {site.index} ({site.module}) has {attention.q.shape[1]} heads on "
+            f"attention layer {site.index} ({site.module}) has {heads} heads on "
             f"this batch and had {site.heads} when the model was loaded, so heads and tokens "
             "cannot be distinguished",
             "Leave it out with --layers, or use lipaudit jacobian or lipaudit attack, which need "
@@ -268,13 +267,10 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     scopes = [frame for frame in frames if frame.name == site.scope]
     if not scopes:
         return Layer(site, call, batch, attention, None, [])
-    innermost = scopes[-1]
-    calls_in_scope = innermost.attentions
-    numbers = []
-    for address in site.addresses:
-        if address in calls_in_scope:
-            numbers.append(calls_in_scope.index(address))
-    return Layer(site, call, batch, attention, innermost, numbers)
+    frame = scopes[-1]  # the innermost one
+    own = [address for address in site.addresses if address in frame.attentions]
+    numbers = [frame.attentions.index(address) for address in own]
+    return Layer(site, call, batch, attention, frame, numbers)
 
 
 ONE_INPUT = "one input"

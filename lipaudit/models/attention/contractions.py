@@ -7,7 +7,7 @@ A model applies W by a linear layer, a product of matrices, einsum, tensordot or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from string import ascii_lowercase
 from typing import Any, NamedTuple
 
@@ -83,17 +83,7 @@ class Contraction(NamedTuple):
         along c. In "abc,bcd->abd", with a product for each index of b, W is block-diagonal: it has
         a block for each index of b. None also if such a matrix is too large.
         """
-        x, x_letters, weight, letters, out = self[:5]
-        # A factor that is constant along a common axis needs no such axis: keep one index of it.
-        for letter in set(x_letters) & set(letters) & set(out):
-            axis = letters.index(letter)
-            x_axis = x_letters.index(letter)
-            if _is_constant_along(weight, axis):
-                weight = weight.select(axis, 0)
-                letters = letters.replace(letter, "")
-            elif _is_constant_along(x, x_axis):
-                x = x.select(x_axis, 0)
-                x_letters = x_letters.replace(letter, "")
+        x, x_letters, weight, letters, out = self._drop_constant_axes()[:5]
         rows = [a for a in out if a not in letters]  # axes of x alone
         blocks = [a for a in out if a in x_letters and a in letters]  # a matrix for each index
         summed = [a for a in x_letters if a in letters and a not in out]
@@ -103,16 +93,9 @@ class Contraction(NamedTuple):
         x = x.permute([x_letters.index(a) for a in rows + blocks + summed])
         x = x.flatten(len(rows))  # (*rows, channels in)
         weight = weight.permute([letters.index(a) for a in blocks + summed + columns])
-        count = math.prod(weight.shape[: len(blocks)])  # number of blocks
-        if blocks and count * weight.numel() > LARGEST:  # over 64 MiB
+        matrix = _make_matrix(weight, len(blocks), len(summed))
+        if matrix is None:
             return None
-        first_column = len(blocks) + len(summed)
-        width = math.prod(weight.shape[first_column:])
-        parts = weight.reshape(count, x.shape[-1] // count, width)
-        if blocks:
-            matrix: Tensor = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
-        else:
-            matrix = parts[0]
         # The axes of the result y, in the order (*rows, *blocks, *columns).
         order = [out.index(a) for a in rows + blocks + columns]
 
@@ -121,6 +104,46 @@ class Contraction(NamedTuple):
             return y.permute(order).flatten(len(rows))
 
         return Linear(x, matrix, self.bias, arrange)
+
+    def _drop_constant_axes(self) -> Contraction:
+        """Return the same product, without common axes along which a factor is constant.
+
+        Of such an axis of this factor, one index is kept. The axis then belongs to the other
+        factor alone.
+        """
+        x, x_letters, weight, letters, out = self[:5]
+        for letter in set(x_letters) & set(letters) & set(out):
+            axis = letters.index(letter)
+            x_axis = x_letters.index(letter)
+            if _is_constant_along(weight, axis):
+                weight = weight.select(axis, 0)
+                letters = letters.replace(letter, "")
+            elif _is_constant_along(x, x_axis):
+                x = x.select(x_axis, 0)
+                x_letters = x_letters.replace(letter, "")
+        return Contraction(x, x_letters, weight, letters, out)
+
+
+def _make_matrix(weight: Tensor, blocks: int, summed: int) -> Tensor | None:
+    """Return a weight as a matrix, (channels in, channels out); None if it is too large.
+
+    Args:
+        weight: (*blocks, *channels in, *channels out). The matrix is block-diagonal if there are
+            several blocks.
+        blocks: number of axes of blocks.
+        summed: number of axes of channels in.
+    """
+    first_column = blocks + summed
+    count = math.prod(weight.shape[:blocks])  # number of blocks
+    height = math.prod(weight.shape[blocks:first_column])
+    width = math.prod(weight.shape[first_column:])
+    parts = weight.reshape(count, height, width)
+    if not blocks:
+        return parts[0]
+    if count * weight.numel() > LARGEST:  # over 64 MiB
+        return None
+    matrix: Tensor = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
+    return matrix
 
 
 def _is_constant_along(t: Tensor, axis: int) -> bool:
@@ -228,6 +251,57 @@ def read_einsum(equation: Any, *operands: Any) -> Contraction | None:
     if has_diagonal or summed_alone:
         return None
     return Contraction(operands[0], first, operands[1], second, out)
+
+
+def arrange_factors(
+    contraction: Contraction, *, is_logits: bool
+) -> tuple[Tensor, Tensor, list[str]] | None:
+    """Return the factors of an einsum as matrices, (*batch, row, sum) and (*batch, sum, *columns).
+
+    The third item has the letters of their product, (*batch, row, *columns). None if the einsum is
+    no such product.
+
+    Args:
+        contraction: the einsum.
+        is_logits: whether it may be q k^T; otherwise it may be P v.
+    """
+    a, first, b, second, out = contraction[:5]
+    # Letters of the result that only one factor has. Let b be the factor with the last one: the
+    # keys of logits, or the channels of P v.
+    single = [c for c in out if (c in first) != (c in second)]
+    if single and single[-1] in first:
+        a, first, b, second = b, second, a, first
+    # The axis of rows (queries): the last of these letters that factor a has. For q k^T, take the
+    # order of letters in the result (the logits). For P v, take the order in a (P).
+    letters = single if is_logits else first
+    rows = [c for c in letters if c in first and c in single]
+    columns = [c for c in single if c in second]
+    summed = [c for c in first if c in second and c not in out]
+    if not rows or not columns or len(summed) != 1:
+        return None
+    rows = rows[-1:]
+    if is_logits:  # keys have one axis; channels of values may have several
+        columns = columns[-1:]
+    batch = [c for c in out if c not in rows + columns]
+    a = _align(a, first, batch + rows + summed)
+    b = _align(b, second, batch + summed + columns)
+    return a, b, batch + rows + columns
+
+
+def _align(t: Tensor, letters: str, wanted: Sequence[str]) -> Tensor:
+    """Return t with its axes in another order, and axes of size 1 for letters that it lacks.
+
+    Args:
+        t: the tensor.
+        letters: the letter of each of its axes, as in einsum.
+        wanted: the letters of the axes of the result.
+    """
+    order = [letters.index(letter) for letter in wanted if letter in letters]
+    t = t.permute(order)
+    for axis, letter in enumerate(wanted):
+        if letter not in letters:
+            t = t.unsqueeze(axis)
+    return t
 
 
 def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Linear
-from lipaudit.models.attention.contractions import maps_logits, read_einsum
+from lipaudit.models.attention.contractions import arrange_factors, maps_logits, read_einsum
 from lipaudit.models.graph import Past, leaves, nodes, op, vjp
 
 _PRODUCTS = 8  # most products noted at a time: one layer has fewer, but some are no logits
@@ -308,41 +308,25 @@ class AttentionMode(TorchFunctionMode):
         contraction = read_einsum(equation, *operands)
         if contraction is None:  # not of two tensors with a letter for each axis
             return func(equation, *operands)
-        # Both factors with the letters of their axes, and the letters of the result.
-        a, first, b, second, out = contraction[:5]
-        # The softmax behind one of the factors, if any, and whether it is behind b.
-        softmax, is_right = self._find_weights(a, b)
-        other = a if is_right else b
+        left = contraction.x
+        right = contraction.weight
+        # The softmax behind one of the factors, if any, and whether it is behind the right one.
+        softmax, is_right = self._find_weights(left, right)
+        other = left if is_right else right
         # P times a constant matrix: talking heads, not P v.
         mixes_heads = softmax is not None and other.ndim == 2 and not other.requires_grad
-        if mixes_heads or not self._may_be_logits(a, b):
+        if mixes_heads or not self._may_be_logits(left, right):
             return func(equation, *operands)
-        # Letters of the result that only one factor has. Let b be the factor with the last one:
-        # the keys of logits, or the channels of P v.
-        single = [c for c in out if (c in first) != (c in second)]
-        if single and single[-1] in first:
-            a, first, b, second = b, second, a, first
-        # The axis of rows (queries): the last of these letters that factor a has. For q k^T, take
-        # the order of letters in the result (the logits). For P v, take the order in a (P).
-        letters = single if softmax is None else first
-        rows = [c for c in letters if c in first and c in single]
-        columns = [c for c in single if c in second]
-        summed = [c for c in first if c in second and c not in out]
-        # No matrix product: neither q k^T nor P v.
-        if not rows or not columns or len(summed) != 1:
+        factors = arrange_factors(contraction, is_logits=softmax is None)
+        if factors is None:  # no matrix product: neither q k^T nor P v
             return func(equation, *operands)
-        rows = rows[-1:]
-        if softmax is None:  # keys have one axis; channels of values may have several
-            columns = columns[-1:]
-        batch = [c for c in out if c not in rows + columns]
-        a = _align(a, first, batch + rows + summed)
-        b = _align(b, second, batch + summed + columns)
-        width = b.shape[-len(columns) :]  # sizes of the columns, which become one axis
-        product = self._handle_matmul(torch.matmul, a, b.flatten(-len(columns)))
-        axes = batch + rows + columns
-        if axes == [*out] and len(width) == 1:
+        a, b, axes = factors
+        columns = len(axes) - a.ndim + 1  # number of axes of columns, which become one axis
+        width = b.shape[-columns:]
+        product = self._handle_matmul(torch.matmul, a, b.flatten(-columns))
+        if axes == [*contraction.out] and columns == 1:
             return product
-        order = [axes.index(c) for c in out]
+        order = [axes.index(c) for c in contraction.out]
 
         def restore(t: Tensor) -> Tensor:
             """Return the product, (batch, rows, columns), with the axes of the einsum's result."""
@@ -432,22 +416,6 @@ class AttentionMode(TorchFunctionMode):
 def _are_two_tensors(operands: Sequence[Any]) -> bool:
     """Say whether an op was called with two tensors and nothing else."""
     return len(operands) == 2 and all(isinstance(t, Tensor) for t in operands)
-
-
-def _align(t: Tensor, letters: str, wanted: Sequence[str]) -> Tensor:
-    """Return t with its axes in another order, and axes of size 1 for letters that it lacks.
-
-    Args:
-        t: the tensor.
-        letters: the letter of each of its axes, as in einsum.
-        wanted: the letters of the axes of the result.
-    """
-    order = [letters.index(letter) for letter in wanted if letter in letters]
-    t = t.permute(order)
-    for axis, letter in enumerate(wanted):
-        if letter not in letters:
-            t = t.unsqueeze(axis)
-    return t
 
 
 def _finish(

@@ -243,7 +243,7 @@ def find_token_rows(source: Probed) -> Tensor:
     number = torch.arange(windows * tokens, device=source.t.device)
     ordered = number.view(windows, tokens)
     touched = graph.find_touched(source.read, 1)
-    reads_all = len(touched) == len(number) and bool(touched.all())
+    reads_all = len(touched) == len(number) and touched.all()
     if reads_all and graph.reads_only(source, ordered):
         return ordered
     # Row r of y affects the token with the number token[r], or none: -1.
@@ -363,7 +363,8 @@ class Projected:
     Attributes:
         form: how q, k or v is computed, on every batch.
         projection: the map from x to q, k or v on this batch, per head.
-        x: the input of the projection, (windows, tokens, D).
+        x: the input of the projection, (windows, tokens, D); `capture.add_inputs` sets padded
+            tokens to 0.
         index: the rows of the linear map's input that x consists of.
         linear: the linear map; several maps of one input count as one.
         leaves: the outputs of these maps, on which q, k or v depends.

@@ -226,7 +226,7 @@ def _observe_passes(
         observed = trace.run(net, pair, surveyor)
         _require_unchanged(net, pair, output, observed)
         if not surveyor.layers and not surveyor.scores:
-            raise _make_heads_error(net, uses.beyond(()))
+            raise _make_heads_error(net, uses)
         return surveyor
 
     surveyor = observe((), frozenset())
@@ -247,7 +247,7 @@ def _observe_passes(
     if not torch.equal(pair.x, other.x):
         surveyor.leave_loops()
     if not surveyor.layers:
-        raise _make_heads_error(net, uses.beyond(()))
+        raise _make_heads_error(net, uses)
     mark_parts(surveyor.layers.values())
     return tuple(layer.site for layer in surveyor.layers.values()), scores
 
@@ -296,14 +296,15 @@ def _run_with_other_companion(
         requirements.require_repeat(net, surveyor.batch, other, output)
 
 
-def _make_heads_error(net: Net, modules: Sequence[str]) -> NoHeadsError:
+def _make_heads_error(net: Net, uses: Uses) -> NoHeadsError:
     """Return the error for a model in which no attention layer was found.
 
     Args:
         net: the model.
-        modules: modules, with lines of code, that seem to have attention all the same.
+        uses: the uses of attention that were counted all the same.
     """
     name = net.architecture
+    modules = uses.beyond(())  # with lines of code
     unread = (
         f"no attention was recognised in {name}, and none can be measured ({few(modules)}): "
         "values are multiplied by a product of activations. Attention does so if its weights are "

@@ -128,7 +128,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in counted:
             marks |= each
         # Whether the op takes two tensors, and exactly one of them is a pair.
-        mixed = len(given) == 2 and all(given) and bool((given[0] ^ given[1]) & _PAIR)
+        mixed = len(given) == 2 and all(given) and (given[0] ^ given[1]) & _PAIR
         if name in _ENTRYWISE and isinstance(out, Tensor):
             sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
             # Broadcasting: each entry of the result depends on a pair of entries of two tensors.
@@ -163,7 +163,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if out.ndim == 1 or out.shape[-1] == 1:
                 marks |= (a | b) & _OUTER
             return marks
-        one_is_pair = bool((a ^ b) & _PAIR)
+        one_is_pair = (a ^ b) & _PAIR
         # The axis of the factor that is no pair and that the product keeps: the channels of the
         # values. With a single channel, the factor holds no values, and the result is a pair.
         channels = left.shape[-2:-1] if b & _PAIR else right.shape[-1:]

@@ -114,29 +114,8 @@ def make_zero_shot(
             computes other logits.
     """
     names = spec.labels or ()
-    kind = type(module).__name__
-    tokenizer = text_models.load_tokenizer(path)
-    if tokenizer is None:
-        raise InputError(
-            f"{kind} has no tokenizer in its folder, and --classes needs it",
-            "Copy tokenizer.json and tokenizer_config.json into it.",
-        )
-    config = text_models.find_text_config(module.config)
-    limit = text_models.limit_tokens(module, config, tokenizer)
     texts = [prompt.replace("{}", name) for name in names for prompt in prompts]
-    # SigLIP reads the state at the last position, and was trained with texts padded to the limit.
-    padding: dict[str, Any] = {"padding": True}
-    if module.config.model_type.startswith("siglip"):
-        padding = {"padding": "max_length", "max_length": limit}
-    tokens = dict(tokenizer(texts, return_tensors="pt", **padding))
-    length = tokens["input_ids"].shape[1]
-    if length > limit:
-        raise InputError(
-            f"a prompt has {length} tokens, and {kind} reads at most {limit}",
-            "Shorten --prompt or the names of the classes.",
-        )
-    expected = inspect.signature(module.get_text_features).parameters
-    inputs = {key: value for key, value in tokens.items() if key in expected}
+    inputs = _tokenize(module, texts, path)
 
     @cache  # computed on the first call, which is made while the model is loaded
     def embed_classes(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -167,16 +146,51 @@ def make_zero_shot(
         weight, bias = embed_classes(features.device, features.dtype)
         return F.normalize(features, dim=-1) @ weight.T + bias
 
+    # Facts for the report: the classes, by number and hash, and the prompts.
     shown = " | ".join(prompts)
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
     facts = f"{len(names)} classes (sha256 {digest}), prompt {shown!r}"
     text = (
-        f"zero-shot classifier with {len(names)} classes: {kind} compares images with {shown!r}, "
-        "and the text embeddings are fixed"
+        f"zero-shot classifier with {len(names)} classes: {type(module).__name__} compares images "
+        f"with {shown!r}, and the text embeddings are fixed"
     )
     notes = (Note.info("zero-shot", text), *spec.notes)
     preprocess = {**spec.preprocess, "zero-shot": facts}
     return replace(spec, read=read, preprocess=preprocess, notes=notes)
+
+
+def _tokenize(module: Any, texts: Sequence[str], path: Path | None) -> dict[str, Tensor]:
+    """Return the inputs of the text tower (input_ids, attention_mask), each (texts, tokens).
+
+    Args:
+        module: the image-text model.
+        texts: the texts.
+        path: directory of the tokenizer.
+
+    Raises:
+        InputError: there is no tokenizer, or a text is too long.
+    """
+    kind = type(module).__name__
+    tokenizer = text_models.load_tokenizer(path)
+    if tokenizer is None:
+        raise InputError(
+            f"{kind} has no tokenizer in its folder, and --classes needs it",
+            "Copy tokenizer.json and tokenizer_config.json into it.",
+        )
+    limit = text_models.limit_tokens(module, tokenizer)
+    # SigLIP reads the state at the last position, and was trained with texts padded to the limit.
+    padding: dict[str, Any] = {"padding": True}
+    if module.config.model_type.startswith("siglip"):
+        padding = {"padding": "max_length", "max_length": limit}
+    tokens = tokenizer(texts, return_tensors="pt", **padding)
+    length = tokens["input_ids"].shape[1]
+    if length > limit:
+        raise InputError(
+            f"a prompt has {length} tokens, and {kind} reads at most {limit}",
+            "Shorten --prompt or the names of the classes.",
+        )
+    expected = inspect.signature(module.get_text_features).parameters
+    return {key: value for key, value in tokens.items() if key in expected}
 
 
 def _embed_texts(module: Any, ids: dict[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -118,10 +118,8 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
             quantised = ""
             notes = (RANDOM,)
         spec = describe_transformers(module, options, path=path)
-    spec = replace(spec, quantised=quantised)
-    return replace(
-        spec, notes=_note_unknown_fields(path, config) + head_notes + notes + spec.notes
-    )
+    notes = _note_unknown_fields(path, config) + head_notes + notes + spec.notes
+    return replace(spec, quantised=quantised, notes=notes)
 
 
 def _load_checkpoint(

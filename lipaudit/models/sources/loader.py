@@ -1,10 +1,8 @@
-"""The MODEL argument: find its source, load and check the `Net`, and save it again."""
+"""The MODEL argument: find its source, load the model, and check it as a `Net`."""
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from lipaudit.data.hub import hub_access
@@ -30,13 +27,21 @@ from lipaudit.errors import (
 from lipaudit.models.net import OWN, Net
 from lipaudit.models.net import LoadOptions as LoadOptions
 from lipaudit.models.net import ModelSpec as ModelSpec
-from lipaudit.models.outputs import Call, convert_outputs, find_main_output, note_form, probe_model
+from lipaudit.models.outputs import (
+    Call,
+    Probe,
+    Read,
+    convert_outputs,
+    find_main_output,
+    note_form,
+    probe_model,
+)
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources import FORMS, adapters, huggingface, own, similar_models, timm
-from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
 from lipaudit.models.sources.offload import find_device, place_weights
 from lipaudit.models.sources.quantised import dequantise, round_weights
-from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
+from lipaudit.models.sources.saving import RESIZING
+from lipaudit.models.sources.timm import load_demo
 from lipaudit.models.sources.weight_files import (
     SUFFIXES,
     advise_on_file,
@@ -60,8 +65,6 @@ READERS = {
     "class_names": ("hf",),
 }
 FLAGS = {"class_names": "classes"}
-# Facts on the steps by which a model of timm resizes images.
-RESIZING = ("interpolation", "crop_pct", "crop_mode")
 
 
 def load_net(name: str, options: LoadOptions | None = None) -> Net:
@@ -193,6 +196,60 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         InputError: weights are not finite, or the model cannot run on a blank sample.
         UsageError: a normalisation that does not fit the images, or an unknown device.
     """
+    spec, digest = _prepare_module(spec, options, name)
+    spec, call = _add_preprocessing(spec, options)
+    call, places, notes_on_places = place_weights(spec.module, call, options)
+    read = _read_rows(spec.read or find_main_output)
+    probe = probe_model(spec, call, read)
+    # All measures take logits, so probabilities are turned into logits.
+    call, read, scorer = convert_outputs(probe.form, call, read, spec.next_token)
+    spec = replace(
+        spec,
+        call=call,
+        read=read,
+        entry=probe.entry,  # the embedding layer
+        notes=(*spec.notes, *notes_on_places, *probe.notes, *_note_facts(spec, probe, options)),
+        next_token=scorer,
+        vocabulary=spec.vocabulary or getattr(probe.entry, "num_embeddings", None),
+    )
+    classes = None
+    if spec.classifier and probe.output.ndim == 2:
+        classes = probe.output.shape[1]
+    if options.labels:
+        spec = replace(spec, labels=options.labels, aliases={})
+    _require_labels_fit(spec, options, classes)
+    if classes == 1:  # a regression
+        classes = None
+    # Copy field by field: a factory may return a subclass of ModelSpec with further fields.
+    description = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
+    return Net(
+        **description,
+        name=name,
+        source=source,
+        parameters=sum(p.numel() for p in spec.module.parameters()),
+        weights_sha256=digest,
+        classes=classes,
+        device_map=places,
+        form=probe.form,
+        undefined=probe.undefined,  # not finite on the blank sample: the first sample decides
+        tokens_first=probe.tokens_first,  # `entry` returns (tokens, batch, width)
+    )
+
+
+def _prepare_module(spec: ModelSpec, options: LoadOptions, name: str) -> tuple[ModelSpec, str]:
+    """Put a module in eval mode, freeze it, and bring its weights into the form to be measured.
+
+    Args:
+        spec: the model, with its description.
+        options: the user's options.
+        name: the model's name in errors.
+
+    Returns:
+        The description with the original module, and the hash of the weights.
+
+    Raises:
+        InputError, UsageError: as in `_settle_weights`.
+    """
     module = own.unwrap(spec.module)
     quantised, digest = _settle_weights(module, spec.quantised, options, name)
     # A program of torch.export has no modes.
@@ -203,61 +260,33 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
             setattr(config, huggingface.EXPERTS, "eager")
     architecture = spec.architecture or type(module).__name__
     spec = replace(spec, module=module, quantised=quantised, architecture=architecture)
-    spec, call = _add_preprocessing(spec, options)
-    call, places, notes_on_places = place_weights(module, call, options)
+    return spec, digest
 
-    read_result = spec.read or find_main_output
 
-    def read_output(result: Any) -> Tensor:
-        """Return the output tensor of a result; a single number per sample becomes (batch, 1)."""
-        output = read_result(result)
+def _read_rows(read: Read) -> Read:
+    """Return a function that reads an output with a row per sample: a single number is a row."""
+
+    def read_rows(result: Any) -> Tensor:
+        """Return the output tensor of a result, (batch, ...), of at least two axes."""
+        output = read(result)
         if output.ndim == 1:
             return output[:, None]
         return output
 
-    probe = probe_model(spec, call, read_output)
-    # All measures take logits, so probabilities are turned into logits.
-    call, read, scorer = convert_outputs(probe.form, call, read_output, spec.next_token)
-    notes = [*spec.notes, *notes_on_places, *probe.notes, *note_form(probe.form)]
-    if quantised:
+    return read_rows
+
+
+def _note_facts(spec: ModelSpec, probe: Probe, options: LoadOptions) -> Iterator[Note]:
+    """Yield the notes on the form of the output, quantised weights and the commit of a model."""
+    yield from note_form(probe.form)
+    if spec.quantised:
         text = (
-            f"{quantised}. The results are those of this function: the rounded weights in "
+            f"{spec.quantised}. The results are those of this function: the rounded weights in "
             f"{options.dtype} arithmetic, activations not rounded"
         )
-        notes.append(Note.info("quantised", text))
+        yield Note.info("quantised", text)
     if spec.commit is not None:
-        notes.append(spec.commit.note)
-    classes = None
-    if spec.classifier and probe.output.ndim == 2:
-        classes = probe.output.shape[1]
-    if options.labels:
-        spec = replace(spec, labels=options.labels, aliases={})
-    _require_labels_fit(spec, options, classes)
-    if classes == 1:  # a regression
-        classes = None
-    spec = replace(
-        spec,
-        call=call,
-        read=read,
-        entry=probe.entry,  # the embedding layer
-        notes=tuple(notes),
-        next_token=scorer,
-        vocabulary=spec.vocabulary or getattr(probe.entry, "num_embeddings", None),
-    )
-    # Copy field by field: a factory may return a subclass of ModelSpec with further fields.
-    description = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
-    return Net(
-        **description,
-        name=name,
-        source=source,
-        parameters=sum(p.numel() for p in module.parameters()),
-        weights_sha256=digest,
-        classes=classes,
-        device_map=places,
-        form=probe.form,
-        undefined=probe.undefined,  # not finite on the blank sample: the first sample decides
-        tokens_first=probe.tokens_first,  # `entry` returns (tokens, batch, width)
-    )
+        yield spec.commit.note
 
 
 def _settle_weights(
@@ -416,76 +445,6 @@ def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
     # The report must not describe the model's own resizing, which is not used.
     facts = {name: fact for name, fact in spec.preprocess.items() if name not in RESIZING}
     return replace(spec, prepare=Resizing(spec.input_shape, choice=choice), preprocess=facts)
-
-
-def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
-    """Write the weights of a model and, if its library has a format for it, its configuration.
-
-    Models of transformers are written in their format, with all other files of their directory
-    (tokenizer, pooling). Models of timm and the demos are written in timm's format, with their
-    normalisation.
-
-    Args:
-        net: the model.
-        folder: created if missing.
-        options: the options the model was loaded with.
-
-    Returns:
-        True if the folder is a MODEL argument, False if it holds weights only.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    folder = folder.resolve()
-    module: Any = net.module
-    if hasattr(module, "save_pretrained"):
-        _save_transformers(module, folder)
-        return True
-    weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
-    (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
-    trained = getattr(module, "pretrained_cfg", None)
-    facts: dict[str, Any] = {}
-    if isinstance(module, DigitsViT):  # a demo: timm has an equal architecture
-        architecture, arguments = AS_TIMM
-    elif trained is not None:
-        architecture = str(trained.get("architecture"))
-        # The arguments with which the model was built, from its directory and the options.
-        config_file = Path(net.name) / "config.json"
-        given = {}
-        if config_file.is_file():
-            given = read_json(config_file).get("model_args", {})
-        given |= dict((options or LoadOptions()).model_kwargs)
-        arguments = {k: v for k, v in given.items() if k not in ("pretrained", "num_classes")}
-        for name in (*RESIZING, "first_conv", "classifier"):
-            if trained.get(name) is not None:
-                facts[name] = trained[name]
-    else:
-        return False
-    for name in ("mean", "std"):
-        if name in net.preprocess:
-            facts[name] = net.preprocess[name]
-    classes = net.classes or 0
-    facts |= {"input_size": list(net.input_shape), "num_classes": classes}
-    config = {
-        "architecture": architecture,
-        "num_classes": classes,
-        "model_args": arguments,
-        "pretrained_cfg": facts,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return True
-
-
-def _save_transformers(module: Any, folder: Path) -> None:
-    """Write a model of transformers, with the tokenizer and other settings of its directory."""
-    source = Path(module.config._name_or_path)
-    files = (*source.glob("*"), *source.glob(POOLING)) if source.is_dir() else ()
-    for file in files:
-        copy = folder / file.relative_to(source)
-        # Not the index of sharded weights, which `save_pretrained` writes.
-        if file.suffix in SETTINGS and ".index." not in file.name and not copy.exists():
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copy(file, copy)
-    with silence_transformers():
-        module.save_pretrained(folder)
 
 
 @contextmanager

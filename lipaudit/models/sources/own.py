@@ -109,7 +109,7 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
     state, notes = read_weights(path)
     # Names may have a prefix, such as `model.` in a checkpoint of Lightning.
     matched, left_out = match_names(state, spec.module)
-    load_strictly(spec.module, matched, origin=str(path))
+    load_strictly(spec.module, matched, path)
     return replace(spec, notes=spec.notes + notes + left_out)
 
 

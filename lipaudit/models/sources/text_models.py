@@ -77,23 +77,9 @@ def read_lexicon(
 
     @lru_cache(maxsize=READINGS)
     def read(texts: tuple[str, ...], most: int) -> tuple[tuple[int, ...], tuple[Span, ...]]:
-        """Return the ids of a text, or of a pair, and the span of the characters of each id.
-
-        A span is (0 for the first text or 1 for the second, first character, end).
-        """
-        encoded: Any = encode(texts, most, return_offsets_mapping=True)
-        places = zip(encoded.sequence_ids(0), encoded["offset_mapping"], strict=True)
-        spans = []
-        for number, (start, end) in places:
-            if number is None:  # a special token, which stands for no characters
-                spans.append(NOWHERE)
-                continue
-            token = texts[number][start:end]
-            # The span of a token excludes the space around it.
-            left = start + len(token) - len(token.lstrip())
-            right = max(left, start + len(token.rstrip()))
-            spans.append((number, left, right))
-        return tuple(encoded["input_ids"]), tuple(spans)
+        """Return the ids of a text, or of a pair, and the span of the characters of each id."""
+        encoded = encode(texts, most, return_offsets_mapping=True)
+        return tuple(encoded["input_ids"]), tuple(_find_spans(texts, encoded))
 
     def write(token: int) -> str:
         """Return the characters that an id adds to a word; empty for a part of a character.
@@ -119,6 +105,25 @@ def read_lexicon(
         write,
         marked=mark is not None,
     )
+
+
+def _find_spans(texts: Sequence[str], encoded: Any) -> Iterator[Span]:
+    """Yield the span of each id: (0 for the first text or 1 for the second, first character, end).
+
+    Args:
+        texts: one text, or two.
+        encoded: the tokenizer's encoding, with the offsets of the characters of each id.
+    """
+    offsets = zip(encoded.sequence_ids(0), encoded["offset_mapping"], strict=True)
+    for number, (start, end) in offsets:
+        if number is None:  # a special token, which stands for no characters
+            yield NOWHERE
+            continue
+        token = texts[number][start:end]
+        # The span of a token excludes the space around it.
+        left = start + len(token) - len(token.lstrip())
+        right = max(left, start + len(token.rstrip()))
+        yield number, left, right
 
 
 def _find_mark(tokenizer: Any) -> str | None:
@@ -340,18 +345,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         InputError: the model has no vocabulary, or pools its tokens in an unsupported way.
     """
     config = find_text_config(module.config)
-    if not getattr(config, "vocab_size", None):
-        raise InputError(
-            f"{type(module).__name__} has no embedding table for token ids that could be "
-            "perturbed",
-            "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
-        )
-    size = int(config.vocab_size)
-    table = None
-    with suppress(NotImplementedError):  # a model with two towers
-        table = getattr(module.get_input_embeddings(), "weight", None)
-    if isinstance(table, Tensor) and table.ndim == 2:
-        size = min(len(table), size)  # ids without an embedding cannot be used
+    size = _count_ids(module, config)
     end = _find_end(module, config, tower)
     facts = describe_classes(module)
     if tower is None and module.config.is_encoder_decoder:
@@ -361,21 +355,12 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     feed = None
     if tokenizer is not None:
         feed = Feed(module, tokenizer, size)  # the tokenizer, with checks of its ids and types
-        facts["tokenize"] = lambda text, most: feed.ids(text, most=most)
-        facts["tokenize_pair"] = lambda first, second, most: feed.ids(first, second, most=most)
-        facts["unknown_id"] = feed.unknown
-        if getattr(tokenizer, "is_fast", False):
-            facts["lexicon"] = partial(read_lexicon, tokenizer, size, feed.encode)
+        facts |= _describe_tokenizer(feed)
     if tower is None and type(module).__name__.endswith(tuple(LANGUAGE_MODELS)):
-        if "inputs_embeds" in inspect.signature(module.forward).parameters:
-            facts["next_logits"] = partial(_score_next, module, feed)
-        head = module.get_output_embeddings()
-        if head is not None:
-            # Reads what the call returns: (result, mask).
-            facts["next_token"] = NextToken(head, lambda out: out[0].logits)
+        facts |= _describe_next_token(module, feed)
     return ModelSpec(
         module,
-        (limit_tokens(module, config, tokenizer),),
+        (limit_tokens(module, tokenizer),),
         kind="text",
         vocabulary=size,
         pad_id=find_pad(config),
@@ -384,6 +369,50 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         read=choose_output(module, tower, choose_pooling(path)),
         **facts,
     )
+
+
+def _count_ids(module: Any, config: Any) -> int:
+    """Return the number of token ids that a model has an embedding for.
+
+    Raises:
+        InputError: the model has no vocabulary.
+    """
+    if not getattr(config, "vocab_size", None):
+        raise InputError(
+            f"{type(module).__name__} has no embedding table for token ids that could be "
+            "perturbed",
+            "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
+        )
+    table = None
+    with suppress(NotImplementedError):  # a model with two towers
+        table = getattr(module.get_input_embeddings(), "weight", None)
+    if isinstance(table, Tensor) and table.ndim == 2:
+        return min(len(table), int(config.vocab_size))
+    return int(config.vocab_size)
+
+
+def _describe_tokenizer(feed: Feed) -> dict[str, Any]:
+    """Return the fields of a `ModelSpec` that a tokenizer gives."""
+    facts: dict[str, Any] = {
+        "tokenize": lambda text, most: feed.ids(text, most=most),
+        "tokenize_pair": lambda first, second, most: feed.ids(first, second, most=most),
+        "unknown_id": feed.unknown,
+    }
+    if getattr(feed.tokenizer, "is_fast", False):
+        facts["lexicon"] = partial(read_lexicon, feed.tokenizer, feed.size, feed.encode)
+    return facts
+
+
+def _describe_next_token(module: Any, feed: Feed | None) -> dict[str, Any]:
+    """Return the fields of a `ModelSpec` about the next token of a causal language model."""
+    facts: dict[str, Any] = {}
+    if "inputs_embeds" in inspect.signature(module.forward).parameters:
+        facts["next_logits"] = partial(_score_next, module, feed)
+    head = module.get_output_embeddings()
+    if head is not None:
+        # Reads what the call returns: (result, mask).
+        facts["next_token"] = NextToken(head, lambda out: out[0].logits)
+    return facts
 
 
 def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
@@ -479,12 +508,13 @@ def load_tokenizer(path: Path | None) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
 
-def limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
+def limit_tokens(module: Any, tokenizer: Any) -> int:
     """Return the largest number of tokens of a text: the smallest limit of model and tokenizer.
 
     Limits from 10^6 on are ignored: tokenizers without a limit say 1e30. Relative positions, as in
     T5, have no limit, whatever the tokenizer says.
     """
+    config = find_text_config(module.config)
     positions = getattr(config, "max_position_embeddings", None)
     if not positions and hasattr(config, "relative_attention_num_buckets"):
         return ENDLESS

@@ -284,16 +284,16 @@ def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
     Every weight must fit. If some do not, timm's own function for the model's class converts
     weights of other layouts and sizes, such as weights of the authors' code.
     """
+    notes: tuple[Note, ...] = ()
     convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
-    if convert is None or not find_misfit(module.state_dict(keep_vars=True), state):
-        load_strictly(module, state, origin=str(path))
-        return ()
-    # If the conversion fails, loading raises the error that names the weights that do not fit.
-    converted = state
-    with suppress(KeyError, RuntimeError, ValueError, AttributeError, IndexError, TypeError):
-        converted = convert(dict(state), module)
-    load_strictly(module, converted, origin=str(path))
-    return (Note.info("converted", "timm converted the weights from another layout or size"),)
+    if convert is not None and find_misfit(module.state_dict(keep_vars=True), state):
+        # If the conversion fails, loading raises the error that names the weights.
+        with suppress(KeyError, RuntimeError, ValueError, AttributeError, IndexError, TypeError):
+            state = convert(dict(state), module)
+        text = "timm converted the weights from another layout or size"
+        notes = (Note.info("converted", text),)
+    load_strictly(module, state, path)
+    return notes
 
 
 def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:

@@ -283,7 +283,7 @@ def describe_misfit(missing: Sequence[str], surplus: Sequence[str], shapes: Sequ
     return "; ".join(f"{few(names)} {kind}" for kind, names in kinds.items() if names)
 
 
-def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str) -> None:
+def load_strictly(module: nn.Module, state: Mapping[str, Tensor], origin: Path) -> None:
     """Load weights into a model. No weight may be missing, and none may be surplus.
 
     Args:

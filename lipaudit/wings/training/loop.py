@@ -34,7 +34,7 @@ from lipaudit.engine.results import versions
 from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import has_converted_weights, seed_device
-from lipaudit.models.sources.loader import save_net
+from lipaudit.models.sources.saving import save_net
 from lipaudit.wings.training.penalty import SpecformerPenalty, attention_penalty
 from lipaudit.wings.training.recipe import Recipe
 

@@ -4,7 +4,8 @@ import pytest
 import timm
 import torch
 
-from lipaudit.models.sources.loader import LoadOptions, load_net, save_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
+from lipaudit.models.sources.saving import save_net
 from tests.models.sources.cases import PIXELS, SMALL, build, refused, vit
 
 SIZES = {"img_size": 8, "patch_size": 4, "depth": 2, "embed_dim": 24}

@@ -10,7 +10,8 @@ import torch
 import lipaudit
 from lipaudit import schema
 from lipaudit.errors import EvaluationError
-from lipaudit.models.sources.loader import load_net, save_net
+from lipaudit.models.sources.loader import load_net
+from lipaudit.models.sources.saving import save_net
 from lipaudit.tables import Report
 from lipaudit.wings.training.watching import list_checkpoints, read_step
 from tests.commands import break_measure, invoke

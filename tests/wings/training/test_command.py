@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 
-from lipaudit.models.sources.loader import load_net, save_net
+from lipaudit.models.sources.loader import load_net
+from lipaudit.models.sources.saving import save_net
 from lipaudit.wings.training.loop import TrainingRecord
 from tests.commands import invoke, refuse
 

@@ -8,7 +8,8 @@ import torch
 
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.files import write
-from lipaudit.models.sources.loader import LoadOptions, load_net, save_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
+from lipaudit.models.sources.saving import save_net
 from lipaudit.wings.training.loop import save_model
 
 

@@ -1,0 +1,95 @@
+"""Write the weights of a model, with a configuration from which it can be loaded again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+
+from lipaudit.models.net import LoadOptions, Net
+from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
+from lipaudit.models.sources.timm import AS_TIMM, DigitsViT
+from lipaudit.models.sources.weight_files import read_json
+
+# Facts on the steps by which a model of timm resizes images.
+RESIZING = ("interpolation", "crop_pct", "crop_mode")
+
+
+def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
+    """Write the weights of a model and, if its library has a format for it, its configuration.
+
+    Models of transformers are written in their format, with all other files of their directory
+    (tokenizer, pooling). Models of timm and the demos are written in timm's format, with their
+    normalisation.
+
+    Args:
+        net: the model.
+        folder: created if missing.
+        options: the options the model was loaded with.
+
+    Returns:
+        True if the folder is a MODEL argument, False if it holds weights only.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
+    module: Any = net.module
+    if hasattr(module, "save_pretrained"):
+        _save_transformers(module, folder)
+        return True
+    weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
+    (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
+    trained = getattr(module, "pretrained_cfg", None)
+    facts: dict[str, Any] = {}
+    if isinstance(module, DigitsViT):  # a demo: timm has an equal architecture
+        architecture, arguments = AS_TIMM
+    elif trained is not None:
+        architecture = str(trained.get("architecture"))
+        arguments = _read_arguments(net, options or LoadOptions())
+        for name in (*RESIZING, "first_conv", "classifier"):
+            if trained.get(name) is not None:
+                facts[name] = trained[name]
+    else:
+        return False
+    for name in ("mean", "std"):
+        if name in net.preprocess:
+            facts[name] = net.preprocess[name]
+    classes = net.classes or 0
+    facts |= {"input_size": list(net.input_shape), "num_classes": classes}
+    config = {
+        "architecture": architecture,
+        "num_classes": classes,
+        "model_args": arguments,
+        "pretrained_cfg": facts,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return True
+
+
+def _read_arguments(net: Net, options: LoadOptions) -> dict[str, Any]:
+    """Return the arguments with which a model of timm was built: of its directory, and options.
+
+    The number of classes is left out, because it may have changed.
+    """
+    config_file = Path(net.name) / "config.json"
+    given = {}
+    if config_file.is_file():
+        given = read_json(config_file).get("model_args", {})
+    given |= options.model_kwargs
+    return {k: v for k, v in given.items() if k not in ("pretrained", "num_classes")}
+
+
+def _save_transformers(module: Any, folder: Path) -> None:
+    """Write a model of transformers, with the tokenizer and other settings of its directory."""
+    source = Path(module.config._name_or_path)
+    files = (*source.glob("*"), *source.glob(POOLING)) if source.is_dir() else ()
+    for file in files:
+        copy = folder / file.relative_to(source)
+        # Not the index of sharded weights, which `save_pretrained` writes.
+        if file.suffix in SETTINGS and ".index." not in file.name and not copy.exists():
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(file, copy)
+    with silence_transformers():
+        module.save_pretrained(folder)

@@ -235,6 +235,11 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def summarise_error(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its message, if it has one."""
+    return ": ".join(filter(None, (type(error).__name__, first_line(error))))
+
+
 @contextmanager
 def explain_failure(what: str, advice: str, *kinds: type[BaseException]) -> Iterator[None]:
     """Turn exceptions of a library or of the user's code into an `InputError`.
@@ -260,7 +265,7 @@ def explain_failure(what: str, advice: str, *kinds: type[BaseException]) -> Iter
         # pass `Exception`, because a damaged file may ask for any amount of memory.
         if of_machine(error) and not isinstance(error, OSError) and not kinds:
             raise
-        reason = ": ".join(filter(None, (type(error).__name__, first_line(error))))
+        reason = summarise_error(error)
         reason = "it needs more memory than is available" if out_of_memory(error) else reason
         raise InputError(f"{what} ({reason})", advice) from error
 
@@ -357,6 +362,6 @@ def explain_error(error: BaseException) -> LipauditError:
     if words := find_unmet_requirement():
         return InputError(*words)
     return LipauditError(
-        f"internal error: {type(error).__name__}: {first_line(error)}",
+        f"internal error: {summarise_error(error)}",
         "This is a bug in lipaudit: run again with -v to see where.",
     )

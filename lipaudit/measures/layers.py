@@ -18,7 +18,7 @@ from lipaudit.measures.base import Part, Values
 from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
-from lipaudit.models.sources.weight_files import HALF
+from lipaudit.models.precision import HALF
 from lipaudit.tables import Note
 from lipaudit.tables.columns import group_values
 from lipaudit.tables.trials import Radius

@@ -230,10 +230,24 @@ class Probed:
 
         With probability 1, its pullback J^T u is nonzero at every entry of y that t depends on.
         """
-        t = self.t
-        generator = torch.Generator(t.device).manual_seed(0)
-        uniform = torch.rand(t.shape, generator=generator, dtype=t.dtype, device=t.device)
-        return uniform + 0.5
+        return draw_positive(self.t)
+
+
+def draw_positive(like: Tensor) -> Tensor:
+    """Return random numbers from 0.5 to 1.5 in the shape of a tensor, the same in every run."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    uniform = torch.rand(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+    return uniform + 0.5
+
+
+def mark_row(t: Tensor) -> Tensor:
+    """Return a cotangent of t, (..., rows, columns), that is 1 in the middle row and 0 elsewhere.
+
+    The middle row, because the first token may attend to itself alone (causal masks).
+    """
+    cotangent = torch.zeros_like(t)
+    cotangent[..., t.shape[-2] // 2, :] = 1.0
+    return cotangent
 
 
 def take(t: Tensor, index: Tensor, dim: int) -> Tensor:

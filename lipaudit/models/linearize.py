@@ -388,11 +388,12 @@ def _apply_unit(product: Product, z: Tensor) -> Tensor:
     Without this, J J^T u would leave the range of float32 if the norm of J is beyond 1e19 or below
     1e-19.
     """
-    size = z.flatten(1).abs().amax(1)  # |z| of each sample
+    flat = z.flatten(1)
+    size = flat.abs().amax(1, keepdim=True)  # |z| of each sample, (batch, 1)
     size = size.where(size != 0, 1.0)
-    unit = z / size.view(-1, *[1] * (z.ndim - 1))
-    image = product(unit)
-    return image.double() * size.double().view(-1, *[1] * (image.ndim - 1))
+    unit = (flat / size).view_as(z)
+    image = product(unit).double()
+    return (image.flatten(1) * size.double()).view_as(image)
 
 
 def _make_unit(like: Tensor, i: int | Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from lipaudit.data.hub import Commit
 from lipaudit.data.image_files import Preprocessing
 from lipaudit.errors import UsageError
 from lipaudit.models.precision import borrow_gradient, deploy, devices, precision
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 from lipaudit.tables.trials import Norm
 
 # Note on a model with random weights on request.
@@ -60,6 +60,9 @@ def watch_modules(
 
 
 Kind = Literal["image", "tokens", "text"]
+# Runs a model on (samples, mask), and reads the output tensor from the result.
+Call = Callable[[Tensor, Tensor | None], Any]
+Read = Callable[[Any], Tensor]
 OutputForm = Literal["logits", "log-probabilities", "probabilities", "sigmoids"]
 
 
@@ -74,7 +77,7 @@ class NextToken:
     """
 
     head: nn.Module
-    read: Callable[[Any], Tensor]
+    read: Read
 
 
 @dataclass(frozen=True)
@@ -141,13 +144,13 @@ class ModelSpec:
     lexicon: Callable[[], Lexicon] | None = None
     next_logits: Callable[[Tensor, int], Tensor] | None = None
     prepare: Callable[[Image], Tensor] | None = None
-    call: Callable[[Tensor, Tensor | None], Any] | None = None
-    read: Callable[[Any], Tensor] | None = None
+    call: Call | None = None
+    read: Read | None = None
     entry: nn.Module | None = None
     architecture: str = ""
     preprocess: Mapping[str, Any] = field(default_factory=dict)
     quantised: str = ""
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     commit: Commit | None = None
 
     def __post_init__(self) -> None:
@@ -226,22 +229,22 @@ class LoadOptions:
         """The arguments of the architecture itself: `model_kwargs` without `pretrained`."""
         return {key: v for key, v in self.model_kwargs.items() if key != "pretrained"}
 
-    def image_shape(self, known: tuple[int, int, int]) -> tuple[int, int, int]:
+    def image_shape(self, known: tuple[int, ...]) -> tuple[int, int, int]:
         """Return (channels, height, width), given the shape that the source of the model declares.
 
         Raises:
             UsageError: `input_size` is not a shape.
         """
         size = self.input_size
+        channels, height, width = known
         if size is None:
-            return known
+            return channels, height, width
         if not 1 <= len(size) <= 3 or min(size) < 1:
             raise UsageError(
                 f"input size {size} is not a shape",
                 "Give one side (32), height and width (32,32), or channels, height and width "
                 "(3,32,32).",
             )
-        channels = known[0]
         if len(size) == 1:  # a square
             return channels, size[0], size[0]
         if len(size) == 2:
@@ -291,8 +294,8 @@ class Net(ModelSpec):
 
     name: str
     source: str
-    call: Callable[[Tensor, Tensor | None], Any]
-    read: Callable[[Any], Tensor]
+    call: Call
+    read: Read
     parameters: int
     weights_sha256: str
     classes: int | None

@@ -20,19 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, explain_failure, few, of_machine
-from lipaudit.models.net import ModelSpec, Net, NextToken, OutputForm, watch_modules
-from lipaudit.models.precision import devices, exact_arithmetic, precision
-from lipaudit.tables import Note
+from lipaudit.models.net import Call, ModelSpec, Net, NextToken, OutputForm, Read, watch_modules
+from lipaudit.models.precision import HALF, devices, exact_arithmetic, precision
+from lipaudit.tables import Note, Notes
 
 # The sample of loading for texts.
 PROBE_TEXT = "a blank sample"
 PROBE_TOKENS = 8
 # Largest deviation of the sum of probabilities from 1, in float32.
 SIMPLEX = 1e-5
-HALF = {torch.float16, torch.bfloat16}
-# Runs a model on (samples, mask), and reads the output tensor from the result.
-Call = Callable[[Tensor, Tensor | None], Any]
-Read = Callable[[Any], Tensor]
 
 
 def _return_scores(scores: Any, *_args: Any, **_options: Any) -> Any:
@@ -155,7 +151,7 @@ def _sums_to_one(values: Tensor) -> bool:
     return bool((deviation < SIMPLEX).all())
 
 
-def note_form(form: OutputForm) -> tuple[Note, ...]:
+def note_form(form: OutputForm) -> Notes:
     """Return the note on outputs that are no logits; none for logits."""
     if form in TEXTS:
         return (Note.info(form, TEXTS[form]),)
@@ -237,7 +233,7 @@ class Probe:
     output: Tensor
     form: OutputForm
     undefined: bool
-    notes: tuple[Note, ...]
+    notes: Notes
     entry: nn.Module | None = None
     tokens_first: bool = False
 
@@ -413,7 +409,7 @@ def read_form(spec: ModelSpec, passed: Activated, output: Tensor) -> OutputForm:
     return find_form(spec.next_token.read(passed.result), passed.final)
 
 
-def note_choice(spec: ModelSpec, result: Any) -> tuple[Note, ...]:
+def note_choice(spec: ModelSpec, result: Any) -> Notes:
     """Return the note on a model that returns several tensors, of which one is measured."""
     # No note if the description of the model chooses a tensor, or if one is named `logits`.
     if spec.read is not None or not isinstance(result, tuple | list) or hasattr(result, "logits"):

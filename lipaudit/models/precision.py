@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+HALF = {torch.float16, torch.bfloat16}
 # Devices that have their own random state.
 SEEDED = ("cuda", "xpu")
 

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, UsageError, explain_failure, first_line, of_machine
+from lipaudit.errors import (
+    InputError,
+    UsageError,
+    explain_failure,
+    first_line,
+    of_machine,
+    summarise_error,
+)
 from lipaudit.models.net import Net
 from lipaudit.models.precision import (
     Widening,
@@ -24,7 +31,7 @@ from lipaudit.models.precision import (
     exact_arithmetic,
     name_dtypes,
 )
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 # Largest difference between two equal results, relative to the largest entry (float32 rounding).
 SAME = 1e-5
@@ -127,7 +134,7 @@ def find_first_failure(net: Net, batch: Batch) -> SampleFailure | None:
         except Exception as error:  # the model's own code may raise anything
             if of_machine(error):
                 return None
-            return SampleFailure(i, f"{type(error).__name__}: {first_line(error)}", error)
+            return SampleFailure(i, summarise_error(error), error)
     return None
 
 
@@ -164,7 +171,7 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
         # names the sample. Or samples are measured one at a time, so that batches are not needed.
         if alone is None or singly:
             return
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = summarise_error(error)
         raise InputError(
             f"{net.architecture} runs on one sample but fails on a batch of two ({reason})",
             "Use --batch-size 1, or fix the model.",
@@ -177,9 +184,9 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
         )
     # NaN and infinities are left out: the measures report them.
     finite = alone.isfinite() & together.isfinite()
-    change = torch.where(finite, together - alone, 0.0).abs().amax()
-    noise = torch.where(finite, again - alone, 0.0).abs().amax()  # of a random model
-    largest = torch.where(finite, alone, 0.0).abs().amax()
+    change = (together - alone).where(finite, 0.0).abs().amax()
+    noise = (again - alone).where(finite, 0.0).abs().amax()  # of a random model
+    largest = alone.where(finite, 0.0).abs().amax()
     if change > AGREES * largest + 10 * noise:
         raise InputError(
             "the output of one sample depends on another one (beside it, outputs change by up to "
@@ -222,7 +229,7 @@ def _pick_extreme_lengths(batch: Batch) -> Batch:
     return batch.rows(torch.stack([lengths.argmin(), lengths.argmax()]))
 
 
-def require_autocast(net: Net, batch: Batch, autocast: str | None) -> tuple[Note, ...]:
+def require_autocast(net: Net, batch: Batch, autocast: str | None) -> Notes:
     """Refuse a model, or a machine, that cannot run under autocast.
 
     Args:
@@ -262,7 +269,7 @@ def require_autocast(net: Net, batch: Batch, autocast: str | None) -> tuple[Note
     return (Note.info("autocast", text),)
 
 
-def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:
+def note_fast_path(net: Net, batch: Batch) -> Notes:
     """Warn if PyTorch's fast path through `nn.TransformerEncoder` changes the model's output.
 
     The fast path is separate code that PyTorch may run if no gradients are needed. All measures
@@ -310,7 +317,7 @@ DIFFERS = 0.01
 WIDENED = 2**28
 
 
-def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
+def compare_derivative(net: Net, batch: Batch) -> Notes:
     """Warn if autograd's gradient of a model is not the derivative of its output.
 
     Causes are a straight-through estimator, `detach` or a wrong backward pass. The gradient is
@@ -346,7 +353,7 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
     finally:
         for t, original in zip(tensors, originals, strict=True):
             t.data = original
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     if widening.halves and net.dtype != torch.float64:
         text = (
             f"parts of the model are computed in {' and '.join(name_dtypes(widening.halves))}, so "

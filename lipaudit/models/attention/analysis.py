@@ -16,8 +16,7 @@ from lipaudit.models.attention.calls import AttentionCall, AxisLayout, Leaf, Ori
 from lipaudit.models.attention.layouts import find_layouts, guess_layouts
 from lipaudit.models.attention.logits import read_product
 from lipaudit.models.attention.projections import NotClosedForm, ProjectionForm
-from lipaudit.models.precision import refer_to_weight
-from lipaudit.models.sources.weight_files import HALF
+from lipaudit.models.precision import HALF, refer_to_weight
 from lipaudit.theory.head_norms import forward_error
 
 

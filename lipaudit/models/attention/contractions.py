@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from lipaudit.models.attention import calls
 from lipaudit.models.attention.calls import Linear
-from lipaudit.models.graph import Past, leaves, vjp
+from lipaudit.models.graph import Past, leaves, mark_row, vjp
 
 LARGEST = 2**24
 """Largest number of entries of a block matrix."""
@@ -354,10 +354,7 @@ def _count_dependencies(linear: Linear, source: Tensor | GradientEdge) -> list[i
         linear: the map.
         source: a tensor, or the edge of a tensor in the autograd graph.
     """
-    row = torch.zeros_like(linear.inputs)
-    # A row in the middle: the first token may attend to itself alone (causal masks).
-    row[len(row) // 2] = 1.0
-    pulled = vjp(linear.inputs, source, row)
+    pulled = vjp(linear.inputs, source, mark_row(linear.inputs))
     if pulled is None:
         return []
     return [indices.unique().numel() for indices in pulled.nonzero().T]

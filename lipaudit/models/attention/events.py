@@ -34,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Linear
 from lipaudit.models.attention.contractions import arrange_factors, maps_logits, read_einsum
-from lipaudit.models.graph import Past, leaves, nodes, op, vjp
+from lipaudit.models.graph import Past, leaves, mark_row, nodes, op, vjp
 
 _PRODUCTS = 8  # most products noted at a time: one layer has fewer, but some are no logits
 _AWAITED = 4  # most softmaxes noted at a time, before their product with values
@@ -438,9 +438,7 @@ def _is_transposed(logits: Tensor, product: GradientEdge) -> bool:
         return False
     # J^T u of the logits by the product, with u = 1 in one row of the logits: nonzero at the
     # entries of the product that this row depends on.
-    row = torch.zeros_like(logits)
-    row[..., logits.shape[-2] // 2, :] = 1.0
-    pulled = vjp(logits, product, row)
+    pulled = vjp(logits, product, mark_row(logits))
     if pulled is None or pulled.ndim != logits.ndim or pulled.shape[-2] != logits.shape[-1]:
         return False
     # The rows and columns of the product that one row of the logits depends on.

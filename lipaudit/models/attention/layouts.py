@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lipaudit.errors import of_machine
 from lipaudit.models.attention.calls import TOKENS, AttentionCall, AxisLayout, Factor, Leaf, Role
-from lipaudit.models.graph import Probed
+from lipaudit.models.graph import Probed, draw_positive
 
 SAMPLES = (Factor("sample"),)
 WINDOWS = (Factor("window"),)
@@ -175,9 +175,7 @@ def _find_moved(source: Probed, *, row: int | None = None, column: int | None = 
     # Changes are random, because the model may normalise y (as a LayerNorm does on the way to q):
     # an equal change of all channels would cancel. They lie between 0.5 and 1.5, because a sum of
     # positive changes is not 0.
-    generator = torch.Generator(change.device).manual_seed(0)
-    noise = torch.rand(change.shape, generator=generator, dtype=change.dtype, device=change.device)
-    change[rows, columns] = noise[rows, columns] + 0.5
+    change[rows, columns] = draw_positive(change)[rows, columns]
     change_of_t = source.push(change)  # the product of the Jacobian dt/dy with the change of y
     return (change_of_t != 0).any(-1)
 

@@ -22,9 +22,9 @@ from lipaudit.errors import (
     InputError,
     LipauditError,
     few,
-    first_line,
     is_ours,
     of_machine,
+    summarise_error,
 )
 from lipaudit.models import requirements
 from lipaudit.models.attention import calls, trace
@@ -153,7 +153,7 @@ def survey(net: Net, batch: Batch) -> Survey:
     except Exception as error:  # the model's own code may raise anything
         if isinstance(error, LipauditError) or of_machine(error) or is_ours(error):
             raise
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = summarise_error(error)
         raise InputError(
             f"{net.architecture} fails while lipaudit records its operations ({reason})",
             "Replace it. lipaudit attack and lipaudit jacobian from the input record none.",

@@ -32,8 +32,8 @@ from lipaudit.models.attention.numeric import linearize_module
 from lipaudit.models.attention.scope import find_scope
 from lipaudit.models.attention.trace import Frame, Tracer
 from lipaudit.models.attention.uses import line_of_code
+from lipaudit.models.precision import HALF
 from lipaudit.models.requirements import agree
-from lipaudit.models.sources.weight_files import HALF
 
 
 def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
@@ -116,9 +116,7 @@ class Surveyor(Tracer):
             logits: the argument of the softmax.
             inputs: the leaves that it depends on.
         """
-        # A cotangent that is 1 in one row of the logits.
-        query = torch.zeros_like(logits)
-        query[..., logits.shape[-2] // 2, :] = 1.0
+        query = graph.mark_row(logits)  # a cotangent of one row of the logits
         for leaf in inputs:
             origin = self.origins.by_leaf.get(leaf)
             if origin is None or origin.linear is None or origin.address not in self.products:

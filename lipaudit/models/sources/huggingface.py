@@ -33,7 +33,7 @@ from lipaudit.models.sources.weight_files import (
     read_json,
     refuse_codes,
 )
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 SETTINGS = (".json", ".txt", ".model")
 POOLING = "1_Pooling/config.json"
@@ -124,7 +124,7 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
 
 def _load_checkpoint(
     loader: Any, path: Path, config: Any, options: LoadOptions, has_new_classifier: bool
-) -> tuple[Any, str, tuple[Note, ...]]:
+) -> tuple[Any, str, Notes]:
     """Load a model with its weights, and check that all weights fit.
 
     Args:
@@ -192,7 +192,7 @@ def list_expert_settings(module: nn.Module) -> list[tuple[Any, str]]:
     return settings
 
 
-def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
+def _note_unknown_fields(path: Path, config: Any) -> Notes:
     """Warn of fields that a newer transformers has written and the installed one ignores."""
     import transformers
 
@@ -217,7 +217,7 @@ def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
     return (Note.warn("newer-transformers", text),)
 
 
-def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, ...]]:
+def _choose_loader(config: Any, classes: int | None) -> tuple[Any, Notes]:
     """Return the class that loads a model, by the architecture in its configuration, and notes.
 
     A model that was saved without a head is loaded without a head: its output is features. If
@@ -240,7 +240,7 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
     # Wav2Vec2ForSequenceClassification.
     if auto == SEQUENCES and not has_class(SEQUENCES):
         auto = CLASSIFIERS["ForAudioClassification"]
-    added: tuple[Note, ...] = ()
+    added: Notes = ()
     trained_classes = None
     if auto in CLASSIFIERS.values():
         trained_classes = len(config.id2label or ())
@@ -280,7 +280,7 @@ def _load_weights(
     state: Any,
     *,
     as_stored: bool,
-) -> tuple[Any, dict[str, Any], tuple[Note, ...]]:
+) -> tuple[Any, dict[str, Any], Notes]:
     """Load a model of transformers with its weights.
 
     First, weights of integers without a scale are refused. Then the dtype is chosen: the stored
@@ -387,7 +387,7 @@ def _choose_attention(config: Any) -> str | None:
 
 def _require_complete(
     module: Any, missing: list[str], surplus: list[str], wrong: list[str], path: Path
-) -> tuple[Note, ...]:
+) -> Notes:
     """Refuse weights that do not fit, except those that the measured output does not use.
 
     If the output is features, a missing pooler is accepted, and so are surplus weights of a head,

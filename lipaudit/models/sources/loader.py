@@ -24,13 +24,11 @@ from lipaudit.errors import (
     neighbours,
     similar,
 )
-from lipaudit.models.net import OWN, Net
+from lipaudit.models.net import OWN, Call, Net, Read
 from lipaudit.models.net import LoadOptions as LoadOptions
 from lipaudit.models.net import ModelSpec as ModelSpec
 from lipaudit.models.outputs import (
-    Call,
     Probe,
-    Read,
     convert_outputs,
     find_main_output,
     note_form,
@@ -520,19 +518,15 @@ def freeze_net(net: Net) -> Iterator[Net]:
 def restore(module: nn.Module) -> Iterator[None]:
     """Undo, when the block ends, all changes that `assemble` made to a module."""
     modes = {part: part.training for part in module.modules()}
-    # `convert_on_read` and `dequantise` replace dictionaries of a module or their entries: keep
-    # both. Scripted modules have no such variables.
-    variables: dict[nn.Module, dict[str, Any]] = {}
-    entries: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    tensors: dict[int, Tensor] = {}  # by id, so that a tied parameter counts once
+    # `convert_on_read` and `dequantise` replace tables of a module, or entries of a table.
+    tables = []  # with their module, their name and their entries
     for part in modes:
-        names = {"_parameters", "_buffers", "_modules"} & vars(part).keys()
-        variables[part] = {name: vars(part)[name] for name in names}
-        tables: list[dict[str, Any]] = [part._parameters, part._buffers]
-        for table in tables:
-            entries.append((table, dict(table.items())))
-            tensors |= {id(t): t for t in table.values() if t is not None}
-    values = [(t, t.data, t.requires_grad) for t in tensors.values()]
+        for name in ("_parameters", "_buffers", "_modules"):
+            if name in vars(part):  # scripted modules have no such variables
+                table = vars(part)[name]
+                tables.append((part, name, table, dict(table)))
+    tensors = (*module.parameters(), *module.buffers())
+    values = [(t, t.data, t.requires_grad) for t in tensors]
     gradients = [(p, p.grad, p.grad.data) for p in module.parameters() if p.grad is not None]
     experts = huggingface.list_expert_settings(module)
     try:
@@ -540,12 +534,11 @@ def restore(module: nn.Module) -> Iterator[None]:
     finally:
         for config, choice in experts:
             setattr(config, huggingface.EXPERTS, choice)
+        for part, name, table, entries in tables:
+            vars(part)[name] = table
+            table.update(entries)
         for part, mode in modes.items():
-            vars(part).update(variables[part])
             part.training = mode
-        for table, known in entries:
-            for name, t in known.items():
-                table[name] = t
         for t, value, requires_grad in values:
             t.data = value
             if t.requires_grad != requires_grad:  # setting a lazy parameter raises an error

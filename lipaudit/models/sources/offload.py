@@ -23,7 +23,7 @@ from lipaudit.errors import EvaluationError, InputError, UsageError, explain_fai
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.precision import DEFERRED, convert_on_read, lift_parameters, name_dtypes
 from lipaudit.models.sources.weight_files import describe_misfit, note_half_precision, read_json
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 # Plans of Accelerate; today both give the same result.
 PLANNED = ("auto", "balanced")
@@ -34,7 +34,7 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 def place_weights(
     module: nn.Module, call: Callable[..., Any], options: LoadOptions
-) -> tuple[Callable[..., Any], Mapping[str, str], tuple[Note, ...]]:
+) -> tuple[Callable[..., Any], Mapping[str, str], Notes]:
     """Put the weights of a model on its devices, in the precision of the run.
 
     Args:
@@ -54,7 +54,7 @@ def place_weights(
     # Half-precision arithmetic is too coarse for norms. So weights that stay as stored are
     # converted to the dtype of the run whenever a layer reads them (`convert_on_read`).
     dtype = None  # dtype of the parameters in memory; None: as stored
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     if options.weights != "stored":
         dtype = run_dtype
         notes = note_half_precision(p.dtype for p in module.parameters())

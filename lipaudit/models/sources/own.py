@@ -16,7 +16,7 @@ from torch import nn
 from lipaudit.errors import InputError, UsageError, explain_failure, suggestion
 from lipaudit.models.net import Kind, LoadOptions, ModelSpec
 from lipaudit.models.sources.weight_files import load_strictly, match_names, read_weights
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
 # Kind of a sample, by its number of axes: waveform, float sequence, image.
@@ -92,8 +92,7 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
     spec = describe(model, options, f"py:{reference}, a {type(model).__name__},")
     if spec.kind != "image" or options.input_size is None:
         return spec
-    channels, height, width = spec.input_shape
-    return replace(spec, input_shape=options.image_shape((channels, height, width)))
+    return replace(spec, input_shape=options.image_shape(spec.input_shape))
 
 
 def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
@@ -194,11 +193,7 @@ def _choose_image(options: LoadOptions) -> tuple[int, int, int]:
     and without images in the data there are 3 channels.
     """
     # The data may have several shapes: channels may come first or last.
-    shapes: list[tuple[int, int, int]] = []
-    for form in options.forms():
-        if form.kind == "image":
-            channels, height, width = form.shape
-            shapes.append((channels, height, width))
+    shapes = [form.shape for form in options.forms() if form.kind == "image"]
     for shape in shapes:
         if options.image_shape(shape) == shape:
             return shape
@@ -236,7 +231,7 @@ def _describe_by_data(module: nn.Module, options: LoadOptions, name: str) -> Mod
             "lipaudit.ModelSpec(model, SHAPE).",
         )
     form = possible[0]
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     if len(forms) > 1 or len(form.shape) > 3:
         notes = (Note.warn("read-as", f"each sample is read as {form}"),)
     return ModelSpec(module, form.shape, kind=form.kind, notes=notes)

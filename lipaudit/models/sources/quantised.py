@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.errors import InputError, UsageError, explain_failure, few, suggestion
-from lipaudit.models.precision import defer
-from lipaudit.models.sources.weight_files import HALF, list_weight_files, read_weights
+from lipaudit.models.precision import HALF, defer
+from lipaudit.models.sources.weight_files import list_weight_files, read_weights
 from lipaudit.settings.value_types import read_quantization
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 # The library that each method of a transformers checkpoint needs to be dequantised, if any.
 LIBRARIES = {
@@ -213,7 +213,7 @@ class Dequantising(NamedTuple):
 
     text: str = ""
     state: dict[str, Any] | None = None
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
 
 
 def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool) -> Dequantising:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lipaudit.attacks.text import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
 from lipaudit.errors import InputError, explain_failure
-from lipaudit.models.net import ModelSpec, NextToken
+from lipaudit.models.net import Call, ModelSpec, NextToken
 from lipaudit.models.sources.transformer_outputs import (
     LANGUAGE_MODELS,
     choose_output,
@@ -430,9 +430,7 @@ def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
     return end
 
 
-def _make_call(
-    module: Any, tower: str | None, feed: Feed | None, end: int | None
-) -> Callable[[Tensor, Tensor | None], Any]:
+def _make_call(module: Any, tower: str | None, feed: Feed | None, end: int | None) -> Call:
     """Return a function that runs a model: (ids, mask) -> (result, mask).
 
     Args:

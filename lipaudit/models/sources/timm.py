@@ -38,7 +38,7 @@ from lipaudit.models.sources.weight_files import (
     read_weights,
     strip_prefix,
 )
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 DEFAULT_NORMALISATION = Note.warn(
     "default-normalisation",
@@ -156,7 +156,7 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
 
 
 def describe_timm(
-    module: Any, options: LoadOptions, *, notes: tuple[Note, ...] = (), knows_weights: bool = True
+    module: Any, options: LoadOptions, *, notes: Notes = (), knows_weights: bool = True
 ) -> ModelSpec:
     """Describe the input of a timm model: size, normalisation, resizing, labels.
 
@@ -278,13 +278,13 @@ def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
         set_fused_attn(before[0], experimental=before[1])
 
 
-def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
+def _load(module: Any, state: State, path: Path) -> Notes:
     """Load weights into a model; return a note if timm had to convert the weights first.
 
     Every weight must fit. If some do not, timm's own function for the model's class converts
     weights of other layouts and sizes, such as weights of the authors' code.
     """
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
     if convert is not None and find_misfit(module.state_dict(keep_vars=True), state):
         # If the conversion fails, loading raises the error that names the weights.

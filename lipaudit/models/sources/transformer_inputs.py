@@ -236,7 +236,7 @@ def _read_normalisation(processor: Any) -> dict[str, Any]:
     }
 
 
-def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
+def _image_shape(module: Any, processor: Any) -> tuple[int, ...]:
     """Return (channels, height, width) of the processor's images, else by the configuration."""
     if processor is not None and processor.do_resize:
         from PIL import Image
@@ -248,7 +248,7 @@ def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
                 "pixels",
                 "Write a py: factory that returns a ModelSpec of kind tokens.",
             )
-        return shape[0], shape[1], shape[2]
+        return shape
     configs = [module.config]
     for part in ("vision_config", "backbone_config"):  # the configuration of the vision part
         configs.append(getattr(module.config, part, None))

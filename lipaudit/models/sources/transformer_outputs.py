@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.errors import InputError, explain_failure
-from lipaudit.models.net import NO_DECISION
+from lipaudit.models.net import NO_DECISION, Read
 from lipaudit.models.sources.weight_files import read_json
 from lipaudit.tables import Note
 
@@ -139,9 +139,7 @@ def read_tower(result: Any, mask: Tensor | None) -> Tensor:
     return pooled
 
 
-def choose_output(
-    module: Any, tower: str | None, pooling: Pooling = mean_pooling
-) -> Callable[[Any], Tensor]:
+def choose_output(module: Any, tower: str | None, pooling: Pooling = mean_pooling) -> Read:
     """Return the function from (result, mask) to the measured output.
 
     Args:

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lipaudit.errors import InputError, explain_failure, few, first_line, out_of_memory
-from lipaudit.models.precision import compute_values, name_dtypes
-from lipaudit.tables import Note
+from lipaudit.errors import InputError, explain_failure, few, out_of_memory, summarise_error
+from lipaudit.models.precision import HALF, compute_values, name_dtypes
+from lipaudit.tables import Note, Notes
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 # Suffix of a program of torch.export.
@@ -44,7 +44,6 @@ CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "
 # Name of the number of models whose weights were averaged.
 COUNTER = "n_averaged"
 
-HALF = {torch.float16, torch.bfloat16}
 # Stored weights that a scale turns into values.
 SCALED = {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 # Number of entries of a weight hashed at a time.
@@ -98,7 +97,7 @@ def require_fetched(path: Path) -> None:
         )
 
 
-def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
+def read_weights(path: Path) -> tuple[State, Notes]:
     """Read a file of weights: the tensors by name, and notes on how they were found.
 
     A training checkpoint holds several sets of weights by name. The exponential moving average is
@@ -107,7 +106,7 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     Raises:
         InputError: the file is damaged, holds code, or holds no weights.
     """
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     require_fetched(path)
     if path.suffix == ".safetensors":
         with explain_failure(
@@ -154,7 +153,7 @@ def _find_tensors(content: Any) -> State:
     return {name: value for name, value in content.items() if isinstance(value, Tensor)}
 
 
-def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
+def _apply_scales(state: State, path: Path) -> tuple[State, Notes]:
     """Multiply int8 and float8 weights by their scales: one number, or one per output channel.
 
     The scale of the weight NAME is stored as `NAME_scale`. For a square weight (n, n), a scale of
@@ -218,7 +217,7 @@ def _read_pickle(path: Path) -> Any:
         names: list[str] = []
         with suppress(Exception):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        reason = f"is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})"
+        reason = f"is not a complete PyTorch file ({summarise_error(error)})"
         advice = "Copy or download it again."
         if names or isinstance(error, pickle.UnpicklingError):
             # Without names, the message is "holds more than weights (or is damaged)": torch raises
@@ -407,7 +406,7 @@ def strip_prefix(state: State) -> State:
         state = {name.partition(".")[2]: value for name, value in state.items()}
 
 
-def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...]]:
+def match_names(state: State, module: nn.Module) -> tuple[State, Notes]:
     """Return stored weights by their names in a module, without a prefix such as `model.`.
 
     Lightning adds such a prefix. The prefix to remove is the one that gives the most names of the
@@ -454,7 +453,7 @@ def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...
     return matched, (Note.info("weights-beside", text),)
 
 
-def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
+def note_half_precision(dtypes: Iterable[torch.dtype]) -> Notes:
     """Return the note on weights stored in half precision, if there are any."""
     halves = set(dtypes) & HALF
     if not halves:

@@ -37,7 +37,8 @@ from lipaudit.models.outputs import (
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources import FORMS, adapters, huggingface, own, similar_models, timm
 from lipaudit.models.sources.offload import find_device, place_weights
-from lipaudit.models.sources.quantised import dequantise, round_weights
+from lipaudit.models.sources.quantised import dequantise
+from lipaudit.models.sources.rounding import round_weights
 from lipaudit.models.sources.saving import RESIZING
 from lipaudit.models.sources.timm import load_demo
 from lipaudit.models.sources.weight_files import (

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.reference import loaded, truth
 from lipaudit.data.batch import Batch, ProcessBatches
+from lipaudit.engine import results
 from lipaudit.errors import LipauditError
 from lipaudit.measures import base, load_measures, option_types
 from lipaudit.models.attention.survey import survey
@@ -167,7 +168,7 @@ def _cut(batch: Batch) -> ProcessBatches:
 def _measure(net: Net, batch: Batch, name: str, options: dict[str, Any]) -> Any:
     measure = load_measures()[name]
     given = option_types()[name].parse(options)
-    parts = base.in_order(list(measure.compute(net, _cut(batch), given)), batch.ids)
+    parts = results.in_order(list(measure.compute(net, _cut(batch), given)), batch.ids)
     measure.summarise(parts, given)
     values = {name: base.join_parts(parts, name) for name in parts[0].values}
     return replace(parts[0], ids=batch.ids, values=values)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -385,9 +386,8 @@ class _Graph:
         paths = torch.stack([self._sum_step(step, by_layer, products) for step in self.steps], 1)
         # Paths through at least one part of a kind are all paths, minus the paths that go around
         # all parts of this kind.
-        through = []
-        for edges in self._list_kinds():
-            through.append(square - self._pull_around(edges, leaf, u, v))
+        kinds = self._list_kinds()
+        through = [square - self._pull_around(edges, leaf, u, v) for edges in kinds]
         totals = torch.stack(through, 1)
         # 1 / < u, J v > = 1 / |v|^2, as v is J^T u; 0 for samples without this direction.
         scale = counts.cpu().double() / square
@@ -399,7 +399,7 @@ class _Graph:
 
         A list contains None if an edge is unknown.
         """
-        calls = [call for calls_of_layer in self.layers.values() for call in calls_of_layer]
+        calls = [*chain(*self.layers.values())]
         outputs = [call.output for call in calls]
         patterns = [call.pattern for call in calls]
         # A layer that the output depends on was not found.

@@ -240,6 +240,11 @@ def draw_positive(like: Tensor) -> Tensor:
     return uniform + 0.5
 
 
+def make_identity(size: int, like: Tensor) -> Tensor:
+    """Return the identity matrix, (size, size), with the dtype and device of a tensor."""
+    return torch.eye(size, dtype=like.dtype, device=like.device)
+
+
 def mark_row(t: Tensor) -> Tensor:
     """Return a cotangent of t, (..., rows, columns), that is 1 in the middle row and 0 elsewhere.
 
@@ -457,8 +462,7 @@ def is_orthogonal(local: Tensor) -> bool:
     """Say whether maps G, (..., d, e), are orthogonal up to one factor: G G^T = c I for all."""
     gram = local @ local.mT
     c = gram.diagonal(dim1=-2, dim2=-1).mean()
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    difference = gram - c * eye
+    difference = gram - c * make_identity(gram.shape[-1], gram)
     return bool(difference.abs().amax() <= LINEAR_TOLERANCE * c)
 
 

@@ -23,7 +23,7 @@ from lipaudit.errors import (
     first_line,
     of_machine,
 )
-from lipaudit.models.graph import leaves
+from lipaudit.models.graph import leaves, make_identity
 from lipaudit.models.precision import (
     WeightReference,
     Widening,
@@ -294,7 +294,7 @@ class Linearization:
     @cached_property
     def rows(self) -> Tensor:
         """Return the dense Jacobian, (batch, outputs, inputs), by one J^T u per output."""
-        units = torch.eye(self.outputs, dtype=self.output.dtype, device=self.output.device)
+        units = make_identity(self.outputs, self.output)
         units = units.view(-1, 1, *self.output.shape[1:])
         units = units.expand(-1, *self.output.shape)  # (outputs, batch, *out)
         # As many rows at a time as have about `TOGETHER` entries.

@@ -158,11 +158,15 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     pair = batch.rows(torch.tensor([0, len(batch) - 1]))
     pair = pair.to(net.device, net.dtype)
     alone: Tensor | None = None
+
+    def run_alone() -> Tensor:
+        """Return the outputs of both samples, of which each runs alone."""
+        return torch.cat([net.output(sample) for sample in pair.split(1)])
+
     try:
         with torch.no_grad():
-            singles = list(pair.split(1))
-            alone = torch.cat([net.output(sample) for sample in singles])
-            again = torch.cat([net.output(sample) for sample in singles])
+            alone = run_alone()
+            again = run_alone()
             together = net.output(pair)
     except Exception as error:  # the model's own code may raise anything
         if of_machine(error):

@@ -29,6 +29,7 @@ from lipaudit.models.attention.calls import (
 from lipaudit.models.attention.logits import read_position_terms, read_product
 from lipaudit.models.attention.projections import NotClosedForm, Projected, ProjectionForm
 from lipaudit.models.attention.trace import Frame, Tracer, fork_random, run
+from lipaudit.models.graph import make_identity
 from lipaudit.models.net import Net
 from lipaudit.models.precision import WeightReference, exact_arithmetic, read_weight
 from lipaudit.models.requirements import AGREES
@@ -214,7 +215,7 @@ def capture(
     # The linear maps at which the graph is cut.
     cut_at = frozenset().union(*(site.sources for site in cut_sites))
     tracer = Tracer(visit, cut_at=cut_at, loops=(site.loop for site in sites))
-    with suppress(_AllRead), fork_random(net.module), exact_arithmetic(net.device):
+    with suppress(_AllRead), fork_random(net), exact_arithmetic(net.device):
         run(net, batch, tracer)
     for site in pending.values():
         raise EvaluationError(
@@ -539,7 +540,7 @@ def _draw_sketch(x: Tensor) -> Tensor:
     """
     width = x.shape[-1]
     if width <= SKETCH:  # few channels: R is the identity, which compares each channel
-        return torch.eye(width, dtype=x.dtype, device=x.device)
+        return make_identity(width, x)
     generator = torch.Generator(x.device).manual_seed(width)
     noise = torch.randn(width, SKETCH, generator=generator, dtype=x.dtype, device=x.device)
     return noise / SKETCH**0.5

@@ -527,8 +527,8 @@ def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]
     columns = part.form.columns
     mix = part.form.mix
     if mix is None:
-        unit = torch.eye(columns.shape[1], dtype=part.x.dtype, device=part.x.device)
-        inverse = unit.expand(len(columns), -1, -1)
+        identity = graph.make_identity(columns.shape[1], part.x)
+        inverse = identity.expand(len(columns), -1, -1)
     elif mix.shape[-1] == mix.shape[-2]:
         inverse = torch.linalg.inv(mix)
     else:

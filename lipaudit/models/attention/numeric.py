@@ -237,7 +237,7 @@ def find_residuals(
     # samples in both passes, the output has a row per sample; in one pass it may be chance.
     for samples in (1, 2):
         call_stack = trace.CallStack(on_leave=partial(note_residual, samples))
-        with trace.fork_random(net.module):
+        with trace.fork_random(net):
             first = batch[:1].trim()
             copies = first.rows(torch.zeros(samples, dtype=torch.long))
             tracer = trace.Tracer(partial(note_frames, call_stack), call_stack=call_stack)
@@ -395,10 +395,10 @@ def compute_residual_norms(
             calls[residual] = frame.module, *tree_flatten(copies)
 
     watched = trace.CallStack(on_enter=copy_arguments).following(net.module)
-    with trace.fork_random(net.module), exact_arithmetic(net.device), torch.no_grad(), watched:
+    with trace.fork_random(net), exact_arithmetic(net.device), torch.no_grad(), watched:
         net.output(batch)
     for residual in dict.fromkeys(residuals):
-        with trace.fork_random(net.module):
+        with trace.fork_random(net):
             # No variable holds the linearisation: its graph is freed before the next block.
             norms = compute_jacobian_norms(
                 _linearize_residual(residual, *calls.pop(residual), batch.mask), **how

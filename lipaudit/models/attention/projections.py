@@ -264,8 +264,8 @@ def _is_identity(mix: Tensor) -> bool:
     """Say whether matrices, (heads, d, e), are all the identity."""
     if mix.shape[-1] != mix.shape[-2]:
         return False
-    eye = torch.eye(mix.shape[-1], dtype=mix.dtype, device=mix.device)
-    return torch.equal(mix, eye.expand_as(mix))
+    identity = graph.make_identity(mix.shape[-1], mix)
+    return torch.equal(mix, identity.expand_as(mix))
 
 
 def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:

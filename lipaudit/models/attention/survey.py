@@ -102,7 +102,7 @@ class Survey:
         tracer = trace.Tracer(
             lambda _, address: addresses.append(address), uncut_maps=self.scores, loops=loops
         )
-        with trace.fork_random(net.module), exact_arithmetic(net.device):
+        with trace.fork_random(net), exact_arithmetic(net.device):
             trace.run(net, pair, tracer)
         return addresses == [site.address for site in self.sites]
 
@@ -140,7 +140,7 @@ def survey(net: Net, batch: Batch) -> Survey:
     call_stack = trace.CallStack()
     uses = Uses(call_stack.module)
     try:
-        with trace.fork_random(net.module), exact_arithmetic(net.device):
+        with trace.fork_random(net), exact_arithmetic(net.device):
             output = _run_unobserved(net, pair, uses, call_stack)
             try:
                 sites, scores = _observe_passes(net, pair, other, output, uses)

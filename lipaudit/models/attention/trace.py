@@ -375,9 +375,9 @@ def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
         return net.read(net.call(x, batch.mask)).detach()
 
 
-def fork_random(module: nn.Module) -> AbstractContextManager[None]:
-    """Restore the state of the random generators when the block ends."""
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+def fork_random(net: Net) -> AbstractContextManager[None]:
+    """Restore the state of the random generators of a model's devices when the block ends."""
+    devices = {p.device for p in net.module.parameters() if p.device.type == "cuda"}
     return torch.random.fork_rng(devices=list(devices))
 
 

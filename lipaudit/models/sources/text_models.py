@@ -383,12 +383,13 @@ def _count_ids(module: Any, config: Any) -> int:
             "perturbed",
             "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
         )
+    size = int(config.vocab_size)
     table = None
     with suppress(NotImplementedError):  # a model with two towers
         table = getattr(module.get_input_embeddings(), "weight", None)
     if isinstance(table, Tensor) and table.ndim == 2:
-        return min(len(table), int(config.vocab_size))
-    return int(config.vocab_size)
+        return min(len(table), size)
+    return size
 
 
 def _describe_tokenizer(feed: Feed) -> dict[str, Any]:

@@ -347,7 +347,7 @@ def _survey_weights(net: Net, batch: Batch) -> tuple[Sequence[Site], dict[Addres
                 weights[origin.address] = origin.linear.weight
 
     # Flags and random states are restored: the model may be in training.
-    with restore(net.module), trace.fork_random(net.module):
+    with restore(net.module), trace.fork_random(net):
         net.module.eval().requires_grad_(False)
         sites = survey(net, batch).sites
         trace.run(net, batch, trace.Tracer(collect_weights))

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from benchmarks.reference import truth
 from benchmarks.reference.loaded import alone
 from benchmarks.reference.mechanisms import MECHANISMS, describe, load, texts
+from lipaudit.engine.results import in_order
 from lipaudit.measures import load_measures, option_types
-from lipaudit.measures.base import in_order, join_parts
+from lipaudit.measures.base import join_parts
 from lipaudit.measures.layers import per_sample
 from lipaudit.models.attention.capture import Layer, capture, list_blocks_without_attention
 from lipaudit.models.attention.numeric import compute_numeric_norms

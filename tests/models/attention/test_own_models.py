@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import lipaudit
+from lipaudit.engine.results import in_order
 from lipaudit.errors import InputError
 from lipaudit.measures import attention, bounds, jacobian
-from lipaudit.measures.base import in_order, join_parts
+from lipaudit.measures.base import join_parts
 from lipaudit.models.attention.survey import survey
 from tests.models.attention.tiny import HEADS, WIDTH, Tiny, norms
 from tests.nets import own_batch, own_net

@@ -286,7 +286,7 @@ class _Graph:
         attention_nodes = sorted(self._layer_of, key=get_order)
         steps: list[tuple[int, Step]] = []  # with the order of their last node
         added_layers: set[int] = set()  # layers inside an addition
-        starts = set()  # additions of attention, which begin a block
+        starts = []  # additions of attention, which begin a block
         for i, addition in enumerate(self._additions):
             order = get_order(addition.sum.node)
             inside = [self._layer_of[node] for node in attention_nodes if addition.holds(node)]
@@ -294,20 +294,20 @@ class _Graph:
                 has_mlp = any(not self._has_attention(nodes) for nodes in addition.inside)
                 part = "attention and MLP" if has_mlp else "attention"
                 step = Step(part, inside[-1], modules[inside[-1]], i)
-                starts.add(i)
+                starts.append(i)
                 added_layers.update(inside)
             else:  # without attention, it is an MLP: name it after the last layer before it
                 before = [self._layer_of[n] for n in attention_nodes if get_order(n) < order]
-                layer = before[-1] if before else -1
-                step = Step("MLP", layer, recorder.find_module(addition), i)
+                step = Step("MLP", [-1, *before][-1], recorder.find_module(addition), i)
             steps.append((order, step))
         for first, last in find_blocks(self._additions, starts):
-            layer = next(step.layer for _, step in steps if step.first == first)
             order = get_order(self._additions[last].sum.node)
+            # The step of its first addition, which stands at the same index.
+            layer = steps[first][1].layer
             steps.append((order, Step("block", layer, "", first, last)))
         for node in attention_nodes:
             layer = self._layer_of[node]
-            if layer not in added_layers:
+            if layer not in added_layers:  # the layer lies in no addition
                 added_layers.add(layer)
                 steps.append((get_order(node), Step("attention", layer, modules[layer])))
         self.steps = tuple(step for _, step in sorted(steps, key=lambda pair: pair[0]))

@@ -26,6 +26,9 @@ RIGHT = "linear"
 LEFT = "linear from the left"
 """The op in the address of a linear map, x W or W x: by the side of the weight."""
 
+TorchFunction = Callable[..., Tensor]
+"""A function of torch that a model calls, such as `torch.matmul`."""
+
 Arrange = Callable[..., Tensor]
 """Moves the channels of a tensor to the last axis."""
 

@@ -458,13 +458,7 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
         parts: how its q, k and v are computed from its input, by name; constants are missing.
         call: its attention call, with canonical axes and its graph.
     """
-    # The same u in every run: whether a layer has a closed form must not be a matter of chance.
-    generator = torch.Generator(call.output.device).manual_seed(0)
-    u = torch.randn(
-        call.output.shape, generator=generator, dtype=heads.q.dtype, device=call.output.device
-    )
-    if heads.valid is not None:  # outputs of padded queries do not count
-        u = u * heads.valid[:, None, :, None]
+    u = _draw_cotangent(heads, call.output)
     queries = [parts["q"]] if "q" in parts else []
     memory = [parts["k"], parts["v"]]
     # The closed form: u, scaled, and R^T J^T u for each input, where R are the random directions.
@@ -479,10 +473,8 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     closed_form = [(readers[name][0], z) for name, z in pulled.items()]
     # By autograd, for each input: the group of projections that read the input. If one linear map
     # serves both queries and keys, there is one group.
-    q_leaves = {id(leaf.tensor) for part in queries for leaf in part.leaves}
-    kv_leaves = {id(leaf.tensor) for part in memory for leaf in part.leaves}
     groups = [queries, memory]
-    if heads.x_kv is None or not queries or not q_leaves.isdisjoint(kv_leaves):
+    if heads.x_kv is None or not queries or _share_leaf(queries, memory):
         groups = [queries + memory]
     differences = []
     for group in groups:
@@ -496,6 +488,24 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
                 difference = difference.index_add(0, rows, z, alpha=-1)
         differences.append(torch.linalg.vector_norm(difference))
     return bool(torch.stack(differences).norm() <= AGREES)
+
+
+def _draw_cotangent(heads: Heads, output: Tensor) -> Tensor:
+    """Return a random cotangent of O, (windows, heads, tokens, d_v); 0 at padded queries.
+
+    It is the same in every run: whether a layer has a closed form must not be a matter of chance.
+    """
+    generator = torch.Generator(output.device).manual_seed(0)
+    u = torch.randn(output.shape, generator=generator, dtype=heads.q.dtype, device=output.device)
+    if heads.valid is None:
+        return u
+    return u * heads.valid[:, None, :, None]
+
+
+def _share_leaf(one: Sequence[Projected], other: Sequence[Projected]) -> bool:
+    """Say whether a projection of each group is computed from the output of one linear map."""
+    leaves = {id(leaf.tensor) for part in one for leaf in part.leaves}
+    return any(id(leaf.tensor) in leaves for part in other for leaf in part.leaves)
 
 
 def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) -> Tensor:

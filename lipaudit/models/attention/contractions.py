@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lipaudit.models.attention import calls
-from lipaudit.models.attention.calls import Linear
+from lipaudit.models.attention.calls import Linear, TorchFunction
 from lipaudit.models.graph import Past, leaves, mark_row, vjp
 
 LARGEST = 2**24
@@ -360,7 +360,7 @@ def _count_dependencies(linear: Linear, source: Tensor | GradientEdge) -> list[i
     return [indices.unique().numel() for indices in pulled.nonzero().T]
 
 
-READERS: dict[Callable[..., Any], Callable[..., Contraction | None]] = {
+READERS: dict[TorchFunction, Callable[..., Contraction | None]] = {
     F.linear: _read_linear,
     torch.addmm: _read_addmm,
     torch.tensordot: _read_tensordot,

@@ -32,7 +32,14 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Linear
+from lipaudit.models.attention.calls import (
+    Address,
+    AttentionCall,
+    Explicit,
+    Fused,
+    Linear,
+    TorchFunction,
+)
 from lipaudit.models.attention.contractions import arrange_factors, maps_logits, read_einsum
 from lipaudit.models.graph import Past, leaves, mark_row, nodes, op, vjp
 
@@ -177,7 +184,7 @@ class AttentionMode(TorchFunctionMode):
         return result.finish(output)
 
     def run_linear(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, func: TorchFunction, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tensor | None:
         """Return the result of a linear map that is to be cut; None for any other op."""
         return None
@@ -215,13 +222,13 @@ class AttentionMode(TorchFunctionMode):
         for leaf in leaves(result)[0]:
             self._past[leaf] = past
 
-    def _handle_composite(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _handle_composite(self, func: TorchFunction, *args: Any, **kwargs: Any) -> Any:
         """Run F.multi_head_attention_forward such that this mode sees the ops in its body."""
         with self:  # torch switches a mode off while it handles a function
             return _multi_head_attention(*args, **kwargs)
 
     def _handle_matmul(
-        self, func: Callable[..., Tensor], *operands: Any, **kwargs: Any
+        self, func: TorchFunction, *operands: Any, **kwargs: Any
     ) -> AttentionCall | Tensor:
         """Run a matrix product, and find out whether it belongs to attention.
 
@@ -278,7 +285,7 @@ class AttentionMode(TorchFunctionMode):
 
     def _handle_baddbmm(
         self,
-        func: Callable[..., Tensor],
+        func: TorchFunction,
         bias: Tensor,
         batch1: Tensor,
         batch2: Tensor,
@@ -298,7 +305,7 @@ class AttentionMode(TorchFunctionMode):
         return _finish(product, lambda product: added + alpha * product)
 
     def _handle_einsum(
-        self, func: Callable[..., Tensor], equation: Any, *operands: Any
+        self, func: TorchFunction, equation: Any, *operands: Any
     ) -> AttentionCall | Tensor:
         """Run an einsum as a batched matrix product, (batch, rows, sum) (batch, sum, columns).
 
@@ -338,7 +345,7 @@ class AttentionMode(TorchFunctionMode):
 
     def _handle_softmax(
         self,
-        func: Callable[..., Tensor],
+        func: TorchFunction,
         input: Tensor,
         dim: int | None = None,
         *args: Any,
@@ -360,14 +367,14 @@ class AttentionMode(TorchFunctionMode):
         self._await_values(input, p, dim)
         return p
 
-    def _handle_exp(self, func: Callable[..., Tensor], input: Tensor, **kwargs: Any) -> Tensor:
+    def _handle_exp(self, func: TorchFunction, input: Tensor, **kwargs: Any) -> Tensor:
         """Run exp, and note it: it may be a part of a written-out softmax, e / sum(e)."""
         e = func(input, **kwargs)
         if self._products and e.requires_grad:
             self._exponentials[e] = e.grad_fn, input
         return e
 
-    def _handle_divide(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _handle_divide(self, func: TorchFunction, *args: Any, **kwargs: Any) -> Tensor:
         """Run a division, and note it if it is a written-out softmax, exp(s) / sum(exp(s)).
 
         `_handle_exp` has noted the node and the argument of each exponential.
@@ -452,8 +459,7 @@ def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Ten
     """Return logits and P with their axes in the order in which P multiplies the values.
 
     The softmax may have other axes: P of (b, n, h, m) is permuted to (b, h, n, m) before it
-    multiplies values of (b, h, m, d). The order is read from the graph: a cotangent that numbers
-    the rows of the permuted P is pulled back to the rows of P, times a factor.
+    multiplies values of (b, h, m, d).
 
     Args:
         logits: the argument of the softmax, with its axes.
@@ -468,15 +474,9 @@ def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Ten
     # No op on the way changes the order of axes.
     if p.shape[-1] != weights.shape[-1] or _MOVES.isdisjoint(op(node) for node in path):
         return logits, p
-    count = weights[..., 0].numel()
-    row_numbers = torch.arange(1, count + 1, device=p.device).to(weights)
-    cotangent = row_numbers.view(*weights.shape[:-1], 1).expand_as(weights)
-    pulled = vjp(weights, p, cotangent)
-    factor = vjp(weights, p, torch.ones_like(weights))
-    if pulled is None or factor is None:
+    number = _number_rows(p, weights)
+    if number is None:
         return logits, p
-    # For each row of P, the number of its row in the weights.
-    number = (pulled / factor).round()[..., 0]
     # Along an axis of P, numbers rise by the stride of that axis in the weights. The axis with the
     # largest stride comes first there.
     strides = []
@@ -484,12 +484,34 @@ def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Ten
         last = number.select(axis, -1).amin()
         strides.append(float(last - number.amin()) / max(1, size - 1))
     order = sorted(range(number.ndim), key=lambda axis: -strides[axis])
-    if not torch.equal(number.permute(order).flatten(), row_numbers):  # rows are mixed on the way
+    in_order = torch.arange(number.numel(), device=p.device).to(number)
+    if not torch.equal(number.permute(order).flatten(), in_order):  # rows are mixed on the way
         return logits, p
     shape = (*weights.shape[:-1], -1)
     logits = logits.permute(*order, -1)
     p = p.permute(*order, -1)
     return logits.reshape(shape), p.reshape(shape)
+
+
+def _number_rows(p: Tensor, weights: Tensor) -> Tensor | None:
+    """Return for each row of P, (..., keys), the number of its row in the weights, from 0.
+
+    None if the weights are not made from P.
+
+    Args:
+        p: the result of a softmax.
+        weights: P permuted, maybe times a factor (dropout).
+    """
+    # A cotangent of the weights that is n + 1 in row n. Its pullback to P is n + 1 times a factor,
+    # which a cotangent of ones gives.
+    count = weights[..., 0].numel()
+    numbers = torch.arange(1, count + 1, device=p.device).to(weights)
+    cotangent = numbers.view(*weights.shape[:-1], 1).expand_as(weights)
+    pulled = vjp(weights, p, cotangent)
+    factor = vjp(weights, p, torch.ones_like(weights))
+    if pulled is None or factor is None:
+        return None
+    return (pulled / factor).round()[..., 0] - 1
 
 
 def _make_fused_call(
@@ -544,7 +566,7 @@ _multi_head_attention = FunctionType(
     _composite.__defaults__,
 )
 _multi_head_attention.__kwdefaults__ = _composite.__kwdefaults__
-_HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
+_HANDLERS: dict[object, Callable[..., Any]] = {
     F.scaled_dot_product_attention: (
         lambda _, func, *args, **kwargs: _make_fused_call(func(*args, **kwargs), *args, **kwargs)
     ),

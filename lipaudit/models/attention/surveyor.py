@@ -267,34 +267,10 @@ class Surveyor(Tracer):
         if not layers or set(outputs) != set(layers[0].site.addresses):
             return
         layer = layers[0]
-        site = layer.site
-
-        def as_rows(*parts: Tensor) -> Tensor:
-            """Convert the layer's output, or the outputs of its calls in a loop, to token rows.
-
-            The result is (tokens of both samples, heads * d_v).
-            """
-            if site.loop is None:
-                t = parts[0]
-            else:
-                t = site.loop.cat(parts)
-            t = site.layout.arrange(t, 2)
-            return t.transpose(1, 2).flatten(2).flatten(0, 1)
-
-        if layer.has_projection:
-            return
-        layer.has_projection = True
-        parts = tuple(outputs[address] for address in site.addresses)
-        if site.structure is not None:
-            source = graph.Probed(linear.inputs[None, None], parts, as_rows)
-            structure = replace(site.structure, out=find_output_map(linear, source))
-            layer.site = replace(site, structure=structure)
-        # The axis of queries was divided into heads and tokens. Refuse the layer if W_O treats
-        # these heads as tokens, by reading the same channel of several heads.
-        if site.layout.queries != TOKENS:
-            source = graph.Probed(linear.inputs, parts, as_rows)
-            if _reads_as_tokens(source, site.heads):
-                layer.refuse("its queries are heads by their maps, and tokens by W_O")
+        if not layer.has_projection:
+            layer.has_projection = True
+            parts = tuple(outputs[address] for address in layer.site.addresses)
+            _read_projection(layer, linear, parts)
 
     def compare(self, call: AttentionCall, address: Address) -> None:
         """Check that q, k and v of the first sample do not depend on the second one.
@@ -372,6 +348,37 @@ def _is_shared(q: Tensor) -> bool:
     """Say whether both samples have the same queries, which are then learned constants."""
     first, *other = q.chunk(2)
     return len(other) == 1 and torch.equal(first, other[0])
+
+
+def _read_projection(layer: Surveyed, linear: calls.Linear, parts: tuple[Tensor, ...]) -> None:
+    """Note a linear map as W_O of a layer in its closed form, or refuse the layer by this map.
+
+    Args:
+        layer: the layer.
+        linear: the first linear map that reads the layer's output.
+        parts: the output, with the axes of the model; of each call in a loop.
+    """
+    site = layer.site
+
+    def as_rows(*parts: Tensor) -> Tensor:
+        """Convert the layer's output to token rows, (tokens of both samples, heads * d_v)."""
+        if site.loop is None:
+            t = parts[0]
+        else:
+            t = site.loop.cat(parts)
+        t = site.layout.arrange(t, 2)
+        return t.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    if site.structure is not None:
+        source = graph.Probed(linear.inputs[None, None], parts, as_rows)
+        structure = replace(site.structure, out=find_output_map(linear, source))
+        layer.site = replace(site, structure=structure)
+    # The axis of queries was divided into heads and tokens. Refuse the layer if W_O treats these
+    # heads as tokens, by reading the same channel of several heads.
+    if site.layout.queries != TOKENS:
+        source = graph.Probed(linear.inputs, parts, as_rows)
+        if _reads_as_tokens(source, site.heads):
+            layer.refuse("its queries are heads by their maps, and tokens by W_O")
 
 
 def _reads_as_tokens(source: graph.Probed, heads: int) -> bool:

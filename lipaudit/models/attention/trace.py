@@ -23,6 +23,7 @@ from lipaudit.models.attention.calls import (
     Loop,
     Origin,
     Origins,
+    TorchFunction,
 )
 from lipaudit.models.attention.contractions import READERS, Contraction
 from lipaudit.models.attention.events import AttentionMode
@@ -192,7 +193,7 @@ class Tracer(AttentionMode):
         return t
 
     def run_linear(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, func: TorchFunction, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tensor | None:
         """Run an op if it is a linear map at which to cut, and return its output as a leaf.
 

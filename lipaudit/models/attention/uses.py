@@ -123,31 +123,39 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _PRODUCTS:
             left, right = args[_PRODUCTS[name] :][:2]
             return self._mark_product(left, right, out)
+        if name in _ENTRYWISE and len(given) == 2 and all(given):
+            return self._mark_entrywise(name, args, given, out)
         counted = given[:1] if name in _CHOICES else given  # an index does not count
-        marks = 0  # all marks of the arguments together
+        marks = _SAMPLE
         for each in counted:
             marks |= each
-        # Whether the op takes two tensors, and exactly one of them is a pair.
-        mixed = len(given) == 2 and all(given) and (given[0] ^ given[1]) & _PAIR
-        if name in _ENTRYWISE and isinstance(out, Tensor):
-            sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
-            # Broadcasting: each entry of the result depends on a pair of entries of two tensors.
-            if len(sizes) == 2 and out.numel() > max(sizes) and all(given[:2]):
-                # Weights times values, before a sum over the keys.
-                if marks & _PAIR and name == "mul":
-                    return self._count_use()
-                return marks | _OUTER
-            if mixed:
-                pair = args[0] if given[0] & _PAIR else args[1]
-                # Each row of the other tensor is scaled by one number of the pair: a value that
-                # attention weights.
-                if pair.shape[-1:] == (1,) and out.shape[-1:] != (1,):
-                    return self._count_use()
-        if name == "add" and mixed:
-            return _SAMPLE  # a residual stream
         if name in _SOFTMAXES and marks & _OUTER:  # additive attention
             marks |= _PAIR
-        return marks | _SAMPLE
+        return marks
+
+    def _mark_entrywise(self, name: str, args: tuple[Any, ...], given: list[int], out: Any) -> int:
+        """Return the marks of an entry-wise sum or product of two tensors, and count uses.
+
+        Both tensors depend on the sample. Arguments are those of `_compute_marks`.
+        """
+        left, right = args[:2]
+        marks = given[0] | given[1]
+        # Broadcasting: each entry of the result depends on a pair of entries of two tensors.
+        if out.numel() > max(left.numel(), right.numel()):
+            # Weights times values, before a sum over the keys.
+            if marks & _PAIR and name == "mul":
+                return self._count_use()
+            return marks | _OUTER
+        if not (given[0] ^ given[1]) & _PAIR:  # both tensors are pairs, or none
+            return marks
+        pair = left if given[0] & _PAIR else right
+        # Each row of the other tensor is scaled by one number of the pair: a value that attention
+        # weights.
+        if pair.shape[-1:] == (1,) and out.shape[-1:] != (1,):
+            return self._count_use()
+        if name == "add":  # a residual stream, to which the pair is added
+            return _SAMPLE
+        return marks
 
     def _mark_product(self, left: Any, right: Any, out: Any) -> int:
         """Return the marks of a matrix product, and count it if it weights values by a pair.

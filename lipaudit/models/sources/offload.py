@@ -8,7 +8,7 @@ also outside the forward pass of their own module.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lipaudit import errors
 from lipaudit.errors import EvaluationError, InputError, UsageError, explain_failure, few
-from lipaudit.models.net import LoadOptions
+from lipaudit.models.net import Call, LoadOptions
 from lipaudit.models.precision import DEFERRED, convert_on_read, lift_parameters, name_dtypes
 from lipaudit.models.sources.weight_files import describe_misfit, note_half_precision, read_json
 from lipaudit.tables import Note, Notes
@@ -33,8 +33,8 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def place_weights(
-    module: nn.Module, call: Callable[..., Any], options: LoadOptions
-) -> tuple[Callable[..., Any], Mapping[str, str], Notes]:
+    module: nn.Module, call: Call, options: LoadOptions
+) -> tuple[Call, Mapping[str, str], Notes]:
     """Put the weights of a model on its devices, in the precision of the run.
 
     Args:
@@ -180,7 +180,7 @@ class Placement:
                     part, _, key = name.rpartition(".")
                     module.get_submodule(part)._parameters[key] = parameter
 
-    def connect(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    def connect(self, module: nn.Module, call: Call) -> Call:
         """Return the call of a model whose modules compute on different devices.
 
         Weights stay where `move` put them, and tensors travel. A hook before each module sends the

@@ -389,14 +389,8 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
     """
     x = net.point(batch)
     generator = torch.Generator().manual_seed(0)
-    u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-    free = net.free(batch)
-    if free is not None:  # tokens that cannot change, such as padding, do not move
-        u = u * free[..., None]
-    # Scale u to the length of the sample (at least 1: a sample may be 0). Then h is relative.
+    u, length = _draw_direction(x, net.free(batch), generator)
     axes = tuple(range(1, x.ndim))
-    length = torch.linalg.vector_norm(x, dim=axes, keepdim=True).clamp_min(1.0)
-    u = u * length / torch.linalg.vector_norm(u, dim=axes, keepdim=True)
     with torch.enable_grad():
         point = x.clone().requires_grad_()
         output = net.forward(point, batch)
@@ -407,7 +401,7 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
     # chance the slope may be far smaller. So errors are relative to the usual slope at least.
     entries = u.count_nonzero() / len(u)
     steepness = torch.linalg.vector_norm(gradient, dim=axes)
-    usual_slope = steepness * length.flatten() / entries.sqrt()
+    usual_slope = steepness * length / entries.sqrt()
     # Rounding error of <w, f>, which D(h) divides by h: not an error of the slope.
     eps = torch.finfo(torch.float64).eps
     terms = (output.detach() * w).abs()
@@ -425,6 +419,28 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
         if (errors <= DIFFERS).all():  # no sample differs: no further step is needed
             break
     return errors
+
+
+def _draw_direction(
+    x: Tensor, free: Tensor | None, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return a random direction u at each sample, as long as the sample, and this length.
+
+    A step h u is then relative to the sample. The length is at least 1, because a sample may be 0.
+
+    Args:
+        x: the samples.
+        free: the tokens that can change, (samples, tokens): others, such as padding, do not move;
+            None: all can.
+        generator: draws u.
+    """
+    u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+    if free is not None:
+        u = u * free[..., None]
+    axes = tuple(range(1, x.ndim))
+    length = torch.linalg.vector_norm(x, dim=axes, keepdim=True).clamp_min(1.0)
+    u = u * length / torch.linalg.vector_norm(u, dim=axes, keepdim=True)
+    return u, length.flatten()
 
 
 def _compute_gradient(value: Tensor, point: Tensor) -> Tensor:

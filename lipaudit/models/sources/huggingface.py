@@ -299,22 +299,14 @@ def _load_weights(
     Returns:
         The model, transformers' report on missing and surplus names and wrong shapes, and notes.
     """
+    # A weight of integers is quantised. Without a quantisation in config.json no scale is known,
+    # and transformers would take the integers for values.
     if state is None and not getattr(config, "quantization_config", None):
-        # A weight of integers is quantised. Without a quantisation in config.json no scale is
-        # known, and transformers would take the integers for values. Other tensors, such as
-        # counters and positions, may be integers.
-        integer_weights = []
-        for name, number_format in formats.items():
-            if name.endswith("weight") and number_format[0] in "IU":
-                integer_weights.append(name)
-        refuse_codes(integer_weights, path)
-    dtypes = []  # of the stored floats
-    for number_format in {*formats.values()}:
-        if "F" in number_format:
-            dtypes.append(HALF_NAMES.get(number_format, torch.float32))
+        refuse_codes(_list_integer_weights(formats), path)
+    dtypes = {HALF_NAMES.get(each, torch.float32) for each in formats.values() if "F" in each}
     dtype = torch.float32
     if as_stored and len(dtypes) == 1:
-        dtype = dtypes[0]
+        (dtype,) = dtypes
     with explain_failure(
         f"transformers cannot load {path}",
         "Check that the directory is complete: config.json and its weights. Copy or download "
@@ -344,6 +336,15 @@ def _load_weights(
     # The model was built in half precision, and so its computed constants are rounded.
     _compute_constants(module, loader, config)
     return module, report, ()
+
+
+def _list_integer_weights(formats: Mapping[str, str]) -> list[str]:
+    """Return the names of weights that are stored as integers, such as I8 and U8.
+
+    Other tensors, such as counters and positions, may be integers.
+    """
+    weights = [name for name in formats if name.endswith("weight")]
+    return [name for name in weights if formats[name][0] in "IU"]
 
 
 def _compute_constants(module: nn.Module, loader: Any, config: Any) -> None:

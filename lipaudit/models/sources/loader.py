@@ -523,9 +523,8 @@ def restore(module: nn.Module) -> Iterator[None]:
     tables = []  # with their module, their name and their entries
     for part in modes:
         for name in ("_parameters", "_buffers", "_modules"):
-            if name in vars(part):  # scripted modules have no such variables
-                table = vars(part)[name]
-                tables.append((part, name, table, dict(table)))
+            table = getattr(part, name)
+            tables.append((part, name, table, dict(table.items())))
     tensors = (*module.parameters(), *module.buffers())
     values = [(t, t.data, t.requires_grad) for t in tensors]
     gradients = [(p, p.grad, p.grad.data) for p in module.parameters() if p.grad is not None]
@@ -537,7 +536,9 @@ def restore(module: nn.Module) -> Iterator[None]:
             setattr(config, huggingface.EXPERTS, choice)
         for part, name, table, entries in tables:
             vars(part)[name] = table
-            table.update(entries)
+            if name != "_modules":  # tables of modules are only replaced as a whole
+                for key, t in entries.items():
+                    table[key] = t
         for part, mode in modes.items():
             part.training = mode
         for t, value, requires_grad in values:

@@ -102,10 +102,9 @@ def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
     split = is_split.nonzero()[:, 0]
     if not len(state) or not len(split):
         return False
-    relu = split[0]  # any ReLU that all parts split
-    signs = state[:, relu]
-    is_other = torch.arange(state.shape[1], device=state.device) != relu
-    others = state[:, is_other]
+    relu = split[:1]  # any ReLU that all parts split
+    signs = state[:, split[0]]
+    others = state.index_fill(1, relu, 0)  # the parts within the inputs with one sign of it
     return _covers_ball(others[signs == 1]) and _covers_ball(others[signs == -1])
 
 
@@ -193,7 +192,6 @@ def ascend(
     Returns:
         The best bound of each part, and the parts with the multipliers of these bounds.
     """
-    relus = problem.relus
     effects = _find_effects(problem, nodes.state)
     floor = nodes.find_smallest()
     y = nodes.clip_multipliers()
@@ -202,19 +200,13 @@ def ascend(
     mean_gradient = torch.zeros_like(y)
     mean_square = torch.zeros_like(y)
     for step in range(steps + 1):
-        bounds, coefficients, on_z = _evaluate(problem, nodes.which, y, effects)
-        is_better = bounds > best
-        best = torch.where(is_better, bounds, best)
+        evaluation = _evaluate(problem, nodes.which, y, effects)
+        is_better = evaluation.bounds > best
+        best = torch.where(is_better, evaluation.bounds, best)
         best_y = torch.where(is_better[:, None], y, best_y)
         if step == steps or bool((best > 0).all()) or time.monotonic() > until:
             break
-        # A supergradient: the values of the constraints at the symbols -e, where the affine
-        # function is smallest. There 1 + eps is 1 - e, and the input z of a ReLU is at the end of
-        # +-spread that makes the function smallest.
-        e = _find_minimum(problem, coefficients)
-        z = relus.centre - on_z.sign() * relus.spread - e @ relus.slopes.mT
-        error = 1 - e[:, problem.columns]
-        gradient = effects.on_z * z + effects.on_error * error
+        gradient = _find_supergradient(problem, evaluation, effects)
         mean_gradient.lerp_(gradient, 1 - _DECAY[0])
         mean_square.lerp_(gradient.square_(), 1 - _DECAY[1])
         # Both means begin at zero: Adam corrects their bias.
@@ -225,6 +217,20 @@ def ascend(
         y = torch.addcdiv(y, mean_gradient, size, value=step_size)
         y = torch.maximum(y, floor)
     return best, replace(nodes, y=best_y)
+
+
+def _find_supergradient(problem: Problem, evaluation: Evaluation, effects: Effects) -> Tensor:
+    """Return the supergradient of lower bounds in their multipliers, (2, b, k).
+
+    A bound is the minimum of margin + multipliers . constraints over the symbols, so its
+    supergradient has the values of the constraints at the symbols -e where the minimum is.
+    """
+    relus = problem.relus
+    e = _find_minimum(problem, evaluation.coefficients)
+    # The input z of a ReLU is at the end of +-spread that makes the function smallest.
+    z = relus.centre - evaluation.on_z.sign() * relus.spread - e @ relus.slopes.mT
+    error = 1 - e[:, problem.columns]  # 1 + eps at eps = -e
+    return effects.on_z * z + effects.on_error * error
 
 
 def _find_minimum(problem: Problem, coefficients: Tensor) -> Tensor:

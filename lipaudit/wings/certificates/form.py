@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -296,27 +296,23 @@ class Form(Tensor):
 
     @property
     def generators(self) -> Tensor:
-        """Return all coefficients as a dense stack (symbols, *shape).
-
-        Blocks store coefficients of error symbols sparsely. They are written into the stack, in
-        place, and the form has no blocks afterwards.
-        """
-        if self.blocks:
-            stack = self.dense.new_empty(self.symbol_count, *self.shape)
-            stack[: len(self.dense)] = self.dense
-            # Only rows that are not copied are set to zero: memory is written once.
-            stack[len(self.dense) :] = 0
-            for block in self.blocks:
-                block.add_to(stack)
-                # Another form with this block must become dense, too, before both are added.
-                self.symbols.dense_keys.add(block.key)
-            self.dense = stack
-            self.blocks = ()
-        return self.dense
+        """Return all coefficients as a dense stack (symbols, *shape); afterwards no blocks."""
+        return self.make_dense().dense
 
     def make_dense(self) -> Form:
-        """Turn the blocks (sparse error coefficients) into dense rows, in place."""
-        self.generators  # noqa: B018 - reading it does so
+        """Write the blocks (sparse error coefficients) into the dense stack, in place."""
+        if not self.blocks:
+            return self
+        stack = self.dense.new_empty(self.symbol_count, *self.shape)
+        stack[: len(self.dense)] = self.dense
+        # Only rows that are not copied are set to zero: memory is written once.
+        stack[len(self.dense) :] = 0
+        for block in self.blocks:
+            block.add_to(stack)
+            # Another form with this block must become dense, too, before both are added.
+            self.symbols.dense_keys.add(block.key)
+        self.dense = stack
+        self.blocks = ()
         return self
 
     def split_by_row(self) -> Form:
@@ -499,7 +495,7 @@ class Form(Tensor):
         # A symbol may be larger than the slack that it replaces, never smaller.
         radius = cast_up(self.slack * is_large, self.symbols.dtype)
         errors = round_up(self.radii.errors + radius)
-        self.radii = PartRadii(self.radii.linear, self.radii.quadratic, errors)
+        self.radii = replace(self.radii, errors=errors)
         self.blocks = (*self.blocks, self.symbols.add_errors(radius))
         self.slack = self.slack * ~is_large
         return self

@@ -195,20 +195,7 @@ def ball(
     reach = torch.as_tensor(eps, dtype=DOUBLE, device=x.device).expand_as(x)
     if not (reach >= 0).all() or order not in (1, 2):
         raise UsageError(f"no ball of radius {eps} at order {order}")
-    # The ends of the range of each entry. They serve only to compute the centre and the radius.
-    low = x - round_up(reach)
-    high = x + round_up(reach)
-    centre = x
-    if norm == "linf":
-        # The range of valid inputs cuts the ball to a smaller box. Around the centre of this box
-        # the radius is smaller than around x.
-        if box is not None:
-            low = low.clamp(*box)
-            high = high.clamp(*box)
-        centre = (low + high) / 2
-    radius = torch.maximum(high - centre, centre - low)
-    # The ends and the centre are rounded: the radius is enlarged by these rounding errors.
-    radius = radius + gamma(4, DOUBLE) * (x.abs() + radius)
+    centre, radius = _find_centre(x, reach, norm, box)
     if moving is None:
         moving = torch.ones_like(x, dtype=torch.bool)
     moving = moving.expand_as(x)
@@ -230,6 +217,33 @@ def ball(
     rows[torch.arange(n), positions] = cast_up(radius, dtype).flatten()[positions]
     centre = torch.where(moving, centre, x)
     return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
+
+
+def _find_centre(
+    x: Tensor, reach: Tensor, norm: Norm, box: tuple[float, float] | None
+) -> tuple[Tensor, Tensor]:
+    """Return centre and radius of each entry of a ball around x, (*shape) each.
+
+    An L-inf ball is a box of inputs, and the range of valid inputs (`box`) may cut it to a smaller
+    box. Around the centre of the smaller box the radius is smaller than around x.
+
+    Args:
+        x: (*shape), float64.
+        reach: radius of each entry before it is cut.
+        norm: norm of the ball.
+        box: range of valid inputs.
+    """
+    low = x - round_up(reach)
+    high = x + round_up(reach)
+    centre = x
+    if norm == "linf":
+        if box is not None:
+            low = low.clamp(*box)
+            high = high.clamp(*box)
+        centre = (low + high) / 2
+    radius = torch.maximum(high - centre, centre - low)
+    # The ends and the centre are rounded: the radius is enlarged by these rounding errors.
+    return centre, radius + gamma(4, DOUBLE) * (x.abs() + radius)
 
 
 def hull(

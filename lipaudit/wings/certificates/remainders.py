@@ -125,45 +125,34 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     cancel or add up in u - v and u + v, so the bounds are tighter than products of radii.
     """
     symbols = x.symbols
-    n = symbols.inputs
-    dtype = symbols.dtype
     rows = max(len(x.dense), len(y.dense))
-    # Any scales s and t are valid. The reciprocals of the radii make u and v equally large, which
-    # gives tight bounds.
-    s = (x.symbol_radius + x.slack).clamp_min(_SMALLEST_RADIUS)
-    s = s.to(dtype).reciprocal()
-    t = (y.symbol_radius + y.slack).clamp_min(_SMALLEST_RADIUS)
-    t = t.to(dtype).reciprocal()
+    # Any scales s and t are valid. These make u and v equally large, which gives tight bounds.
+    s = _invert_radius(x)
+    t = _invert_radius(y)
     # Coefficients of u and v, symbols last, in one batch of b and j.
     u = _scale_coefficients(x.dense, s, rows).transpose(-3, -2)
     u = u.flatten(0, -3)  # (b j, i, symbols)
     v = _scale_coefficients(y.dense, t, rows).flatten(0, -3)  # (b j, d, symbols)
     # From here on all have the shape (*b, j, i, d), or broadcast to it.
-    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2], y.shape[-1])
     s = s.to(DOUBLE).mT[..., :, None]
     t = t.to(DOUBLE)[..., None, :]
     # Slack, and errors that only x has, cannot cancel: their sizes add up for u + v and u - v.
     errors = symbols.bound_parts(x.dense[:0], x.blocks).errors + x.slack
-    independent = errors.mT[..., :, None] * s
-    independent = independent + y.slack[..., None, :] * t
-
-    def bound_squares(v: Tensor) -> Tensor:
-        """Return upper bounds of sum_j |u_ij - v_jd|^2 / (4 s_ij t_jd), (*b, i, d).
-
-        u (b j, i, symbols) and v (b j, d, symbols) are scaled coefficients. The first n symbols
-        are the input, in a ball; the other symbols are in [-1, 1]. `independent` is the radius of
-        errors that only one of the forms has, so that they cannot cancel.
-        """
-        size = _bound_differences(symbols, u[..., :n], v[..., :n])
-        size = size + _one_norm_distance(u[..., n:], v[..., n:])
-        # The roundings of a sum, and of u and v, each of which is about 1 in all.
-        underflow = 4 * (rows * tiny(dtype)) ** 0.5
-        size = size * (1 + gamma(rows + 8, dtype)) + gamma(16, dtype) + underflow
-        size = round_up(size.view(shape) + independent)
+    independent = errors.mT[..., :, None] * s + y.slack[..., None, :] * t
+    bounds = []
+    for other in (v, -v):
+        size = _bound_differences(symbols, u, other).view(independent.shape)
+        size = round_up(size + independent)
         squares = size.square() / (4 * s * t)
-        return round_up(squares.sum(-3), shape[-3] + 32)
+        bounds.append(round_up(squares.sum(-3), x.shape[-1] + 32))
+    below, above = bounds
+    return below, above
 
-    return bound_squares(v), bound_squares(-v)
+
+def _invert_radius(x: Form) -> Tensor:
+    """Return 1 / r in each entry of a form (*shape), where r is its largest change on the ball."""
+    radius = (x.symbol_radius + x.slack).clamp_min(_SMALLEST_RADIUS)
+    return radius.to(x.symbols.dtype).reciprocal()
 
 
 def _scale_coefficients(dense: Tensor, scale: Tensor, rows: int) -> Tensor:
@@ -176,6 +165,22 @@ def _scale_coefficients(dense: Tensor, scale: Tensor, rows: int) -> Tensor:
 
 
 def _bound_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
+    """Return upper bounds of |(u_i - v_d) . e| over all symbols e, (b, i, d).
+
+    u is (b, i, symbols) and v (b, d, symbols): coefficients, scaled so that their rows are about 1
+    in all. The first symbols are the input, in a ball; the others are in [-1, 1].
+    """
+    n = symbols.inputs
+    dtype = u.dtype
+    rows = u.shape[-1]
+    size = _bound_input_differences(symbols, u[..., :n], v[..., :n])
+    size = size + _one_norm_distance(u[..., n:], v[..., n:])
+    # The roundings of a sum, and of u and v.
+    underflow = 4 * (rows * tiny(dtype)) ** 0.5
+    return size * (1 + gamma(rows + 8, dtype)) + gamma(16, dtype) + underflow
+
+
+def _bound_input_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
     """Return max |(u_i - v_d) . e| over the inputs e of the ball, (b, i, d).
 
     u is (b, i, n) and v (b, d, n), coefficients of the n input symbols: the maximum is the dual

@@ -11,7 +11,7 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +23,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lipaudit import schema
-from lipaudit.api import AnyData, audit_request, open_job
+from lipaudit.api import AnyData, Measures, audit_request, open_job
 from lipaudit.data.loading import Samples
 from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.files import require_folder, write
@@ -66,7 +66,7 @@ Watched = nn.Module | ModelSpec | Net
 
 def watch(
     model: Watched,
-    measures: str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
+    measures: Measures = None,
     *,
     data: AnyData = None,
     every: int = 100,
@@ -121,10 +121,7 @@ def watch(
     return Monitor(inner, request, data, every, Path(to), functions, step)
 
 
-def _plan_measurement(
-    measures: str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
-    options: dict[str, Any],
-) -> Request:
+def _plan_measurement(measures: Measures, options: dict[str, Any]) -> Request:
     """Return the request of one measurement; arguments as in `watch`.
 
     Raises:

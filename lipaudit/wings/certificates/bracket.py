@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
@@ -32,10 +32,17 @@ HALVINGS = 8
 SMALLEST_SHARE = 2.0**-12
 
 
+@dataclass(eq=False)
 class Bracket:
     """Attacks and proofs on the balls around one sample.
 
     Attributes:
+        net: a classifier.
+        sample: one sample.
+        proof: the settings of proofs.
+        trials: returns the attacks for a ball.
+        seed: seed of the attacks.
+        texts: the sample as a text, for the norm words.
         label: the true class, -1 if unknown.
         predicted: the class that the model predicts.
         clean: the outcome without an attack.
@@ -49,40 +56,23 @@ class Bracket:
         notes: notes of the attacks.
     """
 
-    def __init__(
-        self,
-        net: Net,
-        sample: Batch,
-        *,
-        proof: Proof,
-        trials: Callable[[Sequence[Radius]], Sequence[Trial]],
-        seed: int,
-        texts: Texts | None = None,
-    ) -> None:
-        """Run the model on the sample without an attack; no radius is known yet.
+    net: Net
+    sample: Batch
+    proof: Proof
+    trials: Callable[[Sequence[Radius]], Sequence[Trial]]
+    seed: int
+    texts: Texts | None = None
+    unbroken_radius: float = 0.0
+    adversarial_radius: float = math.inf
+    certified_radius: float = -1.0
+    certificates: dict[float, Certificate] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
 
-        Args:
-            net: a classifier.
-            sample: one sample.
-            proof: the settings of proofs.
-            trials: returns the attacks for a ball.
-            seed: seed of the attacks.
-            texts: the sample as a text, for the norm words.
-        """
-        self.net = net
-        self.sample = sample
-        self.proof = proof
-        self.texts = texts
-        self.trials = trials
-        self.seed = seed
+    def __post_init__(self) -> None:
+        """Run the model on the sample without an attack."""
         with torch.no_grad():
-            self.predicted = int(net.output(sample).argmax())
-        self.label = -1 if sample.y is None else int(sample.y)
-        self.unbroken_radius = 0.0
-        self.adversarial_radius = math.inf
-        self.certified_radius = -1.0
-        self.certificates: dict[float, Certificate] = {}
-        self.notes: list[Note] = []
+            self.predicted = int(self.net.output(self.sample).argmax())
+        self.label = -1 if self.sample.y is None else int(self.sample.y)
         self.clean = next(self._run_attacks(()))
         self.example = self.clean.x_adv
         self.correct = bool(self.clean.robust)

@@ -134,9 +134,8 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
     net = bracket.net
     if not bracket.correct:
         return False
-    radii = [float(eps) for eps in options.eps]
     # The numbers of patches for which no attack succeeded, so that a proof will be tried.
-    counts = sorted(int(eps) for eps in radii if bracket.adversarial_radius > eps)
+    counts = sorted(int(k.value) for k in options.eps if bracket.adversarial_radius > k.value)
     if not counts or counts[-1] == 1:
         return False
     patches = counts[-1]

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lipaudit.errors import of_machine
 from lipaudit.wings.certificates.form import Form, list_forms
-from lipaudit.wings.certificates.rearrangements import MOVE_METHODS, rearrange
+from lipaudit.wings.certificates.rearrangements import CONSTANT_MAKERS, MOVE_METHODS, rearrange
 from lipaudit.wings.certificates.symbols import Symbols
 
 ELEMENTWISE = frozenset(
@@ -148,9 +148,7 @@ class TrialRun:
             result = numbers[0]
         elif isinstance(result, Iterator):
             result = list(result)
-        # zeros_like, new_zeros and so on return constants, which are no forms.
-        is_constant = name.endswith("_like") or name.startswith("new_")
-        if not is_constant:
+        if name not in CONSTANT_MAKERS:  # a constant is no form
             result = tree_map_only(Tensor, self.start, result)
         nodes, options = tree_map_only(Form, lambda form: form.node, (args, kwargs))
         results = [form.node for form in list_forms(result)]

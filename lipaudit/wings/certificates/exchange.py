@@ -34,6 +34,8 @@ from lipaudit.wings.certificates.onnx_graph import Graph, Query
 from lipaudit.wings.certificates.options import CertifyOptions
 from lipaudit.wings.certificates.vnnlib import read_property
 
+ADVICE = "Give lines MODEL.onnx,PROPERTY.vnnlib,SECONDS in a .csv file."
+
 
 def decide_instances(
     path: Path, options: CertifyOptions, run: RunOptions
@@ -55,18 +57,13 @@ def decide_instances(
     # `Query` makes a classifier of each property. The property holds if the classifier keeps its
     # class on the ball of radius 1 around 0.
     options = options.model_copy(update={"eps": (parse_radius("1"),)}).adapt("tokens")
-    advice = "Give lines MODEL.onnx,PROPERTY.vnnlib,SECONDS in a .csv file."
-    with explain_failure(f"{path} is no list of instances", advice, OSError, ValueError):
+    with explain_failure(f"{path} is no list of instances", ADVICE, OSError, ValueError):
         lines = path.read_text(encoding="utf-8").splitlines()
         rows = [(model, name, float(limit)) for model, name, limit in csv.reader(lines)]
     folder = path.resolve().parent.name
     for model, name, limit in rows:
         began = time.monotonic()
-        graph = Graph(path.parent / model)
-        goal = read_property(path.parent / name)
-        with explain_failure(f"{name} does not fit {model}", advice):
-            query = Query(graph, goal)
-            query(torch.zeros_like(query.centre)[None])  # fails if the shapes do not fit
+        query = _read_query(path.parent, model, name)
         with exact_arithmetic(torch.device("cpu")):
             net = _make_net(query, model, name)
             x = torch.zeros(1, *net.input_shape, dtype=net.dtype)
@@ -80,6 +77,20 @@ def decide_instances(
         seconds = f"{time.monotonic() - loaded:.3f}"
         row = (folder, model, name, seconds_to_load, result, seconds)
         yield row, _write_example(example)
+
+
+def _read_query(folder: Path, model: str, name: str) -> Query:
+    """Return a network and a property, two files of a folder, as one classifier.
+
+    Raises:
+        InputError: a file is missing, cannot be read, or does not fit the other one.
+    """
+    graph = Graph(folder / model)
+    goal = read_property(folder / name)
+    with explain_failure(f"{name} does not fit {model}", ADVICE):
+        query = Query(graph, goal)
+        query(torch.zeros_like(query.centre)[None])  # fails if the shapes do not fit
+    return query
 
 
 def _make_net(query: Query, model: str, name: str) -> Net:

@@ -254,10 +254,12 @@ class CertifyOptions(MeasureOptions):
     @property
     def files(self) -> tuple[Path, ...]:
         """Return the files to write: instances.csv in the folder of --export, and --proofs."""
-        exported = None
+        files = []
         if self.export is not None:
-            exported = self.export / "instances.csv"
-        return tuple(path for path in (exported, self.proofs) if path is not None)
+            files.append(self.export / "instances.csv")
+        if self.proofs is not None:
+            files.append(self.proofs)
+        return tuple(files)
 
     @property
     def most_nodes(self) -> int | None:

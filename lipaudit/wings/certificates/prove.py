@@ -116,8 +116,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "iter": lambda x: iter(x.unbind(0)),
     "getitem": make_rearrangement("__getitem__"),
     "concat": rearrangements.cat,
-    **{name: make_constant(name) for name in ("zeros_like", "ones_like", "full_like")},
-    **{name: make_constant(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},
+    **{name: make_constant(name) for name in rearrangements.CONSTANT_MAKERS},
     # Products.
     "bmm": bilinear.matmul,
     "rmatmul": lambda x, other: bilinear.matmul(other, x),

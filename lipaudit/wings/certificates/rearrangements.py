@@ -237,6 +237,18 @@ def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
     return rule(input, *args, **kwargs)
 
 
+CONSTANT_MAKERS = (
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_tensor",
+)
+"""Functions of a tensor whose result does not depend on its values."""
+
+
 def make_constant(name: str) -> Callable[..., Tensor]:
     """Return the rule of a function, such as zeros_like, that creates a constant tensor.
 

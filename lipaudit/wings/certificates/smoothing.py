@@ -12,7 +12,7 @@ a function of Lipschitz constant 1 / sigma, and the class has a majority while p
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -22,7 +22,7 @@ from pydantic import Field
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, seconds_column
-from lipaudit.measures.base import Measure, MeasureOptions, Part
+from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import option, repeat_option
 from lipaudit.settings.value_types import Balls, TwoCounts
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Row, Section
@@ -229,7 +229,6 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
     import torch
 
     point = net.point(batch)
-    free = net.free(batch)
     selecting, estimating = options.copies
     copies_per_sample = selecting + estimating
     seeds = options.list_seeds(batch.ids)
@@ -246,22 +245,41 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
             draws.append(draw)
         noise = torch.stack(draws).to(point)
         rows = sample.to(point.device)
-        if free is not None:  # texts: padding gets no noise
-            noise = noise * free[rows, :, None]
-        with torch.no_grad():
-            z = point[rows] + (options.smooth or 0.0) * noise
-            logits = net.forward(z, batch.without_ids(rows)).cpu()
-        if not bool(logits.isfinite().all()):
-            text = f"the model's output is not finite under noise of {options.smooth}"
-            raise EvaluationError(text, "Try --dtype float64, or less noise.")
+        classes = _classify_copies(net, batch.without_ids(rows), point[rows], noise, options)
         # 0 for the N0 copies that choose the class, 1 for the N copies that estimate it.
         stage = (copies % copies_per_sample >= selecting).long()
         # counts[sample, stage, class] += 1 for every copy.
-        counts.index_put_((sample, stage, logits.argmax(1)), torch.tensor(1), accumulate=True)
+        counts.index_put_((sample, stage, classes), torch.tensor(1), accumulate=True)
         done = (int(copies[-1]) + 1) / copies_per_sample  # samples, the last one in part
         base.report_progress(done - finished)
         yield from counts[finished : int(done)]
         finished = int(done)
+
+
+def _classify_copies(
+    net: Net, batch: Batch, point: Tensor, noise: Tensor, options: SmoothingOptions
+) -> Tensor:
+    """Return the class of each of some samples under noise, on the CPU.
+
+    Args:
+        net: the model.
+        batch: the samples.
+        point: the samples without noise: pixels, or token embeddings.
+        noise: standard normal noise, of the shape of `point`; padding of texts gets none of it.
+        options: the options of the run.
+    """
+    import torch
+
+    free = net.free(batch)
+    if free is not None:
+        noise = noise * free[..., None]
+    with torch.no_grad():
+        z = point + (options.smooth or 0.0) * noise
+        logits = net.forward(z, batch).cpu()
+    if not bool(logits.isfinite().all()):
+        text = f"the model's output is not finite under noise of {options.smooth}"
+        raise EvaluationError(text, "Try --dtype float64, or less noise.")
+    return logits.argmax(1)
 
 
 def _time_copy(net: Net, batch: Batch, options: SmoothingOptions) -> float:
@@ -334,47 +352,59 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
     import numpy as np
 
     arrays = base.join_arrays(parts)
-    unique = base.mark_unique(parts)
-    sigma = options.smooth or 0.0
-    _, copies = options.copies
-    label = arrays["label"]
-    selection = arrays["votes"][:, 0]  # (samples, classes), votes that choose the class
-    estimation = arrays["votes"][:, 1]  # votes that certify it
-    chosen = selection.argmax(1)
-    sample = np.arange(len(label))
-    votes = estimation[sample, chosen]
-    share = limit_share(votes, copies, options.alpha)
-    radius = certify_radius(share, sigma)
-    correct = (chosen == label) & (radius > 0)
+    columns = _certify_samples(arrays, options)
     # The theorem holds for inputs nearer than the certified radius: a closed ball of radius eps is
     # certified if eps is less.
     eps = [float(ball) for ball in options.eps]
-    certified = correct[:, None] & (radius[:, None] > eps)
-    rows = base.make_rows(  # a repeated sample counts once, as in every comparison
+    certified = columns["correct"][:, None] & (columns["radius"][:, None] > eps)
+    # Of the N noisy copies of each sample, the number that is classified correctly.
+    right = np.take_along_axis(arrays["votes"][:, 1], columns["label"][:, None], 1)
+    unique = base.mark_unique(parts)  # a repeated sample counts once, as in every comparison
+    rows = base.make_rows(
         SMOOTHING_TABLE,
         norm="l2",
         eps=eps,
         eps_text=[ball.text for ball in options.eps],
         samples=int(unique.sum()),
         clean=arrays["clean"][unique].mean(),
-        noisy=estimation[sample, label][unique].mean() / copies,
-        smoothed=correct[unique].mean(),
+        noisy=right[unique].mean() / options.copies[1],
+        smoothed=columns["correct"][unique].mean(),
         **base.share_columns("certified", certified[unique]),
-        abstained=int((radius[unique] == 0).sum()),
+        abstained=int((columns["radius"][unique] == 0).sum()),
         seconds=arrays["seconds"][unique].sum().round(3),
     )
-    columns = {"label": label, "correct": correct, "votes": votes, "share": share}
-    columns["radius"] = radius
     for row, flags in zip(rows, certified.T, strict=True):
         columns[row.trial.column("certified")] = flags
-    columns["predicted"] = np.where(radius > 0, chosen, np.nan)
-    # The largest radius possible with N copies: all votes are for one class, and p^N = alpha.
-    (largest,) = certify_radius(np.array([options.alpha ** (1 / copies)]), sigma)
-    notes = [*_write_notes(rows[0], options, largest), *base.repeat_notes(parts)]
+    notes = [*_write_notes(rows[0], options), *base.repeat_notes(parts)]
     return [base.make_section(SMOOTHING_TABLE, parts, options, rows, notes, samples=columns)]
 
 
-def _write_notes(row: Row, options: SmoothingOptions, largest: float) -> Iterator[Note]:
+def _certify_samples(arrays: Mapping[str, Values], options: SmoothingOptions) -> dict[str, Values]:
+    """Return, by name of the column, what the votes of each sample prove.
+
+    Args:
+        arrays: results of the samples by name. `votes` are (samples, 2, classes): of the N0 copies
+            that choose the class, and of the N copies that certify it.
+        options: the options of the run.
+    """
+    import numpy as np
+
+    selection, estimation = arrays["votes"].swapaxes(0, 1)
+    chosen = selection.argmax(1)
+    votes = estimation[np.arange(len(chosen)), chosen]
+    share = limit_share(votes, options.copies[1], options.alpha)
+    radius = certify_radius(share, options.smooth or 0.0)
+    return {
+        "label": arrays["label"],
+        "correct": (chosen == arrays["label"]) & (radius > 0),
+        "votes": votes,
+        "share": share,
+        "radius": radius,
+        "predicted": np.where(radius > 0, chosen, np.nan),
+    }
+
+
+def _write_notes(row: Row, options: SmoothingOptions) -> Iterator[Note]:
     """Yield the notes of a smoothing section of a report.
 
     The first note says that the certificates hold for the smoothed classifier only, the second one
@@ -383,8 +413,12 @@ def _write_notes(row: Row, options: SmoothingOptions, largest: float) -> Iterato
     Args:
         row: a row of the section.
         options: the options of the run.
-        largest: the largest radius that this number of copies can certify.
     """
+    import numpy as np
+
+    copies = options.copies[1]
+    # The largest radius possible with N copies: all votes are for one class, and p^N = alpha.
+    (largest,) = certify_radius(np.array([options.alpha ** (1 / copies)]), options.smooth or 0.0)
     yield Note.info(
         "smoothed",
         "certificates are of the smoothed classifier, not of the model: use the same vote. Each "
@@ -392,7 +426,7 @@ def _write_notes(row: Row, options: SmoothingOptions, largest: float) -> Iterato
     )
     yield Note.info(
         "largest-radius",
-        f"{options.copies[1]:,} noisy copies certify no radius above {largest:.3g}: for larger "
+        f"{copies:,} noisy copies certify no radius above {largest:.3g}: for larger "
         "ones, raise N of --noise-samples",
     )
     if row.noisy < 1 / 2:  # most samples then have no majority for their class

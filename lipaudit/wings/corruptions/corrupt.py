@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, PlainSerializer
 from lipaudit.attacks.kinds import TYPING
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import base
-from lipaudit.measures.base import Measure, MeasureOptions, Part
+from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import option
 from lipaudit.settings.value_types import read_list
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
@@ -189,13 +189,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CorruptOptions) -> Iter
     notes: tuple[Note, ...] = ()
     if net.kind == "image":
         predict = _predict_images
-        side = max(net.input_shape[1:])
-        published = find_published(side)
-        text = (
-            f"severities are those of {PUBLISHED[published]}, for {published} px; these images "
-            f"have {side} px. frost, its 15th corruption, needs photographs: it is left out"
-        )
-        notes = (Note.info("published-severities", text),)
+        notes = (_note_severities(max(net.input_shape[1:])),)
     levels = len(options.severity)
     for batch in batches:
         y = check(net, batch, options)
@@ -211,6 +205,16 @@ def measure(net: Net, batches: Iterable[Batch], options: CorruptOptions) -> Iter
         # (samples, 1 + corruptions, severities); index 0 of axis 1 is without corruption.
         values = values.reshape(len(batch), -1, levels)
         yield Part(batch.ids, {"right": values}, notes=notes)
+
+
+def _note_severities(side: int) -> Note:
+    """Return the note that names the published set whose severities images of a side get."""
+    published = find_published(side)
+    text = (
+        f"severities are those of {PUBLISHED[published]}, for {published} px; these images "
+        f"have {side} px. frost, its 15th corruption, needs photographs: it is left out"
+    )
+    return Note.info("published-severities", text)
 
 
 def _predict_images(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[Tensor]:
@@ -270,17 +274,10 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
     import numpy as np
 
     unique = base.mark_unique(parts)
-    # (samples, rows, severities): 1 where the prediction is right. The first row is clean.
+    # (samples, 1 + corruptions, severities): 1 where the prediction is right. The first row is of
+    # the clean samples.
     right = base.join_parts(parts, "right") * 1.0
-    corrupted = right[:, 1:]  # without the clean samples
-    # Insert a row with the mean over all corruptions behind the clean row.
-    levels = np.insert(right, 1, corrupted.mean(1), 1)
-    figures = {}
-    for i, severity in enumerate(options.severity):
-        figures[f"severity_{severity}"] = levels[..., i]
-    figures["accuracy"] = levels.mean(2)
-    figures["worst"] = levels.min(2)  # 1 if the prediction is right at every severity
-    figures["worst"][:, 1] = corrupted.min((1, 2))  # row `mean`: right under every corruption
+    figures = _collect_figures(right, options)
     cells = {name: values[unique].mean(0) for name, values in figures.items()}
     limits = base.share_columns("accuracy", figures["accuracy"][unique])
     # NaN in place of a clean accuracy of 0, which would divide by zero in `drop`.
@@ -298,6 +295,27 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
         CORRUPT_TABLE, parts, options, rows, notes, samples=clean, arrays=figures
     )
     return [section]
+
+
+def _collect_figures(right: Values, options: CorruptOptions) -> dict[str, Values]:
+    """Return the figures of every sample by column, with a row `mean` behind the clean row.
+
+    Args:
+        right: 1 where a prediction is right, else 0, (samples, 1 + corruptions, severities). The
+            first row is of the clean samples.
+        options: the options of the run.
+    """
+    import numpy as np
+
+    corrupted = right[:, 1:]
+    levels = np.insert(right, 1, corrupted.mean(1), 1)
+    figures = {}
+    for i, severity in enumerate(options.severity):
+        figures[f"severity_{severity}"] = levels[..., i]
+    figures["accuracy"] = levels.mean(2)
+    figures["worst"] = levels.min(2)  # 1 if the prediction is right at every severity
+    figures["worst"][:, 1] = corrupted.min((1, 2))  # row `mean`: right under every corruption
+    return figures
 
 
 CORRUPT = Measure(

@@ -398,7 +398,7 @@ def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) ->
     z = scale(input, float(beta))
     result = relax(z, SOFTPLUS)
     # Above the threshold torch returns z, which is log(1 + e^z) to within e^-threshold.
-    error = round_up(torch.exp(torch.tensor(-float(threshold), dtype=torch.float64)), 32)
+    error = round_up(torch.exp(torch.tensor(-float(threshold), dtype=DOUBLE)), 32)
     _, high = z.range()
     result.slack = round_up(result.slack + error * (high > threshold))
     if beta == 1:
@@ -419,6 +419,3 @@ def glu(input: Form, dim: int = -1) -> Form:
     """Return the first half of an axis times the sigmoid of the second."""
     first, second = input.chunk(2, dim)
     return cast("Form", first * relax(cast("Form", second), SIGMOID))
-
-
-"""What torch.max returns of an axis; the indices depend on the input, and are None."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,18 +54,15 @@ class ErrorBlock:
         group = self.group[..., :1].expand(coefficients.shape[1:])
         return replace(self, coefficients=coefficients, group=group)
 
-    def rearrange(self, move: Callable[[Tensor], Any]) -> list[ErrorBlock]:
+    def rearrange(self, move: Callable[[Tensor], Sequence[Tensor]]) -> list[ErrorBlock]:
         """Return a block for each result of a rearrangement: one for transpose, several for chunk.
 
-        `move` takes a tensor (*shape). It is applied to each layer of coefficients, and to the
-        groups of the entries.
+        `move` takes a tensor (*shape) and returns the results. It is applied to each layer of
+        coefficients, and to the groups of the entries.
         """
         stacks = move_stack(move, self.coefficients)
-        groups = move(self.group)
-        if isinstance(groups, Tensor):
-            return [replace(self, coefficients=stacks, group=groups)]
         blocks = []
-        for coefficients, group in zip(stacks, groups, strict=True):
+        for coefficients, group in zip(stacks, move(self.group), strict=True):
             blocks.append(replace(self, coefficients=coefficients, group=group))
         return blocks
 
@@ -153,15 +149,16 @@ def join_blocks(
     return list(joined.values())
 
 
-def move_stack(move: Callable[[Tensor], Any], stack: Tensor) -> Any:
-    """Apply a rearrangement of entries to each row of a stack (symbols, *shape)."""
+def move_stack(move: Callable[[Tensor], Sequence[Tensor]], stack: Tensor) -> Sequence[Tensor]:
+    """Apply a rearrangement of entries to each row of a stack (symbols, *shape).
+
+    `move` takes a tensor (*shape) and returns one or several tensors.
+    """
     if len(stack):
         return torch.vmap(move)(stack)
     # vmap takes no empty stack: move one row to learn the shapes, then return none of it.
     moved = move(stack.new_empty(stack.shape[1:]))
-    if isinstance(moved, Tensor):
-        return moved[None][:0]
-    return tuple(result[None][:0] for result in moved)
+    return [result[None][:0] for result in moved]
 
 
 def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:

@@ -10,7 +10,7 @@ Then comes 1 / sqrt, of a number that is at least eps, and the product.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,26 +34,24 @@ def layer_norm(
     inputs of a ball.
     """
     shape = _read_shape(input, normalized_shape)
-    if len(shape) > 1:  # several last axes: flatten them to one, and back
-        if weight is not None:
-            weight = weight.flatten()
-        if bias is not None:
-            bias = bias.flatten()
-        flat = cast("Form", input.flatten(-len(shape)))
-        result: Any = layer_norm(flat, math.prod(shape), weight, bias, eps)
-        return cast("Form", result.unflatten(-1, shape))
+    rows: Any = input
+    if len(shape) > 1:  # several last axes become one
+        rows = input.flatten(-len(shape))
     # x - mean(x) is a linear map that mixes the entries of a row. Slack would add up in absolute
     # value: so it is turned into error symbols first, whose coefficients can cancel.
     centred = affine.linear_map(
-        input.symbolize_slack(),
+        rows.symbolize_slack(),
         lambda t: t - _average_row(t),
         # An entry of the result is a sum over the row, divided, and one difference.
-        roundings=shape[0] + 2,
+        roundings=math.prod(shape) + 2,
         # The same map with the absolute values of its entries: it bounds how slack grows.
         absolute_op=lambda t: t + _average_row(t),
         mixes="rows",
     )
-    return _apply_affine(_divide_by_root(centred, eps), weight, bias)
+    result: Any = _divide_by_root(centred, eps)
+    if len(shape) > 1:
+        result = result.unflatten(-1, shape)
+    return _apply_affine(result, weight, bias)
 
 
 def rms_norm(

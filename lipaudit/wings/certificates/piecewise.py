@@ -151,6 +151,7 @@ def amin(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
     return neg(amax(neg(input), dim, keepdim))
 
 
+# What torch.max returns for an axis. The indices depend on the input, so they are None.
 Extreme = namedtuple("Extreme", ("values", "indices"))
 
 

@@ -103,23 +103,16 @@ def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
 
     The result is a tuple of forms if `move` returns several tensors, such as chunk.
     """
-    # The moved coefficients: a tensor, or one tensor for each result of `move`.
-    stacks = move_stack(move, x.dense)
-    if isinstance(stacks, Tensor):
-        (form,) = _rearrange_all(x, lambda t: (move(t),), (stacks,))
+    if isinstance(move(x.centre), Tensor):
+        (form,) = _rearrange_all(x, lambda t: (move(t),))
         return form
-    return tuple(_rearrange_all(x, move, stacks))
+    return tuple(_rearrange_all(x, move))
 
 
-def _rearrange_all(
-    x: Form, move: Callable[[Tensor], Sequence[Tensor]], stacks: Sequence[Tensor]
-) -> list[Form]:
+def _rearrange_all(x: Form, move: Callable[[Tensor], Sequence[Tensor]]) -> list[Form]:
     """Return a form for each result of `move`, which rearranges entries of tensors (*shape).
 
-    Args:
-        x: the form.
-        move: returns one or several tensors, such as chunk.
-        stacks: the moved coefficients, (symbols, *new shape) for each result of `move`.
+    A form is centre + coefficients . symbols +- slack: all of it is rearranged in the same way.
     """
     centres = move(x.centre)
     slacks = move(x.slack)
@@ -131,7 +124,7 @@ def _rearrange_all(
     range_ends = [move(end) for end in x.__dict__.get("quadratic_range", ())]
     blocks = [block.rearrange(move) for block in x.blocks]
     forms = []
-    for i, dense in enumerate(stacks):
+    for i, dense in enumerate(move_stack(move, x.dense)):  # (symbols, *new shape)
         form_blocks = [block[i] for block in blocks]
         form = Form(centres[i], dense, slacks[i], x.symbols, blocks=form_blocks)
         form.radii = PartRadii(linear[i], quadratic[i], errors[i])

@@ -184,16 +184,14 @@ def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Te
         mask = make_additive(mask, call.q.dtype)
     maps = q[..., 0, 0].numel()  # number of attention maps: samples times heads
     size = max(1, entries // (maps * width))
-    values = []
-    counts = []
+    parts = []
     for first in range(0, queries, size):
         rows = slice(first, first + size)
         bias = mask
         if mask is not None and mask.shape[-2] > 1:  # a mask of one row is for all queries
             bias = mask[..., rows, :]
-        values_of_rows, counts_of_rows = fused_rows(q[..., rows, :], keys, bias, k)
-        values.append(values_of_rows)
-        counts.append(counts_of_rows)
+        parts.append(fused_rows(q[..., rows, :], keys, bias, k))
+    values, counts = zip(*parts, strict=True)
     return torch.cat(values, -1), torch.cat(counts, -1)
 
 

@@ -316,7 +316,7 @@ def test_a_block_with_one_group_a_row_has_the_same_coefficients():
     radius = torch.rand(1, HEADS, TOKENS, 3, dtype=torch.float64)
     radius[0, 1, 2] = 0
     block = create_errors(radius, 7, torch.float64)
-    (merged,) = block.rearrange(lambda t: t.transpose(1, 2).flatten(2))
+    (merged,) = block.rearrange(lambda t: (t.transpose(1, 2).flatten(2),))
     by_row = merged.split_by_row()
     assert by_row is not None
     assert (by_row.group == by_row.group[..., :1]).all()
@@ -325,5 +325,5 @@ def test_a_block_with_one_group_a_row_has_the_same_coefficients():
         each.add_to(stack)
     torch.testing.assert_close(*stacks, rtol=0, atol=0)
     torch.testing.assert_close(stacks[0].sum(0), radius.transpose(1, 2).flatten(2))
-    (across,) = merged.rearrange(lambda t: t.transpose(1, 2))
+    (across,) = merged.rearrange(lambda t: (t.transpose(1, 2),))
     assert across.split_by_row() is None

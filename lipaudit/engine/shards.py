@@ -175,16 +175,7 @@ def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
         InputError: samples are missing, the shards are of several runs, or a file is damaged.
     """
     paths = [Path(folder) for folder in folders]
-    shards: list[Shard] = []
-    for path in paths:
-        if not path.is_dir():
-            raise InputError(f"{path} is no folder of parts", ADVICE)
-        in_folder = [_read_shard(file) for file in path.glob(FILES)]
-        if not in_folder:
-            raise InputError(f"{path} has no parts of a run", ADVICE)
-        shards += sorted(in_folder, key=lambda shard: (shard.of, shard.number))
-    if not shards:
-        raise InputError("no folder of parts is given", ADVICE)
+    shards = _read_shards(paths)
     _require_one_run(shards)
     first = shards[0]  # all shards have the same run, measures and sample ids
     if first.run.lipaudit != __version__:
@@ -243,6 +234,25 @@ def join_shards(
         }
     )
     return make_report(run, sections, first.places)
+
+
+def _read_shards(folders: Sequence[Path]) -> list[Shard]:
+    """Read the descriptions of all shards in some folders.
+
+    Raises:
+        InputError: there is no folder, a folder has no shard, or a file is damaged.
+    """
+    shards: list[Shard] = []
+    for path in folders:
+        if not path.is_dir():
+            raise InputError(f"{path} is no folder of parts", ADVICE)
+        in_folder = [_read_shard(file) for file in path.glob(FILES)]
+        if not in_folder:
+            raise InputError(f"{path} has no parts of a run", ADVICE)
+        shards += sorted(in_folder, key=lambda shard: (shard.of, shard.number))
+    if not shards:
+        raise InputError("no folder of parts is given", ADVICE)
+    return shards
 
 
 def _read_shard(path: Path) -> Shard:

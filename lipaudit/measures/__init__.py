@@ -84,10 +84,8 @@ def _find_fault(name: str, measure: Measure) -> str:
 
 def layouts() -> dict[str, Layout]:
     """Return the layout of every section, by the section's name."""
-    by_section: dict[str, Layout] = {}
-    for measure in load_measures().values():
-        by_section |= {table.name: table for table in measure.tables}
-    return by_section
+    tables = (table for measure in load_measures().values() for table in measure.tables)
+    return {table.name: table for table in tables}
 
 
 def summarise(report: Report) -> Section:

@@ -166,15 +166,15 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     # Parts of an interrupted run. None: this run cannot be resumed, so incomplete parts are not
     # yielded below.
     incomplete = find_unfinished(batches)
-    begin = prepare_chunks(net, options, steps, incomplete or {})
     # Whether the model scores continuations. `move_losses` then needs the adversarial examples of
     # all attacks, and incomplete parts do not store examples. So chunks are attacked one by one,
     # each to its end.
     continues = net.scored == "continuation"
-    unread = iter(batches)
-    while group := list(islice(unread, 1 if continues else ROUND)):
-        runs = [begin(batch) for batch in group]
-        for run in Round(runs, steps, net.classes or 2, _name_round(group)).attack():
+    size = 1 if continues else ROUND
+    runs = prepare_chunks(net, options, steps, incomplete or {}, batches)
+    while group := list(islice(runs, size)):
+        prefix = _name_round([run.batch for run in group])
+        for run in Round(group, steps, net.classes or 2, prefix).attack():
             complete = len(run.outcomes) > len(steps)  # the clean samples, and one per attack
             if continues and complete:
                 run.outcomes += texts.move_losses(

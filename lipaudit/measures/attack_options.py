@@ -286,13 +286,11 @@ class AttackOptions(MeasureOptions):
 
         A radius `2words` asks for the attack words, a radius without a unit for attacks on balls.
         """
-        if is_text:
-            names = [radius.unit or EMBEDDINGS for radius in self.eps]
-            possible = [name for name in TEXTS.split(",") if name in changes]
-            names = names or possible or [EMBEDDINGS]
-        else:
-            names = [radius.unit or self.usual for radius in self.eps] or [self.usual]
-        return ",".join(dict.fromkeys(names))
+        usual = EMBEDDINGS if is_text else self.usual
+        names = [radius.unit or usual for radius in self.eps]
+        if is_text and not names:
+            names = [name for name in TEXTS.split(",") if name in changes]
+        return ",".join(dict.fromkeys(names or [usual]))
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -371,13 +371,13 @@ def make_rows(
         if hasattr(values, "tolist"):
             columns[name] = values.tolist()
     count = max(len(values) for values in columns.values() if isinstance(values, list | tuple))
-    rows: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name, values in columns.items():
-        # A single value is repeated in all rows.
-        cells = values if isinstance(values, list | tuple) else [values] * count
-        for row, cell in zip(rows, _read_cells(cells), strict=True):
-            row[name] = cell
-    return tuple(make_row(layout.columns, row) for row in rows)
+    cells = []
+    for values in columns.values():
+        if not isinstance(values, list | tuple):  # a single value is repeated in all rows
+            values = [values] * count
+        cells.append(_read_cells(values))
+    rows = zip(*cells, strict=True)
+    return tuple(make_row(layout.columns, dict(zip(columns, row, strict=True))) for row in rows)
 
 
 def _read_cells(values: Iterable[Any], *, whole: bool = False) -> Iterator[Any]:

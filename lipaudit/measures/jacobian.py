@@ -415,19 +415,7 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
     yield from base.lower_estimates(max(np.nanmax(values, initial=0.0) for values in within))
     if "radius_first_order" in arrays:
-        yield Note.info(
-            "indicative",
-            "radius_first_order is a first-order estimate at each sample, not a certificate",
-        )
-        # A class that was not examined may be the nearest.
-        unknown = ~arrays["complete"]
-        if unknown.any():
-            yield Note.warn(
-                "radius-incomplete",
-                f"{int(unknown.sum())} first-order radii are lower limits: the nearest class may "
-                f"not be among the {int(arrays['rivals'][unknown].max())} classes considered. "
-                "Raise --rivals",
-            )
+        yield from _note_radii(arrays["complete"], arrays["rivals"])
     for prefix, what in (("", "norms of the model"), ("block_", "norms of blocks")):
         if f"{prefix}norm" in arrays:
             known = ~np.isnan(arrays[f"{prefix}norm"])
@@ -437,6 +425,26 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
     if undefined:
         yield Note.warn(
             "not-finite", f"the norms of {undefined} samples are NaN: the model overflows on them"
+        )
+
+
+def _note_radii(complete: Values, rivals: Values) -> Iterator[Note]:
+    """Note what first-order radii are, and how many are only lower limits.
+
+    Args:
+        complete: whether the nearest class is surely among those considered, (samples,).
+        rivals: number of classes considered, (samples,).
+    """
+    yield Note.info(
+        "indicative",
+        "radius_first_order is a first-order estimate at each sample, not a certificate",
+    )
+    if not complete.all():
+        yield Note.warn(
+            "radius-incomplete",
+            f"{int((~complete).sum())} first-order radii are lower limits: the nearest class may "
+            f"not be among the {int(rivals[~complete].max())} classes considered. "
+            "Raise --rivals",
         )
 
 

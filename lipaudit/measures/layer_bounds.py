@@ -12,6 +12,7 @@ from lipaudit.measures.bound_tables import IN_BALLS, INGREDIENTS, NUMERICAL, OF_
 from lipaudit.measures.layers import Facts, Reduced, per_sample, require_bounds_hold
 from lipaudit.models.attention.capture import APART, Layer, Site
 from lipaudit.models.attention.numeric import compute_numeric_norms
+from lipaudit.tables.trials import Radius
 from lipaudit.theory import POLICY, ascent, head_bounds, head_norms, matrix_norms
 from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.heads import Heads
@@ -75,15 +76,7 @@ def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, flo
     is_closed_form = has_bounds(site, options)
     if is_closed_form:
         heads = layer.heads()
-        figures = _measure_heads(heads, seeds, options)
-        # A sample may have several rows of the batch (windows): the largest figure counts.
-        values = {name: per_sample(f.cpu(), heads.sample) for name, f in figures.items()}
-        if heads.out is not None:  # without a plain output projection, no bounds of the layer
-            if site.index not in out_norms:
-                out_norms[site.index] = float(
-                    matrix_norms.spectral_norm(heads.out.double().flatten(0, 1))
-                )
-            values |= _bound_layer(values, out_norms[site.index])
+        values = _measure_closed_form(heads, site.index, seeds, options, out_norms)
     else:  # only norms, by differentiating the module; NaN if the module cannot be run alone
         heads = layer.attention
         values = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
@@ -105,6 +98,33 @@ def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, flo
             in_balls = {name: values[stored] for name, stored in IN_BALLS.items()}
         require_bounds_hold(site, ids, values, heads, in_balls, options.radius)
     return values
+
+
+def _measure_closed_form(
+    heads: Heads,
+    index: int,
+    seeds: Sequence[int],
+    options: BoundsOptions,
+    out_norms: dict[int, float],
+) -> Reduced:
+    """Return the norms and bounds of heads and their layer on each sample, in closed form.
+
+    Args:
+        heads: the heads of the layer.
+        index: the index of the layer.
+        seeds: seed of the start vectors of each sample.
+        options: the options.
+        out_norms: a cache of ||W_O|| by the index of the layer; this function fills it.
+    """
+    figures = _measure_heads(heads, seeds, options)
+    # A sample may have several rows of the batch (windows): the largest figure counts.
+    values = {name: per_sample(f.cpu(), heads.sample) for name, f in figures.items()}
+    if heads.out is None:  # without a plain output projection, no bounds of the layer
+        return values
+    if index not in out_norms:
+        weight = heads.out.double().flatten(0, 1)
+        out_norms[index] = float(matrix_norms.spectral_norm(weight))
+    return values | _bound_layer(values, out_norms[index])
 
 
 def _list_missing(per_head: Tensor, radii: int) -> Reduced:
@@ -170,22 +190,37 @@ def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -
             missed.append(of_layer["missed"])
     figures["layer_within"] = torch.stack(within, 1).amax(1, keepdim=True)
     figures["layer_missed"] = torch.stack(missed, 1).sum(1, keepdim=True)
+    return figures | _measure_balls(heads, exact.norm, figures["sharp"], seeds, options.radius)
+
+
+def _measure_balls(
+    heads: Heads, exact: Tensor, sharp: Tensor, seeds: Sequence[int], radii: Sequence[Radius]
+) -> Reduced:
+    """Return norms and bounds in balls around X, (batch, heads, radii); nothing without radii.
+
+    Args:
+        heads: the heads of a layer.
+        exact: norms at X, (batch, heads).
+        sharp: the bound `sharp` at X, (batch, heads).
+        seeds: seed of the start of the search of each sample.
+        radii: radii of the balls.
+    """
     balls = []
-    for radius in options.radius:
+    for radius in radii:
         r = float(radius)
         # The centre X is in the ball: the largest norm in the ball is at least the norm at X.
         found = ascent.ball_norm(heads, r, seeds=seeds)
-        found = torch.where(found.isnan(), found, found.maximum(exact.norm.to(found)))
-        sharp = head_bounds.ball_sharp(heads, r, sharp=figures["sharp"])
-        balls.append(
-            head_bounds.ball_size_bounds(heads, r) | {"ball_norm": found, "ball_sharp": sharp}
-        )
-    if balls:
-        # Some figures of balls have the same name as figures at X. IN_BALLS gives the names under
-        # which figures of balls are stored.
-        for name, stored in IN_BALLS.items():
-            figures[stored] = torch.stack([ball[name] for ball in balls], -1)
-    return figures
+        found = torch.where(found.isnan(), found, found.maximum(exact.to(found)))
+        ball = {"ball_norm": found, "ball_sharp": head_bounds.ball_sharp(heads, r, sharp=sharp)}
+        balls.append(head_bounds.ball_size_bounds(heads, r) | ball)
+    if not balls:
+        return {}
+    # Some figures of balls have the same name as figures at X. IN_BALLS gives the names under
+    # which figures of balls are stored.
+    return {
+        stored: torch.stack([ball[name] for ball in balls], -1)
+        for name, stored in IN_BALLS.items()
+    }
 
 
 def _read_norms(norms: Norms) -> Reduced:

@@ -148,11 +148,8 @@ def _read_pieces(
 
 def _join_heads(layers: Sequence[Reduced]) -> Reduced:
     """Concatenate the arrays of one name of all layers along axis 1, the heads."""
-    by_name: dict[str, list[Tensor]] = {}
-    for layer in layers:
-        for name, values in layer.items():
-            by_name.setdefault(name, []).append(values.cpu())
-    return {name: torch.cat(of_layers, 1) for name, of_layers in by_name.items()}
+    arrays = group_values((name, array.cpu()) for layer in layers for name, array in layer.items())
+    return {name: torch.cat(of_layers, 1) for name, of_layers in arrays.items()}
 
 
 def _join_samples(pieces: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -75,15 +75,24 @@ class ChunkRun:
 
 
 def prepare_chunks(
-    net: Net, options: AttackOptions, steps: Sequence[Step], incomplete: Mapping[str, Part]
-) -> Callable[[Batch], ChunkRun]:
-    """Return a function that prepares the attacks on a batch, new or of an interrupted run.
+    net: Net,
+    options: AttackOptions,
+    steps: Sequence[Step],
+    incomplete: Mapping[str, Part],
+    batches: Iterable[Batch],
+) -> Iterator[ChunkRun]:
+    """Yield each batch with an iterator over its attacks. No attack runs yet.
+
+    Each `next` on the iterator runs one attack and returns its outcome, so the caller can run one
+    attack on all batches before the next attack. If an interrupted run stored a part of a batch,
+    the outcomes and examples of the attacks that ran are taken from the part.
 
     Args:
         net: the model.
         options: the options.
         steps: the attacks in order.
         incomplete: incomplete parts of an interrupted run, by their first samples.
+        batches: the samples.
     """
     trials = options.trials()
     reader = None
@@ -102,14 +111,7 @@ def prepare_chunks(
     # resumed.
     if net.scored != "continuation":
         how["check"] = base.require_time
-
-    def begin(batch: Batch) -> ChunkRun:
-        """Return a batch with an iterator over its attacks. No attack runs yet.
-
-        Each `next` on the iterator runs one attack and returns its outcome, so the caller can run
-        one attack on all batches before the next attack. If an interrupted run stored a part of
-        this batch, the outcomes and examples of the attacks that ran are taken from the part.
-        """
+    for batch in batches:
         chunk = _make_chunk(net, batch, options, reader)
         earlier = []
         examples = {}
@@ -121,9 +123,7 @@ def prepare_chunks(
         with torch.no_grad():  # the logits without attack
             logits = torch.cat([net.output(piece) for piece in batch.split(options.batch_size)])
         attacks = evaluate_chunk(model, chunk, trials, earlier=tuple(earlier), **how)
-        return ChunkRun(batch, chunk, model, attacks, earlier, logits, examples)
-
-    return begin
+        yield ChunkRun(batch, chunk, model, attacks, earlier, logits, examples)
 
 
 def _make_chunk(net: Net, batch: Batch, options: AttackOptions, reader: Reader | None) -> Chunk:

@@ -259,13 +259,9 @@ def measure_batch(
         of = "margin" if has_margins else "direction"
         facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of)
     if options.shares:
-        left = norms.left
-        tied = norms.tied  # vectors whose singular values agree with the largest one to tol
-        if left is None or tied is None:  # --direction margin
-            left, tied = _find_margin_directions(linear, labels)
-        else:
-            assert norms.gap is not None
+        if norms.gap is not None:
             values["gap"] = norms.gap.numpy()
+        left, tied = _find_directions(norms, linear, labels)
         # The shares build a second graph: free the first one before.
         graph.whole.release()
         shares, facts_of_shares = measure_shares(net, batch, at, left, tied, first)
@@ -281,12 +277,20 @@ def _count_unlabelled(batch: Batch) -> int:
     return int((batch.y < 0).sum())
 
 
-def _find_margin_directions(linear: Linearization, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the direction in the logits of each sample's margin f_y - f_j, for its shares.
+def _find_directions(
+    norms: JacobianNorms, linear: Linearization, labels: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the directions of the output of each sample for its shares, and which of them count.
 
-    The direction is u = e_y - e_j, (samples, 1, classes), with unit vectors e, the class y and the
-    next best class j. The second result, (samples, 1), says which directions count: all are True.
+    These are the leading left singular vectors of the Jacobian, (samples, vectors, outputs). Those
+    count whose singular values agree with the largest one to tol.
+
+    Without these vectors (--direction margin), the direction is that of the margin f_y - f_j:
+    u = e_y - e_j, (samples, 1, classes), with unit vectors e, the class y and the next best class
+    j. All directions count.
     """
+    if norms.left is not None and norms.tied is not None:
+        return norms.left, norms.tied
     logits = linear.output
     classes = logits.argmax(1)
     if labels is not None:  # the predicted class stands in for a missing label (-1)

@@ -193,7 +193,7 @@ def summarise(report: Report, layouts: Mapping[str, Layout]) -> Section:
         report: the report.
         layouts: the layouts of sections, which declare the figures.
     """
-    found: list[tuple[tuple[int, str, float, int], Row]] = []
+    found = []  # figures, each with its sort key
     for section in report.sections:
         layout = layouts.get(section.measure)
         if layout is None:

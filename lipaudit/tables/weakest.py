@@ -63,9 +63,7 @@ def find_worst(report: Report, count: int = SHOWN) -> list[str]:
         radius = min(finite([proven.get(sample)]), default=math.inf)
         return wrong, -broken_balls, -norm, radius
 
-    samples: dict[str, None] = {}
-    for section in report.sections:
-        samples |= dict.fromkeys(section.ids)
+    samples = dict.fromkeys(sample for section in report.sections for sample in section.ids)
     return sorted(samples, key=rank)[:count]
 
 

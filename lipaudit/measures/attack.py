@@ -267,7 +267,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         columns |= losses
         notes.append(texts.note_losses(losses, options.target))
     # Log-probabilities of the classes, from which two models are compared; not for many classes.
-    arrays: dict[str, Values] = {}
+    arrays = {}
     if all(SCORES in part.values for part in parts):
         scores = base.join_parts(parts, SCORES)
         if scores.size <= MOST_SCORES:

@@ -493,7 +493,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     rows = _make_rows(arrays, heads)
     stored = _list_compared(arrays["total"], arrays["count"])
     stored |= attention_rows.join_counts(arrays, [layer for layer, _, _ in heads])
-    attended: dict[str, Attended] = {}
+    attended = {}
     if options.map is not None:
         first = parts[0]
         for name in MAP:

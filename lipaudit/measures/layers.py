@@ -119,7 +119,7 @@ def _read_pieces(
         sites: the layers, as surveyed.
         batch: the samples.
     """
-    pieces: list[Reduced] = []
+    pieces = []
     notes: list[Note] = []
     # Samples still to be read, in order, and the layers with the structure assumed on them.
     queue = [(batch, sites)]

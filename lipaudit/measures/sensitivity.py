@@ -217,7 +217,7 @@ def measure_batch(
     graph = _CutGraph(net, at, cuts)
     linear = graph.whole
     start = at.start
-    of_blocks: dict[str, JacobianNorms] = {}
+    of_blocks = {}
     if options.start in cuts:  # --from layer:5: all figures are of this Jacobian
         start = str(options.start)
         linear = graph.start_after(start)

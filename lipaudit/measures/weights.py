@@ -306,7 +306,7 @@ def _find_products(heads: Heads) -> dict[str, Product]:
     """
     import torch
 
-    products: dict[str, Product] = {}
+    products = {}
     q = heads.to_q
     k = heads.to_k
     v = heads.to_v

@@ -140,7 +140,7 @@ def test_classes_and_calibration_are_those_of_the_examples(net, tmp_path):
     ]
     for c, line in zip(y.unique(), table.rows, strict=True):
         some = y == c
-        assert line[:2] == (str(int(c)), int(some.sum()))
+        assert tuple(line[:2]) == (str(int(c)), int(some.sum()))
         for name, said in zip(("", "worst,linf,0.05", "worst,linf,0.1"), line[2:], strict=True):
             hits = int(stands[name][some].sum())
             low, high = wilson(hits, int(some.sum()))

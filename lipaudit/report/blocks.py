@@ -39,7 +39,7 @@ class Points:
         points: the level of a note or nothing, a sentence, and a command or nothing.
     """
 
-    points: tuple[tuple[str, str, str], ...]
+    points: Sequence[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Card:
         meanings: what each figure means, which only pages with room show.
     """
 
-    rows: tuple[tuple[str, ...], ...]
+    rows: Sequence[Sequence[str]]
     note: str = ""
-    meanings: tuple[str, ...] = ()
+    meanings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Table:
     """
 
     title: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Any, ...], ...]
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Any]]
     keys: int = 1
     strong: Collection[int] = ()
     folded: bool = False
@@ -91,8 +91,8 @@ class Item:
     """One sample: PNG files in base64 by caption, and lines of text."""
 
     title: str
-    pictures: tuple[tuple[str, str], ...]
-    lines: tuple[str, ...]
+    pictures: Sequence[tuple[str, str]]
+    lines: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Gallery:
     """Pictures of samples; the text is for formats without pictures."""
 
     text: str
-    items: tuple[Item, ...]
+    items: Sequence[Item]
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Passage:
     """
 
     title: str
-    tokens: tuple[str, ...]
-    shares: tuple[float, ...]
+    tokens: Sequence[str]
+    shares: Sequence[float]
     column: Column
     left_out: int = 0
     folded: bool = False
@@ -149,9 +149,9 @@ class Heatmap:
     """
 
     title: str
-    values: tuple[tuple[float | None, ...], ...]
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
+    values: Sequence[Sequence[float | None]]
+    rows: Sequence[str]
+    columns: Sequence[str]
     column: Column
     axes: tuple[str, str] = ("layer", "head")
     centre: float | None = None
@@ -172,7 +172,7 @@ class Histogram:
 
     title: str
     x: Column
-    values: dict[str, tuple[float, ...]]
+    values: dict[str, Sequence[float]]
     colours: dict[str, int] = field(default_factory=dict)
 
 
@@ -192,12 +192,12 @@ class Series:
     """
 
     label: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    low: tuple[float | None, ...] = ()
-    high: tuple[float | None, ...] = ()
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
     guide: bool = field(default=False, kw_only=True)
-    names: tuple[str, ...] = field(default=(), kw_only=True)
+    names: Sequence[str] = field(default=(), kw_only=True)
     colour: int | None = field(default=None, kw_only=True)
 
 
@@ -219,7 +219,7 @@ class Curve:
     title: str
     x: Column
     y: Column
-    series: tuple[Series, ...]
+    series: Sequence[Series]
     log: bool = False
     joined: bool = True
     ticks: dict[str, float] = field(default_factory=dict)
@@ -238,9 +238,9 @@ class Stack:
     """
 
     title: str
-    places: tuple[str, ...]
+    places: Sequence[str]
     y: Column
-    parts: dict[str, tuple[float, ...]]
+    parts: dict[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Forest:
 
     title: str
     x: Column
-    bars: tuple[Bar, ...]
+    bars: Sequence[Bar]
     centre: float = 0.0
     log: bool = False
     legend: dict[int, str] = field(default_factory=dict)
@@ -298,7 +298,7 @@ def list_notes(notes: Iterable[Note]) -> list[Block]:
         points.append((note.level, note.text, ""))
     if not points:
         return []
-    return [Points(tuple(points))]
+    return [Points(points)]
 
 
 @dataclass(frozen=True)
@@ -329,8 +329,8 @@ class Document:
     """
 
     title: str
-    chapters: tuple[Chapter, ...]
-    models: tuple[str, ...] = ()
+    chapters: Sequence[Chapter]
+    models: Sequence[str] = ()
 
 
 # Texts of blocks for all formats
@@ -431,7 +431,7 @@ def _lay_out_card(block: Card) -> Grid:
 
     A row has a name and a text, or a name, a figure and a text.
     """
-    rows = [tuple(map(visible, row)) for row in block.rows]
+    rows = [list(map(visible, row)) for row in block.rows]
     align = "lp"  # one letter per column: left, right, or prose that wraps
     if max(map(len, rows)) == 3:
         align = "lrp"
@@ -447,7 +447,7 @@ def _tabulate_map(block: Heatmap) -> Table:
     columns = [Column("\\".join(block.axes), "", format="")]
     columns += [replace(block.column, label=name) for name in block.columns]
     rows = [(name, *row) for name, row in zip(block.rows, block.values, strict=True)]
-    return Table(block.title, tuple(columns), tuple(rows))
+    return Table(block.title, columns, rows)
 
 
 def describe(block: Picture) -> str:

@@ -180,7 +180,7 @@ def draw_changes(changes: Iterable[tuple[str, Verdict]], title: str = "") -> lis
         heading = title or TITLES.get(unit) or f"By how much did {group[0][0]} change?"
         if len(group) > MOST:
             heading += f" The {MOST} largest of {len(group)}"
-        bars = tuple(_draw_bar(name, verdict) for name, verdict in group[:MOST])
+        bars = [_draw_bar(name, verdict) for name, verdict in group[:MOST]]
         found.append(_draw_unit(unit, heading, bars))
     return found
 
@@ -196,7 +196,7 @@ def _read_size(verdict: Verdict) -> float:
     return value
 
 
-def _draw_unit(unit: str, title: str, bars: tuple[Bar, ...]) -> Forest:
+def _draw_unit(unit: str, title: str, bars: Sequence[Bar]) -> Forest:
     """Return the forest plot of the changes of one unit: ratios, percentage points, differences.
 
     Args:
@@ -281,7 +281,7 @@ def show_flipped(flipped: Sequence[SampleChange], reports: Sequence[Report]) -> 
     found: list[Block] = []
     if len(items) > PICTURES:
         found.append(Paragraph(f"The first {PICTURES} of {len(items)}."))
-    return [*found, blocks.Gallery("", tuple(items[:PICTURES]))]
+    return [*found, blocks.Gallery("", items[:PICTURES])]
 
 
 def _show_sample(

@@ -40,7 +40,7 @@ WORDS = Chapter(
     "words",
     "What do the words mean?",
     (
-        Card(tuple(cells.STATUS.items())),
+        Card([*cells.STATUS.items()]),
         Paragraph("lipaudit explain WORD explains any word of this page."),
     ),
     folded=True,
@@ -69,7 +69,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     facts = opening.list_facts(report).items()
     figures = summarise(report)
     chapters = [_open_report(report, figures, facts, notes), *opening.show_scorecard(figures)]
-    steps = tuple(opening.suggest_steps(report, figures))
+    steps = [*opening.suggest_steps(report, figures)]
     if steps:
         chapters.append(Chapter("next-steps", "What to do next", (blocks.Points(steps),)))
     chapters += compare_with_known(report)
@@ -78,7 +78,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     for section in report.sections:
         shown += [note for note in section.notes if note.level == "warning"]
     chapters += harmonise(list_chapters([report], shown))
-    groups = tuple(show_groups(report))
+    groups = show_groups(report)
     if groups:
         chapters.append(Chapter("groups", "Which groups fare worse?", groups))
     if find_broken(report) or any("norm" in s.samples and s.ids for s in report.sections):
@@ -120,14 +120,14 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
         if "" in sections:  # a single report
             parts = show_section(first, shown)
         else:
-            parts = tuple(show_sections(sections))
+            parts = [*show_sections(sections)]
         # `jacobian.shares`: the share of each head in the sensitivity of the model. If a single
         # report has exact norms of heads, too, the heat map of the shares is replaced by a pair of
         # maps on one scale: exact norms and shares. The pair comes after the first other block.
         if measure == "jacobian.shares" and "" in sections:
             pair = [*compare_steepness(reports[0].section("bounds"), first)]
             others = [part for part in parts if not (pair and isinstance(part, blocks.Heatmap))]
-            parts = (*others[:1], *pair, *others[1:])
+            parts = [*others[:1], *pair, *others[1:]]
         folded = position > 0 and find_display(first).folded  # the first chapter is never folded
         yield Chapter(measure, name_chapter(first), parts, folded)
 
@@ -146,7 +146,7 @@ def _make_brief(report: Report, main: Section) -> Document:
     chapters: list[Chapter] = []
     for section in report.sections:
         if section is main or find_display(section).brief:
-            tables = tuple(show_brief(section))
+            tables = [*show_brief(section)]
             if chapters and tables:
                 chapters.append(Chapter(section.measure, name_chapter(section), tables))
             elif tables:
@@ -218,7 +218,7 @@ def make_pages(
     tables = tabulate_rows(columns, rows)
     if tables:
         chapters.append(Chapter("models", "What was audited?", tables))
-    return Document(title, (*harmonise(chapters, names), WORDS), tuple(names))
+    return Document(title, (*harmonise(chapters, names), WORDS), names)
 
 
 def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chapter:
@@ -428,7 +428,7 @@ def _show_examples(report: Report, names: Sequence[str]) -> Iterator[Block]:
             items.append(show_example(name_sample(name, report.places), examples[name]))
     if items:
         text = DRAWN if any(item.pictures for item in items) else ""
-        yield blocks.Gallery(text, tuple(items))
+        yield blocks.Gallery(text, items)
 
 
 def _shade_texts(report: Report, names: Sequence[str]) -> Iterator[Block]:
@@ -475,8 +475,8 @@ def show_example(title: str, example: Example) -> blocks.Item:
         "adversarial": example.adversarial,
         f"difference × {times}": example.difference,
     }
-    kept = tuple((caption, picture) for caption, picture in pictures.items() if picture)
-    return blocks.Item(title, kept, tuple(lines))
+    kept = [(caption, picture) for caption, picture in pictures.items() if picture]
+    return blocks.Item(title, kept, lines)
 
 
 # The worst samples, and the page of one

@@ -594,7 +594,7 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
             rows.append(row | dict.fromkeys(TEXTS, ""))
     found = draw_changes((name_change(verdict), verdict) for verdict in verdicts)
     if points:
-        found.append(Points(tuple(points[:MOST])))
+        found.append(Points(points[:MOST]))
     found += tabulate_rows(VERDICTS, rows)
     notes = tuple(("note", text, "") for text in judgement.notes)
     if judgement.predictions is not None:

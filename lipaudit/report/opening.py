@@ -118,11 +118,11 @@ def open_page(
         blocks.append(answer)
     if gaps:
         blocks.append(Paragraph(f"Partial: {gaps}", "broken"))
-    rows = tuple(facts)
+    rows = list(facts)
     if rows:
         blocks.append(Card(rows))
     blocks += list_notes(notes)
-    return Chapter("", "", tuple(blocks))
+    return Chapter("", "", blocks)
 
 
 # The scorecard
@@ -143,11 +143,7 @@ def show_scorecard(summary: Section) -> list[Chapter]:
         figure = cells.format_value(row.value, column)
         rows.append((label, figure, cells.write_math(row.text)))
         meanings.append(cells.write_math(known.get(row.name) or row.meaning))
-    card = Card(
-        tuple(rows),
-        "; ".join(notes),
-        tuple(meanings),
-    )
+    card = Card(rows, "; ".join(notes), meanings)
     return [Chapter("scorecard", summary.title, (card,))]
 
 

@@ -62,7 +62,7 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
     series.append(blocks.Series("y = x", ends, ends, guide=True))
     limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
     title = "How far is each bound above the exact norm?"
-    yield Curve(title, columns["exact"], limit, tuple(series), log=True, joined=False, table=table)
+    yield Curve(title, columns["exact"], limit, series, log=True, joined=False, table=table)
 
 
 def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
@@ -77,7 +77,7 @@ def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
             exact.append(point[0])
             bounds.append(point[1])
             names.append(f"head {row.head} {row.model}")
-    return blocks.Series(label, tuple(exact), tuple(bounds), names=tuple(names))
+    return blocks.Series(label, exact, bounds, names=names)
 
 
 def _measure_tightness(bound: str, column: Column, model: str, section: Section) -> Cells:
@@ -128,10 +128,10 @@ def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> blocks.Serie
     known.sort(key=lambda row: row[x])
     return blocks.Series(
         label,
-        x=tuple(float(row[x]) for row in known),
-        y=tuple(float(row[y]) for row in known),
-        low=tuple(row.get(f"{y}_low") for row in known),
-        high=tuple(row.get(f"{y}_high") for row in known),
+        x=[float(row[x]) for row in known],
+        y=[float(row[y]) for row in known],
+        low=[row.get(f"{y}_low") for row in known],
+        high=[row.get(f"{y}_high") for row in known],
     )
 
 
@@ -162,7 +162,7 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
         if series:
             title = f"How many samples survive attacks, {norm}"
             ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
-            yield Curve(title, columns["eps"], accuracy, tuple(series), ticks=ticks)
+            yield Curve(title, columns["eps"], accuracy, series, ticks=ticks)
 
 
 def list_classes(sections: Sections) -> Iterator[Table]:
@@ -239,7 +239,7 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
         depth = Column.count("attention layer", "")
         norm = next(iter(sections.values())).sample_column("norm")
         title = "How much a change after each block can still grow"
-        yield Curve(title, depth, norm, tuple(series))
+        yield Curve(title, depth, norm, series)
 
 
 def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
@@ -255,14 +255,14 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
         steps = {i: row for i, row in enumerate(section.rows) if row.part != "block"}
         if not steps or not section.arrays.keys() >= names.keys():
             continue
-        parts: dict[str, tuple[float, ...]] = {}
+        parts: dict[str, Sequence[float]] = {}
         for name, word in names.items():
             shares = section.arrays[name].numpy()  # (rows, samples)
-            parts[word] = tuple(fmean(finite(shares[i].tolist()) or [0.0]) for i in steps)
-        others = tuple(1 - sum(shares) for shares in zip(*parts.values(), strict=True))
+            parts[word] = [fmean(finite(shares[i].tolist()) or [0.0]) for i in steps]
+        others = [1 - sum(shares) for shares in zip(*parts.values(), strict=True)]
         if max(map(abs, others)) > VISIBLE:  # another path, such as a gate beside the heads
             parts["other"] = others
-        places = tuple(f"{row.layer} {row.part}" for row in steps.values())
+        places = [f"{row.layer} {row.part}" for row in steps.values()]
         column = replace(section.columns["share"], label="share")
         yield blocks.Stack(add_model(label, title), places, column, parts)
 
@@ -346,14 +346,13 @@ def _draw_map(
     else:
         rows = tuple(str(block * i) for i in range(values.shape[0]))
         columns = tuple(str(block * i) for i in range(values.shape[1]))
-    matrix = tuple(map(tuple, values.tolist()))
-    column = cells.HEADINGS["P"]
+        column = cells.HEADINGS["P"]
     axes = ("query", "key")
     title = add_model(label, title)
-    yield blocks.Heatmap(title, matrix, rows, columns, column, axes=axes, square=True)
+    yield blocks.Heatmap(title, values.tolist(), rows, columns, column, axes=axes, square=True)
     if attended:
         title = f"How much attention each token receives from head {head} (mean), {where}"
-        received = tuple(map(float, values.mean(0)))  # over the queries
+        received = values.mean(0).tolist()  # over the queries
         column = cells.HEADINGS["mean P"]
         yield blocks.Passage(add_model(label, title), attended.tokens, received, column)
 
@@ -370,16 +369,16 @@ def draw_rows(sections: Sections) -> Iterator[blocks.Heatmap]:
         "tightness": ("g1/||M||", "How close is the bound g1, row by row?"),
     }
     for label, section in sections.items():
-        layers = tuple(dict.fromkeys(str(row.layer) for row in section.rows))
+        layers = list(dict.fromkeys(str(row.layer) for row in section.rows))
         for name, (statistic, title) in titles.items():
             if f"{name}@layers" not in section.arrays:
                 continue
             shares = section.arrays[f"{name}@layers"].numpy()  # (layers, classes)
             yield blocks.Heatmap(
                 add_model(label, title),
-                tuple(map(tuple, shares.tolist())),
+                shares.tolist(),
                 layers,
-                tuple(f"{lower:.3g}" for lower in CLASSES[name]),
+                [f"{lower:.3g}" for lower in CLASSES[name]],
                 cells.HEADINGS["rows"],
                 axes=("layer", f"{statistic} from"),
             )

@@ -90,10 +90,10 @@ def map_heads(
     heads = sorted({head for _, head in values})
     matrix = []
     for layer in layers:
-        matrix.append(tuple(values.get((layer, head)) for head in heads))
-    rows = tuple(map(str, layers))
-    columns = tuple(map(str, heads))
-    return blocks.Heatmap(title, tuple(matrix), rows, columns, column, centre=centre)
+        matrix.append([values.get((layer, head)) for head in heads])
+    rows = list(map(str, layers))
+    columns = list(map(str, heads))
+    return blocks.Heatmap(title, matrix, rows, columns, column, centre=centre)
 
 
 # Sections that a page makes
@@ -166,10 +166,10 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
             low = row.get(f"{name}_low")
             high = row.get(f"{name}_high")
             line.append(cells.format_with_limits(row.get(name), low, high, column))
-        lines.append(tuple(line))
+        lines.append(line)
     strong = {i for i, row in enumerate(rows) if row.get("attack") == WORST}
     if rows:
-        yield Table("", tuple(shown.values()), tuple(lines), len(keys), strong)
+        yield Table("", [*shown.values()], lines, len(keys), strong)
 
 
 def _select_rows(sections: Sections, by: str) -> list[Row]:

@@ -18,7 +18,7 @@ from lipaudit.report.blocks import (
 )
 
 
-def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> tuple[Chapter, ...]:
+def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> list[Chapter]:
     """Return the chapters with maps of one unit on one scale, and each model in one colour.
 
     Args:
@@ -36,8 +36,8 @@ def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> tuple[
     found = []
     for chapter in known:
         changed = [_colour_block(block, scales, places) for block in chapter.blocks]
-        found.append(replace(chapter, blocks=tuple(changed)))
-    return tuple(found)
+        found.append(replace(chapter, blocks=changed))
+    return found
 
 
 def _name_unit(block: Heatmap) -> str:
@@ -57,7 +57,7 @@ def _name_unit(block: Heatmap) -> str:
 def _pool_scale(group: Sequence[Heatmap]) -> Scale:
     """Return one scale of colours for the values of several maps; shares begin at 0."""
     rows = chain.from_iterable(block.values for block in group)
-    scale = compute_scale(replace(group[0], values=tuple(rows), scale=None))
+    scale = compute_scale(replace(group[0], values=[*rows], scale=None))
     # Some maps had a scale before, which must fit into the new one.
     known = [scale, *(block.scale for block in group if block.scale is not None)]
     low = min(each.low for each in known)
@@ -82,7 +82,7 @@ def _colour_block(block: Block, scales: Mapping[str, Scale], places: Mapping[str
             block, colours={name: places[name] for name in places if name in block.values}
         )
     if isinstance(block, Curve):
-        return replace(block, series=tuple(_colour_series(each, places) for each in block.series))
+        return replace(block, series=[_colour_series(each, places) for each in block.series])
     return block
 
 

@@ -54,14 +54,14 @@ def find_display(section: Section) -> Display:
     return Display(about="", maps=tuple(maps), histograms=tuple(counted))
 
 
-def show_section(section: Section, shown: Collection[Note] = ()) -> tuple[Block, ...]:
+def show_section(section: Section, shown: Collection[Note] = ()) -> list[Block]:
     """Return the blocks of a section: its tables and pictures, settings and notes.
 
     Args:
         section: the section; a failed one shows its reason.
         shown: notes that the page already shows.
     """
-    parts = tuple(show_sections({"": section}))
+    parts = [*show_sections({"": section})]
     if section.failure is not None:
         return parts
     result: list[Block] = []
@@ -73,7 +73,7 @@ def show_section(section: Section, shown: Collection[Note] = ()) -> tuple[Block,
     if settings:
         result.append(Paragraph(f"Settings: {'; '.join(settings)}."))
     result += blocks.list_notes(note for note in section.notes if note not in shown)
-    return tuple(result)
+    return result
 
 
 def show_brief(section: Section) -> Iterator[Block]:
@@ -206,9 +206,9 @@ def _tabulate_all(section: Section, tables: Sequence[blocks.Table]) -> Iterator[
         return
     lines = []
     for row in rows:
-        lines.append(tuple(row.get(name) for name in shown))
+        lines.append([row.get(name) for name in shown])
     keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
-    yield blocks.Table(blocks.ALL_COLUMNS, tuple(shown.values()), tuple(lines), keys, folded=True)
+    yield blocks.Table(blocks.ALL_COLUMNS, [*shown.values()], lines, keys, folded=True)
 
 
 # Maps of heads, histograms of samples
@@ -227,12 +227,12 @@ def map_column(sections: Sections, name: str) -> Iterator[blocks.Heatmap]:
 
 def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
     """Yield the histogram of a per-sample column over all reports, unless all values are equal."""
-    values = {}
+    values: dict[str, Sequence[float]] = {}
     for label, section in sections.items():
         if name in section.samples:
             known = finite(section.samples[name])
             # matplotlib overflows at larger values.
-            values[label or "samples"] = tuple(v for v in known if abs(v) < EXTREME)
+            values[label or "samples"] = [v for v in known if abs(v) < EXTREME]
     distinct = set(chain.from_iterable(values.values()))
     if len(distinct) > 1:
         first = next(iter(sections.values()))

@@ -346,7 +346,7 @@ def _draw_map(
     else:
         rows = tuple(str(block * i) for i in range(values.shape[0]))
         columns = tuple(str(block * i) for i in range(values.shape[1]))
-        column = cells.HEADINGS["P"]
+    column = cells.HEADINGS["P"]
     axes = ("query", "key")
     title = add_model(label, title)
     yield blocks.Heatmap(title, values.tolist(), rows, columns, column, axes=axes, square=True)

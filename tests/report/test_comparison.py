@@ -179,7 +179,7 @@ def test_samples_that_flipped_are_shown_with_what_is_kept_of_them(subject, befor
     (shown,) = blocks(of_comparison(compare(reports), reports).page(), "samples", Gallery)
     (item,) = shown.items
     assert item.title.startswith(first.id[:12])
-    assert item.pictures == (("sample", "AAAA"),)
+    assert item.pictures == [("sample", "AAAA")]
     assert item.lines[0] == "robust at linf 0.1: yes → no"
     texts = ["a fine film" if name == first.id else "" for name in before.samples["ids"]]
     places = {**before.samples, "text": tuple(texts)}
@@ -214,8 +214,8 @@ def test_samples_that_flipped_stand_with_their_place_the_worst_first(subject):
     first, last = flipped.rows[0], flipped.rows[-1]
     worst = max(range(3), key=lambda i: NORMS[i])
     became = "robust at linf 0.1: yes → no"
-    assert first[:3] == (cases.sample_ids(64)[worst][:12], f"index {worst}", became)
-    assert first[3:5] == pytest.approx((NORMS[worst], NORMS[worst] / 2))
+    assert first[:3] == [cases.sample_ids(64)[worst][:12], f"index {worst}", became]
+    assert first[3:5] == pytest.approx([NORMS[worst], NORMS[worst] / 2])
     assert last[2] == "robust at linf 0.1: no → yes"
     assert len(flipped.rows) == 13
 
@@ -233,7 +233,7 @@ def test_metrics_of_one_heading_keep_their_columns(before, after):
     for name in ("samples", "heads"):
         (table,) = blocks(page, name, Table)
         assert [column.label for column in table.columns[-4:]] == ["score, old", "score, new"] * 2
-        assert {row[-4:] for row in table.rows} == {(1.0, 2.0, 30.0, 40.0)}
+        assert {tuple(row[-4:]) for row in table.rows} == {(1.0, 2.0, 30.0, 40.0)}
     unknown = {"change": None, "paired": None, "new": None}  # leaves no table
     heads = tuple(head.model_copy(update=unknown) for head in pair.heads)
     page = show_pair([before, after], heads=heads)
@@ -370,7 +370,7 @@ def test_reports_without_a_common_fact_or_warning_have_a_screen(before, after):
     data = after.run.data.model_copy(update={"spec": "folder"})
     after = after.model_copy(update={"run": after.run.model_copy(update={"data": data})})
     page = of_reports(before, after, by="order").page(short=True)
-    assert page.chapters[0].blocks == ()
+    assert not page.chapters[0].blocks
     assert "The models, in order" in terminal.render(page).decode()
 
 

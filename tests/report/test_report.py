@@ -91,7 +91,7 @@ def test_tightness_is_the_median_over_heads(report):
     ratios = np.log10(ratios[np.isfinite(ratios)])
     assert lines["theorem 3"][3] == ratios.size
     assert lines["theorem 3"][4] == pytest.approx(10 ** np.median(ratios))
-    assert lines["castin"][1:3] == ("certified", "for all inputs as short")
+    assert lines["castin"][1:3] == ["certified", "for all inputs as short"]
     # Bounds that overflow are compared by their logarithms.
     assert lines["mean field"][5] == f"1e{412.6 - np.log10(12.6):.0f}×"
 

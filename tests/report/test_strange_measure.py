@@ -97,13 +97,13 @@ def test_figures_of_heads_are_mapped_and_those_of_samples_counted():
     assert (bars.title, len(bars.values["samples"])) == ("tension of each sample", 64)
     (mapped,) = (block for block in heat if isinstance(block, Heatmap))
     assert mapped.column.label == "T"
-    assert mapped.values == ((1.0, 1.1), (2.0, 2.1))
+    assert mapped.values == [[1.0, 1.1], [2.0, 2.1]]
 
 
 def test_rows_of_one_name_stand_together():
     beside = show_sections(dict.fromkeys("AB", build().section("heat")))
     table = next(block for block in beside if isinstance(block, Table))
-    first = [(f"0.{head}", model, 1 + head / 10) for head in (0, 1) for model in "AB"]
+    first = [[f"0.{head}", model, 1 + head / 10] for head in (0, 1) for model in "AB"]
     assert [row[:3] for row in table.rows[:4]] == first
 
 

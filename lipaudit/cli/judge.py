@@ -179,10 +179,13 @@ def compare(
             )
     # A MODEL in place of a report is measured with the settings of the first report.
     loaded = [schema.load(first)]
+    paths = [first]
     for other in others:
-        loaded.append(read_or_measure(other, loaded[0], Path(first), remeasure, terminal))
+        report, path = read_or_measure(other, loaded[0], Path(first), remeasure, terminal)
+        loaded.append(report)
+        paths.append(str(path))
     emit(
-        of_comparison(gate.compare(loaded), loaded),
+        of_comparison(gate.compare(loaded), loaded, paths),
         output,
         print_always=False,
         terminal=terminal,
@@ -228,10 +231,10 @@ def gate(
     settings["strict"] = settings["strict"] or strict
     if not is_report(current):  # a wrong rule fails here, not after hours of measuring
         require_judgeable(settings["rules"], before)
-    report = read_or_measure(current, before, baseline, remeasure, terminal)
+    report, path = read_or_measure(current, before, baseline, remeasure, terminal)
     judgement = judge(report, before, **settings)
     judgement = judgement.model_copy(update={"baseline_file": str(baseline)})
-    subject = of_judgement(judgement)
+    subject = of_judgement(judgement, [before, report], [str(baseline), str(path)])
     if os.environ.get("GITHUB_ACTIONS") == "true":
         _tell_github(render(subject, "markdown"), judgement.reason)
     emit(subject, output)
@@ -315,8 +318,8 @@ def check(output: Output, terminal: Terminal, baseline: Kept = DEFAULT_BASE) -> 
 
 def read_or_measure(
     current: str, baseline: Report, file: Path, remeasure: Remeasure, terminal: Terminal
-) -> Report:
-    """Read the report, or measure the model with the baseline's settings and save the report.
+) -> tuple[Report, Path]:
+    """Return a report and its file: it is read, or measured with the baseline's settings.
 
     Args:
         current: a report, or a MODEL.
@@ -339,12 +342,12 @@ def read_or_measure(
             f"{current} is a report, so {flags} has no effect",
             "Leave them out: they are for a MODEL.",
         )
-    return schema.load(Path(current))
+    return schema.load(Path(current)), Path(current)
 
 
 def _measure_again(
     model: str, baseline: Report, file: Path, remeasure: Remeasure, terminal: Terminal
-) -> Report:
+) -> tuple[Report, Path]:
     """Measure a model as the baseline was measured, on the same samples, and save the report.
 
     Arguments and errors are those of `read_or_measure`.
@@ -372,7 +375,7 @@ def _measure_again(
     if report is None:  # this process measured a part for another one, which has the report
         raise typer.Exit
     terminal.tell(f"measured: {path}")
-    return report
+    return report, path
 
 
 def _repeat_run(baseline: Report, remeasure: Remeasure) -> RunOptions:

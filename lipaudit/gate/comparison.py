@@ -133,7 +133,7 @@ def compare(reports: Sequence[Report]) -> Comparison:
     # place in the data.
     matched, by_place = pairing.match_samples(reports, names)
     first, *others = matched
-    pairs = list[Pair]()
+    pairs = []
     reasons = list[str]()
     for name, report in zip(names[1:], others, strict=True):
         pair = _compare_with_first(first, report, (names[0], name), by_place.get(name, ""))
@@ -269,7 +269,7 @@ def _choose_statistics(before: Section, after: Section, name: str) -> list[str]:
     if "layer" not in after.columns:  # other rows than heads are few: each row is compared
         return ["each"]
     # The same statistic as on the scorecard, if the scorecard shows this column.
-    headline = find_headline(after.measure, name)
+    headline = find_headline(f"{after.measure}.{name}")
     return [headline.over_heads if headline else "median"]
 
 
@@ -332,7 +332,7 @@ def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
     measure = before.measure
     # Rows and samples that did not converge in one of the sections: norms may be far too low.
     rows, samples = readings.find_unsettled((before, after))
-    which = list[str]()
+    which = []
     if samples:
         which.append(f"{len(samples)} of {len(before.ids)} samples")
     if rows:
@@ -409,7 +409,7 @@ def _judge_heads(
         section: the section of the heads in the new report.
     """
     tested = [contrast for contrast in contrasts if contrast.evidence is not None]
-    adjusted = dict[str, float]()
+    adjusted = {}
     if tested:
         changes = np.stack([contrast.changes for contrast in tested])  # (heads, samples)
         # Two corrections: over all heads that change at all (TOLERANCE), and over the heads with a
@@ -443,8 +443,8 @@ def _list_samples(
     figures, signs = _pair_figures(contrasts)
     samples = []
     for sample, of_sample in figures.items():
-        lost = list[str]()
-        gained = list[str]()
+        lost = []
+        gained = []
         for name, (old, new) in of_sample.items():
             worse = signs.get(name, 0) * (new - old)  # 0 for a norm, which is not yes-or-no
             if worse > 0:
@@ -471,7 +471,7 @@ def _pair_figures(
     The sign of a metric is that of a change for the worse.
     """
     figures: dict[str, _Figures] = {}
-    signs: dict[str, int] = {}
+    signs = {}
     first_measures: dict[tuple[str, str], str] = {}
     for rule, contrast in contrasts:
         name = f"{rule.measure}.{rule.column}"

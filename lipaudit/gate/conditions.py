@@ -112,7 +112,7 @@ def find_problems(report: Report) -> list[str]:
 
     It must be complete and converged, with finite figures for the default rules.
     """
-    reasons = list[str]()
+    reasons = []
     for section in report.sections:
         fault = readings.find_fault(report, section)
         if fault:
@@ -245,7 +245,7 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
     # images are resized. (Another way to resize is found anyway: ids of samples are hashes of
     # resized pixels, so the ids change.)
     always = {"preprocess mean", "preprocess std", *current.run.options, *baseline.run.options}
-    found = list[tuple[str, str]]()
+    found = []
     for name in old | new:
         was = old.get(name, ABSENT)
         now = new.get(name, ABSENT)
@@ -334,7 +334,7 @@ def _list_changed_settings(current: Section, baseline: Section) -> str:
     free = set(FREE)
     for measure in load_measures().values():
         free |= measure.moved.keys()
-    changes = list[str]()
+    changes = []
     for key in sorted((new.keys() | old.keys()) - free):
         before = old.get(key, "unset")
         after = new.get(key, "unset")

@@ -288,7 +288,7 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
     Raises:
         BaselineError: the report has no groups, or lacks the values of each sample.
     """
-    contrasts = list[Contrast]()
+    contrasts = []
     for group, members in groups.list_own_members(rule, current, "the current report").items():
         take = [i for i, name in enumerate(section.ids) if name in members]
         # The stored rows are statistics of all samples: they are computed again for each group.
@@ -414,7 +414,7 @@ def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tu
         BaselineError: the reports lack the values per sample.
         EvaluationError: a value is not finite.
     """
-    both = list[RuleValues]()
+    both = []
     for section, take in zip(shared.sections, shared.takes, strict=True):
         reading = readings.read(
             rule, section, take, recompute=shared.recompute, skipped=shared.skipped
@@ -500,8 +500,8 @@ def _stack_rows(old: RuleValues, new: RuleValues) -> tuple[Values, Values] | Non
 
     A row counts if its value is finite for every sample in both; None if there is no such row.
     """
-    before = list[Values]()
-    now = list[Values]()
+    before = []
+    now = []
     for row, old_values in old.pairs.items():
         new_values = new.pairs.get(row)
         if new_values is not None and np.isfinite((old_values, new_values)).all():

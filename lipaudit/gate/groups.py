@@ -64,7 +64,7 @@ def find_members(
     before = _list_members(old, then)
     chosen = _choose_groups(rule, before)
     new_ids = set(new.ids)
-    members: dict[str, frozenset[str]] = {}
+    members = {}
     for group in chosen:
         both = before[group] & new_ids
         if both:
@@ -202,7 +202,7 @@ def _summarise_groups(
         values: the value of each sample, (samples,).
         groups: the group of each sample, by id.
     """
-    pairs = list[tuple[str, float]]()
+    pairs = []
     for sample, value in zip(ids, values.tolist(), strict=True):
         if sample in groups and not is_repeat(sample) and not np.isnan(value):
             pairs.append((groups[sample], value))

@@ -84,7 +84,7 @@ def judge(
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
     chosen = tuple(rules) or choose_rules(current, baseline)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
-    notes: list[str] = []
+    notes = []
     if not rules:
         notes += list_absent(chosen)
         notes += list_uninstalled(current, baseline)
@@ -192,7 +192,7 @@ def _decide(
         strict: whether limits must be proven.
     """
     # For each rule, the p-values of "no worse" by row, corrected for the rows of the rule.
-    rows = list[dict[ContrastKey, float]]()
+    rows = []
     for rule, found in zip(rules, examinations, strict=True):
         tested = found if isinstance(found, list) else []
         rows.append(_adjust_rows(rule, [c for c in tested if c.evidence and not c.same]))
@@ -276,7 +276,13 @@ def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdic
     status = verdict.change_status
     if status is None:  # without a test, the values alone are compared
         status = _reword(verdict.status, [verdict.change], verdict.unit)
-    return verdict.model_copy(update={"status": status, "change_status": None})
+    update: dict[str, Any] = {"status": status, "change_status": None}
+    evidence = contrast.evidence
+    if status == "inconclusive" and evidence is not None:
+        p = evidence.p(0.0)
+        way = math.copysign(1.0, evidence.estimate)
+        update["samples_needed"] = _estimate_needed(evidence, min(p, 1 - p), level, way)
+    return verdict.model_copy(update=update)
 
 
 def _praises_loss(rule: Rule) -> bool:
@@ -430,23 +436,25 @@ def _count_to_prove(n: int, estimate: float, high: float, margin: float) -> int 
     return max(n + 1, math.ceil(n * ratio**2))
 
 
-def _estimate_needed(evidence: Evidence, p: float, level: float) -> int | None:
+def _estimate_needed(evidence: Evidence, p: float, level: float, way: float = 1.0) -> int | None:
     """Estimate how many samples would prove a change of this size; None if no estimate exists.
 
     Args:
         evidence: the statistics of the change.
-        p: the p-value of "no worse" for this row alone.
-        level: the p-value that would prove the change among all tests of the gate.
+        p: the p-value of "no worse" (or "no better") for this row alone.
+        level: the p-value that would prove the change among all tests.
+        way: 1 for a change for the worse, -1 for the better.
     """
     # Even if all n samples get worse, the p-value of a sign test is 2^-n.
     least = max(evidence.least, math.ceil(-math.log2(level)))
     if evidence.samples < least:
         return least
-    low = evidence.limits(level)[0]
-    if math.isfinite(low) and 0 < evidence.estimate < math.inf:
+    estimate = way * evidence.estimate
+    low = min(way * end for end in evidence.limits(level))
+    if math.isfinite(low) and 0 < estimate < math.inf:
         # The distance of the lower limit from the estimate shrinks like 1 / sqrt(n), until the
         # limit reaches 0.
-        ratio = 1 - min(low, 0.0) / evidence.estimate
+        ratio = 1 - min(low, 0.0) / estimate
     elif 0 < p < 0.5:
         # Without limits: the normal quantile of the p-value grows like sqrt(n).
         ratio = NormalDist().inv_cdf(1 - level) / NormalDist().inv_cdf(1 - p)

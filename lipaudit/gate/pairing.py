@@ -30,8 +30,8 @@ def find_shared(
     # A repeated sample must count once: otherwise confidence limits would be too narrow.
     indices = {name: i for i, name in enumerate(ids)}
     distinct = [(i, name) for i, name in enumerate(known) if not trials.is_repeat(name)]
-    new = list[int]()
-    old = list[int]()
+    new = []
+    old = []
     for i, name in distinct:
         if name in indices:
             new.append(indices[name])
@@ -63,7 +63,7 @@ def match_samples(
         name of the report.
     """
     matched = [reports[0]]
-    notes = dict[str, str]()
+    notes = {}
     for name, report in zip(names[1:], reports[1:], strict=True):
         ids = _map_ids(report, reports[0])
         if ids:

@@ -42,12 +42,12 @@ def describe_power(baseline: Report) -> Iterator[str]:
     # sign test is 2^-n: with fewer samples than `least` no test reaches the level.
     level = min(LEVEL, ALPHA / len(rules))
     least = max(FEWEST, math.ceil(-math.log2(level)))
-    seen = list[tuple[str, str]]()
-    unproven = list[tuple[str, str]]()
+    seen = []
+    unproven = []
     for rule in rules:
         section = baseline.section(rule.measure)
         assert section is not None
-        words = find_words(rule.measure, rule.column)
+        words = find_words(rule.metric)
         n = sum(not is_repeat(name) for name in section.ids)  # distinct samples
         change = f"no change is proven, {least} are needed"
         if n >= least:

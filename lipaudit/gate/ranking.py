@@ -133,7 +133,7 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     else:  # in the given order, with the reasons of models that cannot be compared
         refused = {i: fields for i, fields in found.items() if "reason" in fields}
         found = {i: refused.get(i, {}) for i in range(len(names))}
-    models = list[Ranked]()
+    models = []
     for i, fields in found.items():
         models.append(Ranked(model=names[i], summary=summarise(reports[i]), **fields))
     notes = (Note.info("paired-by-place", text) for text in by_place.values())
@@ -172,7 +172,7 @@ def _find_incomparable(
     rule: Rule, models: Sequence[int], reports: Sequence[Report]
 ) -> dict[frozenset[int], str]:
     """Return the pairs of models that cannot be compared, each with the reason."""
-    apart: dict[frozenset[int], str] = {}
+    apart = {}
     # Both orders of a pair are tried: a comparison is refused if the new model lacks an attack of
     # the old model, not vice versa.
     for i, j in permutations(models, 2):

@@ -74,8 +74,8 @@ def read(
     if samples is not None:
         take = list(samples)
     # By row or per-sample column: the figure, and the values of the samples behind it, (samples,).
-    points: dict[Key, float] = {}
-    pairs: dict[Key, Values] = {}
+    points = {}
+    pairs = {}
     if rule.per_sample:
         for key, values in _read_columns(rule, section).items():
             pairs[key] = values[take]
@@ -121,12 +121,12 @@ def _read_rows(
         rows: the rows by name.
         skipped: names of rows to leave out, because they did not converge.
     """
-    matching = list[Key]()
+    matching = []
     for key, row in rows.items():
         matches = all(_matches(row, word, section) for word in rule.selector)
         if key not in skipped and matches:
             matching.append(key)
-    points: dict[Key, float] = {}
+    points = {}
     for key in _choose_worst(matching, rule.selector):
         cell = rows[key].get(rule.column)
         if cell is not None:
@@ -340,7 +340,7 @@ def is_mean(rule: Rule) -> bool:
 
 def index_rows(section: Section) -> dict[Key, Row]:
     """Return the rows by their names: `layer 3 head 1`, `apgd-ce,linf,2/255`."""
-    rows = dict[Key, Row]()
+    rows = {}
     counts = Counter[Key]()
     for row in section.rows:
         name = _name_row(row, section)
@@ -361,7 +361,7 @@ def _name_row(row: Row, section: Section) -> Key:
         return row.key
     if known:
         return ",".join(map(str, known.values()))
-    texts = list[str]()
+    texts = []
     for key in naming(section.columns):  # the columns that name a row
         cell = row[key]
         if isinstance(cell, str):
@@ -380,7 +380,7 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
     Raises:
         EvaluationError: such a column has texts.
     """
-    values: dict[Key, Values] = {}
+    values = {}
     for name, cells in section.samples.items():
         kind, trial = trials.parse_column(name)
         if kind == rule.column:
@@ -482,7 +482,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
     weights = None
     if how.weights in section.arrays:
         weights = section.arrays[how.weights].numpy()[:, take]
-    cells = list[float]()
+    cells = []
     for i, values in enumerate(stored.numpy()[:, take]):
         if weights is None:
             cell = _reduce_known(how.stat, values)
@@ -518,7 +518,7 @@ def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[K
         sections: the sections.
         column: a per-sample column. Samples without a value in this column are returned, too.
     """
-    rows = set[Key]()
+    rows = set()
     samples = set[str]()
     for section in sections:
         for key, row in index_rows(section).items():

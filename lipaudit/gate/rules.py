@@ -10,9 +10,17 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.measures import USUAL, find_headline, layouts, list_headlines, load_measures
+from lipaudit.measures import (
+    USUAL,
+    find_column,
+    find_headline,
+    layouts,
+    list_headlines,
+    load_measures,
+)
 from lipaudit.tables import Column, Layout, Report, Section
 from lipaudit.tables.columns import group_values
+from lipaudit.tables.formats import write_math
 from lipaudit.tables.plugins import explain_missing
 from lipaudit.tables.trials import FLAGS
 
@@ -186,7 +194,7 @@ def configure(
     Raises:
         UsageError: a key is unknown, a value has the wrong type, or a rule cannot be read.
     """
-    usual: dict[str, Any] = {"rules": [], "alpha": 0.05, "strict": False}
+    usual = {"rules": [], "alpha": 0.05, "strict": False}
     for key, value in table.items():
         if key not in usual:
             message = f"unknown key {key!r} in [tool.lipaudit.gate]"
@@ -274,17 +282,22 @@ def list_default_rules() -> list[Rule]:
     return [parse_rule(headline.rule) for _, headline in list_headlines() if headline.rule]
 
 
-def find_words(measure: str, column: str) -> str:
-    """Return the words that name a figure of a section in a sentence; "" if it has no name."""
-    headline = find_headline(measure, column)
+def find_words(metric: str) -> str:
+    """Return the words that name a metric in a sentence, or else the heading of its column."""
+    headline = find_headline(metric)
     if headline is not None:
         return headline.words or headline.label
-    return WORDS.get(f"{measure}.{column}", "")
+    column = re.split("[@:]", metric)[0]  # `jacobian.margin` of `jacobian.margin:median`
+    return WORDS.get(column) or write_math(find_column(column).label)
 
 
 WORDS = {
+    "attention.g1": "bound g1 of attention rows",
+    "attention.softmax_norm": "softmax norm of attention rows",
     "bounds.exact_max": "largest head norm",
-    "jacobian.margin": "margin",
+    "bounds.layers.exact": "layer norm before W_O",
+    "bounds.layers.exact_out": "layer norm with W_O",
+    "bounds.sharp": "bound sharp",
     "jacobian.shares.carried": "norm that a head carries",
 }
 """Words for figures that are compared and no headline."""
@@ -298,7 +311,7 @@ def choose_rules(*reports: Report) -> tuple[Rule, ...]:
     """
     sections = [section for report in reports for section in report.sections]
     # A figure that several sections have, such as clean accuracy, is judged once.
-    chosen: dict[str, Rule] = {}
+    chosen = {}
     # The main figures of all measures, some with a default rule, by the names of their sections.
     for name, headline in list_headlines():
         owners = [section for section in sections if section.measure == name]

@@ -239,8 +239,8 @@ def _draw_changes(
     n = old.size
     generator = np.random.default_rng(0)  # a fixed seed: equal reports have equal verdicts
     rows = max(1, _CHUNK // n)  # draws at a time
-    resampled = list[Values]()
-    exchanged = list[Values]()
+    resampled = []
+    exchanged = []
     for start in range(0, RESAMPLES, rows):
         size = min(rows, RESAMPLES - start), n
         index = generator.integers(n, size=size, dtype=np.int32)
@@ -378,7 +378,7 @@ def correct_by_holm(p_values: Mapping[Name, float]) -> dict[Name, tuple[float, i
         For each hypothesis, the adjusted p-value and the factor (k, k - 1, ...) of its p-value.
         Source: Holm, Scand. J. Statist. 6 (1979) 65.
     """
-    found = dict[Name, tuple[float, int]]()
+    found = {}
     largest = 0.0  # of the adjusted p-values so far
     for step, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
         remaining = len(p_values) - step

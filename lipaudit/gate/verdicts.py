@@ -66,7 +66,7 @@ class Verdict(Frozen):
         mcnemar: exact two-sided p-value of "lost and gained are equally likely".
         samples: number of pairs behind the verdict, or of the samples of a group; 0 if unknown.
         samples_needed: approximate number of samples that would settle an inconclusive change, or
-            prove a limit where --strict asks for it.
+            prove a limit where --strict asks for it. Of a comparison: prove a change of this size.
         reason: why the rule was not judged.
         remark: what else a reader of the figures must know.
     """
@@ -140,22 +140,21 @@ class Verdict(Frozen):
 
     @property
     def subject(self) -> str:
-        """Return what changed, in words: `robust accuracy (linf 4/255)`."""
-        column = self.metric.partition("@")[0].partition(":")[0]
-        measure, _, name = column.rpartition(".")
-        words = find_words(measure, name) or self.metric
-        stat = self.metric.rpartition(":")[2]
-        if stat in ("p95", "max") and words != self.metric:
-            words = f"{words}, {stat},"
-        where = self.name
+        """Return what changed, in words: `robust accuracy (linf 4/255)`, `Jacobian norm (p95)`."""
+        where = [self.name]
         trial = TrialKey.parse(self.name)
         if trial is not None:  # an attack in a ball: only the ball is named
-            where = trial.ball
+            where = [trial.ball]
         if self.group:
-            where = f"{where}, group {self.group}".removeprefix(", ")
-        if not where:
+            where.append(f"group {self.group}")
+        stat = self.metric.rpartition(":")[2]
+        if stat in ("p95", "max"):
+            where.append(stat)
+        words = find_words(self.metric)
+        named = ", ".join(filter(None, where))
+        if not named:
             return words
-        return f"{words} ({where})"
+        return f"{words} ({named})"
 
     @property
     def values(self) -> str:
@@ -197,11 +196,10 @@ class Verdict(Frozen):
     def figures(self) -> str:
         """Return the values, their change, and the tested change."""
         texts = self.texts
-        if not texts["baseline"]:
+        if self.old is None:
             if self.samples:
                 return f"{texts['current']} (n = {self.samples})"
             return texts["current"]
-        values = f"{texts['baseline']} -> {texts['current']}"
         change = texts["change"]
         if self.low is not None:
             if texts["paired"] != change:
@@ -215,7 +213,7 @@ class Verdict(Frozen):
                 change += f"; the change alone: {self.change_status}"
         elif self.status in ("pass", "improved", "regressed"):
             change += ", without a test"
-        return f"{values} ({change})"
+        return f"{self.values} ({change})"
 
     @property
     def texts(self) -> dict[str, str]:
@@ -229,8 +227,8 @@ class Verdict(Frozen):
             if self.high == math.inf and self.low in (-1.0, -math.inf):
                 limits = NO_LIMITS
         return {
-            "baseline": _write_figure(self.old, ""),
-            "current": _write_figure(self.new, ""),
+            "baseline": _write_figure(self.old, self.unit),
+            "current": _write_figure(self.new, self.unit),
             "change": format_change(self.change, self.unit),
             "paired": format_change(self.paired, self.unit),
             "limits": limits,

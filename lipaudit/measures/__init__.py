@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import field_validator, model_validator
 
@@ -104,14 +104,14 @@ def list_headlines() -> list[tuple[str, Headline]]:
     return sorted(pairs, key=lambda pair: pair[1].place)
 
 
-def find_headline(section: str, column: str) -> Headline | None:
-    """Return the headline of a column of a section, or None if the column has no headline.
+def find_headline(metric: str) -> Headline | None:
+    """Return the headline of a metric (`attack.robust:mean`); None if its column has none.
 
     A headline is a figure that a report shows first.
     """
-    layout = layouts().get(section)
-    for headline in layout.headlines if layout else ():
-        if headline.column == column:
+    column = re.split("[@:]", metric)[0]
+    for section, headline in list_headlines():
+        if column == f"{section}.{headline.column}":
             return headline
     return None
 
@@ -123,7 +123,7 @@ def find_column(metric: str) -> Column:
     """
     path = re.split("[@:]", metric)[0]  # SECTION.COLUMN, without a statistic or a row
     section, _, name = path.rpartition(".")
-    columns: dict[str, Column] = {}
+    columns = {}
     layout = layouts().get(section)
     if layout is not None:
         columns = {**layout.columns, **layout.sample_columns}
@@ -149,7 +149,7 @@ def load_audit_options() -> type[AuditOptions]:
 
     A measure adds a switch --NAME that runs it, or options of its own command, such as --eps.
     """
-    fields: dict[str, Any] = {}
+    fields = {}
     measures = load_measures()
     for name, measure in measures.items():
         if measure.audit.switch:  # the help of --NAME

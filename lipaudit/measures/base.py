@@ -471,7 +471,7 @@ def repeat_notes(parts: Sequence[Part]) -> Iterator[Note]:
 def class_names(net: Net, *columns: Values) -> dict[str, str]:
     """Return the names of the classes whose numbers occur; classes without a name are left out."""
     known = dict(enumerate(net.labels or ()))
-    numbers: set[int] = set()
+    numbers = set()
     for column in columns:
         numbers.update(column.tolist())
     # Text as keys: facts are stored as JSON.

@@ -71,7 +71,7 @@ def read_tightest(headline: Headline, section: Section, report: Report) -> Itera
 
     The text adds the tightest certified bound: one that also holds for inputs other than X.
     """
-    log_ratios: dict[str, list[float]] = {}  # log10 of bound / exact of each head, by bound
+    log_ratios = {}  # log10 of bound / exact of each head, by bound
     for name in find_bounds(section.columns):
         logs = finite(log10_ratio(row, name) for row in section.rows)
         if logs:

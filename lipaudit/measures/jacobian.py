@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
@@ -305,7 +305,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     figures of each sample.
     """
     arrays = _join_arrays(parts)
-    columns: dict[str, Any] = {}
+    columns = {}
     for name, values in arrays.items():
         if name in ("norm", "upper"):
             # In an array NaN would become None, "not computed". The NaN of a norm that failed

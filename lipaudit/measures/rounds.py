@@ -226,7 +226,7 @@ class Round:
             correct = int(clean.robust.sum())
             # By norm and attacks: how many samples survived at the last radius. The same attacks
             # at a larger radius run on the survivors only.
-            survivors: dict[Any, int] = {}
+            survivors = {}
             for outcome, (trial, _) in zip(attacked, self.steps, strict=False):
                 survivors[trial.norm, trial.attacks] = int(outcome.robust.sum())
             ran = len(attacked)

@@ -400,7 +400,7 @@ def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
     Among the facts, `uncut` lists layers whose heads could not be separated from the graph, with
     reasons, and `whole` lists layers whose attention map P could not be read.
     """
-    reasons: Mapping[str, list[str]] = group_values(
+    reasons = group_values(
         (why, f"{index} ({module})") for index, module, why in parts[0].facts["uncut"]
     )
     for why, layers in reasons.items():

@@ -191,7 +191,7 @@ def _read_tables(
     notes.append(Note.info("no-bound", text))
     if any("rotation" in site.kinds[:2] for site in sites):  # queries or keys are rotated
         notes.append(Note.info("rotary", "||W_QK|| is that of tokens at one rotary position"))
-    heads: list[Cells] = []
+    heads = []
     for rows in capture(net, sites, sample, _read_heads):
         heads += rows
     maps, gains = _read_modules(net, set(_list_weights(sites)))
@@ -261,7 +261,7 @@ def _read_heads(layer: Layer) -> list[Cells]:
 
     site = layer.site
     why = site.reason
-    products: dict[str, Product] = {}
+    products = {}
     if not why:
         try:
             products = _find_products(layer.heads())
@@ -275,7 +275,7 @@ def _read_heads(layer: Layer) -> list[Cells]:
                 reasons.append("has no linear W_V W_O")
             why = "; ".join(reasons)
     cells = {"layer": site.index, "module": site.module, "why": why}  # why a product is missing
-    rows: list[Cells] = [{**cells, "head": head} for head in range(site.heads)]
+    rows = [{**cells, "head": head} for head in range(site.heads)]
     for name, product in products.items():
         # (heads, rank): the singular values.
         values = product_values(product.left.double().cpu(), product.right.double().cpu())
@@ -442,7 +442,7 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
         blocks.append(all_blocks)
     cells = {**facts, BLOCKS.name: blocks}
     # Only the first section has the settings and the notes.
-    about: dict[str, Any] = {"settings": options.model_dump(), "notes": base.notes(parts)}
+    about = {"settings": options.model_dump(), "notes": base.notes(parts)}
     sections = []
     for table in TABLES:
         rows = tuple(table.row(**row) for row in cells[table.name])

@@ -74,6 +74,7 @@ class Subject:
         forms: the forms that it has.
         record: what JSON writes: a report, a ranking, a comparison, a judgement or plain values.
         reports: the reports that its page shows.
+        files: the files of these reports, for commands on the page; empty if unknown.
         lines: the result as lines of text.
         sheet: its page, if nothing but the record would describe it.
     """
@@ -81,6 +82,7 @@ class Subject:
     forms: Collection[Form]
     record: Any
     reports: Sequence[Report] = ()
+    files: Sequence[str] = ()
     lines: Sequence[str] = ()
     sheet: Document | None = None
 
@@ -94,7 +96,7 @@ class Subject:
             return document.make_page(self.record, short=short)
         from lipaudit.report import judgements
 
-        return judgements.make_page(self.record, self.reports, short=short)
+        return judgements.make_page(self.record, self.reports, self.files, short=short)
 
     def take(self, form: Form, *, short: bool = False) -> Any:
         """Return the result in the form that a format writes.
@@ -155,16 +157,32 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
     return Subject(("page", "record"), record, sheet=page)
 
 
-def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
-    """Show the changes between reports, then the reports side by side."""
-    return Subject(REPORT, comparison, reports)
+def of_comparison(
+    comparison: Comparison, reports: Sequence[Report], files: Sequence[str] = ()
+) -> Subject:
+    """Show the changes between reports, then the reports side by side.
+
+    Args:
+        comparison: the changes.
+        reports: the compared reports.
+        files: the files of the reports, for the commands of the page; empty if unknown.
+    """
+    return Subject(REPORT, comparison, reports, files)
 
 
-def of_judgement(judgement: Judgement) -> Subject:
-    """Show the verdicts of the gate."""
-    from lipaudit.report.judgements import write_verdicts
+def of_judgement(
+    judgement: Judgement, reports: Sequence[Report] = (), files: Sequence[str] = ()
+) -> Subject:
+    """Show the verdicts of the gate.
 
-    return Subject(JUDGEMENT, judgement, lines=write_verdicts(judgement))
+    Args:
+        judgement: the verdicts.
+        reports: the reports of the baseline and of the current model, for commands of the page.
+        files: the files of these reports; empty if unknown.
+    """
+    from lipaudit.report.gates import write_verdicts
+
+    return Subject(JUDGEMENT, judgement, reports, files, write_verdicts(judgement))
 
 
 def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:

@@ -98,7 +98,7 @@ def set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     low, high = axis.get_view_interval()
-    places: list[float] = []
+    places = []
     if log:
         places = _list_decades(low, high)
     # A linear axis, or a logarithmic one over too few decades: round numbers.

@@ -318,6 +318,14 @@ class Chapter:
     folded: bool = False
 
 
+def list_steps(steps: Iterable[tuple[str, str, str]]) -> list[Chapter]:
+    """Return a list with the chapter of next steps, as `Points`; an empty list without steps."""
+    points = [*steps]
+    if not points:
+        return []
+    return [Chapter("next-steps", "What to do next", [Points(points)])]
+
+
 @dataclass(frozen=True)
 class Document:
     """A page: its heading and its chapters, the first without a heading.

@@ -4,40 +4,52 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lipaudit.gate.comparison import Pair, SampleChange
 from lipaudit.gate.ranking import Ranking
-from lipaudit.gate.rules import find_words
 from lipaudit.gate.verdicts import Verdict, format_change
-from lipaudit.measures import find_column, list_headlines
+from lipaudit.measures import find_headline
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Bar, Block, Forest, Paragraph, Tone
-from lipaudit.report.cells import read_words
+from lipaudit.report.cells import HEADINGS
 from lipaudit.report.document import show_example
-from lipaudit.tables import Column, Report
-from lipaudit.tables.formats import name_sample, write_math
+from lipaudit.report.rows import list_distinct, read_change, write_arrows
+from lipaudit.tables import Report
+from lipaudit.tables.columns import finite
+from lipaudit.tables.formats import name_sample
 from lipaudit.tables.trials import TrialKey
 
 MOVED = ("regressed", "improved")
-COLOURS = {"regressed": 1, "error": 1, "not comparable": 1, "improved": 2}
-"""Indices of the colours of verdicts; the others have none."""
-WORDS = {1: "worse", 2: "better", 6: "not proven"}
-"""What the colours of a forest plot mean."""
+COLOURS = {"regressed": 1, "improved": 2}
+"""Indices of the colours of verdicts; the others are grey."""
 GREY = 6
+TINY = 1e-300
+"""Stands for 0 where a logarithm is taken."""
+WORDS = {1: "worse", 2: "better", GREY: "not proven"}
+"""What a comparison calls its verdicts, by colour."""
+OF_PAIRED = (
+    "A paired change compares each sample with itself; of a median, it is the median of these "
+    "changes. It can differ from old → new: the two medians may be of different samples."
+)
 TITLES = {
-    "%": "By which factor did figures change?",
     "pp": "By how many percentage points did shares change?",
+    "": "By how much did other figures change, relative to the old value?",
+    "%": "By which factor did figures change?",
 }
-ORDER = {"pp": 0, "%": 1}
-"""Order of the pictures, by unit: shares such as accuracies come first."""
+"""Titles of the pictures, by unit, in the order of the pictures."""
+AXES = {
+    "pp": HEADINGS["new - old"],
+    "%": HEADINGS["new / old"],
+    "": HEADINGS["(new - old) / old"],
+}
 LIMIT = re.compile(r"[<>]= *([+-][\d.]+)(%|pp)$")
 """A limit of a rule on a change."""
 NAMED = 3
 """Largest number of figures that a sentence names for the worse, and for the better."""
-MOST = 16
-"""Largest number of figures in one picture."""
+MOST = 32
+"""Largest number of figures in one picture; proven changes go first."""
 PICTURES = 12
 """Largest number of samples that are shown with their images or texts."""
 
@@ -46,22 +58,22 @@ PICTURES = 12
 
 
 def write_answer(pair: Pair) -> str:
-    """Say in a sentence or two what became worse and what better."""
-    # A verdict with a reason is on a figure that cannot be compared.
-    judged = [verdict for verdict in pair.verdicts if not verdict.reason]
+    """Say in a few sentences what became worse and what better."""
+    judged = list_distinct(pair.verdicts)
     # The main figure of a model, such as robust accuracy: it is named first, also if its change is
     # not proven.
-    leading = _find_leading(judged)
+    leading = find_leading(judged)
     parts = []
     for status, word in (("regressed", "worse"), ("improved", "better")):
         moved = [verdict for verdict in judged if verdict.status == status]
         if moved:
-            moved.sort(key=lambda verdict: (verdict is not leading, -abs(_read_paired(verdict))))
+            moved.sort(key=lambda each: (each is not leading, -abs(read_change(each) or 0.0)))
             parts.append(f"{word} in {_name_figures(moved)}")
     if leading is not None and leading.status == "improved":
         parts.reverse()
     others = sum(verdict.status not in MOVED for verdict in judged)
-    refused = len(pair.verdicts) - len(judged)
+    # A verdict with a reason is on a figure that cannot be compared.
+    refused = sum(bool(verdict.reason) for verdict in pair.verdicts)
     sentences = []
     if leading is not None and leading.change and leading.status not in MOVED:
         change = f"{leading.subject} {write_arrows(leading.values)}"
@@ -82,173 +94,125 @@ def choose_tone(pairs: Sequence[Pair]) -> Tone:
     tone: Tone = "answer"
     for pair in pairs:
         if any(verdict.status == "regressed" for verdict in pair.verdicts):
-            leading = _find_leading(pair.verdicts)
+            leading = find_leading(pair.verdicts)
             if leading is None or leading.status != "improved":
                 return "broken"
             tone = "open"
     return tone
 
 
-def _name_figures(verdicts: Sequence[Verdict]) -> str:
-    """Name the first figures that have a name in words, and count all others.
+def count_samples(verdicts: Iterable[Verdict]) -> str:
+    """Say on how many samples verdicts are based, for example ", 8 to 64 samples"."""
+    counts = sorted({verdict.samples for verdict in verdicts} - {0})
+    if not counts:
+        return ""
+    if len(counts) == 1:
+        return f", {counts[0]} samples"
+    return f", {counts[0]} to {counts[-1]} samples"
 
-    Some figures only have the name of a metric (`bounds.exact:each`). Such a name is no text for a
-    sentence, so these figures are only counted.
-    """
-    worded = [verdict for verdict in verdicts if not verdict.subject.startswith(verdict.metric)]
-    named = [f"{verdict.subject} {write_arrows(verdict.values)}" for verdict in worded[:NAMED]]
-    others = len(verdicts) - len(named)
-    if others:
-        count = "1 figure" if others == 1 else f"{others} figures"
-        named.append(f"{count} more" if named else count)
+
+def _name_figures(verdicts: Sequence[Verdict]) -> str:
+    """Name the first figures, and count all others."""
+    named = [f"{each.subject} {write_arrows(each.values)}" for each in verdicts[:NAMED]]
+    if len(verdicts) > NAMED:
+        named.append(f"{len(verdicts) - NAMED} more")
     return ", ".join(named)
 
 
-def _find_leading(verdicts: Sequence[Verdict]) -> Verdict | None:
+def find_leading(verdicts: Sequence[Verdict]) -> Verdict | None:
     """Return the verdict on the figure that models are ranked by first: robust accuracy."""
-    for section, headline in list_headlines():
-        metric = f"{section}.{headline.column}"
-        if not headline.ranks:
-            continue
-        for verdict in verdicts:
-            if verdict.metric.partition(":")[0] == metric:
-                return verdict
-    return None
+    ranked = []
+    for verdict in verdicts:
+        headline = find_headline(verdict.metric)
+        if headline is not None and headline.ranks:
+            ranked.append((headline.place, verdict))
+    if not ranked:
+        return None
+    _, leading = min(ranked, key=lambda pair: pair[0])
+    return leading
 
 
 # By size
 
 
-def write_arrows(text: str) -> str:
-    """Write the arrows of verdicts as pages do: `64.8% → 51.6%`."""
-    return text.replace("->", "→")
-
-
-def _read_paired(verdict: Verdict) -> float:
-    """Return the change of a figure, 0 if it is unknown."""
-    return read_change(verdict) or 0.0
-
-
-def read_change(verdict: Verdict) -> float | None:
-    """Return the paired change, else the change of the two figures."""
-    return verdict.change if verdict.paired is None else verdict.paired
-
-
-def name_metric(metric: str) -> str:
-    """Return the name of a metric for a picture: in words, else the heading of its column."""
-    column, _, stat = metric.partition(":")  # `jacobian.norm` and `median`
-    measure, _, name = column.rpartition(".")
-    words = find_words(measure, name) or read_words()["columns"].get(column)
-    if not words:
-        words = write_math(find_column(column).label)
-    if stat == "p95":
-        words += ", p95"
-    return words
-
-
-def name_change(verdict: Verdict) -> str:
-    """Return the name of a changed figure for a picture."""
-    return verdict.subject.replace(verdict.metric, name_metric(verdict.metric))
-
-
-def draw_changes(changes: Iterable[tuple[str, Verdict]], title: str = "") -> list[Block]:
+def draw_changes(
+    changes: Iterable[tuple[str, Verdict]],
+    title: str = "",
+    words: Mapping[int, str] = WORDS,
+) -> list[Block]:
     """Draw changes with their intervals, the largest first. Each unit gets its own picture.
 
+    All proven changes are drawn. Of other changes, those with finite limits are drawn, but not
+    alone: a picture of one such change shows no more than the table.
+
     Args:
-        changes: the name of each change, and the verdict of the test on this change. A verdict
-            without a change or without limits is left out.
+        changes: the name of each change, and the verdict of the test on this change.
         title: the title of the pictures; empty: a title that names the unit.
+        words: what the page calls the verdicts, by colour.
     """
-    units: dict[str, list[tuple[str, Verdict]]] = {}
-    drawn: set[str] = set()
+    # The bars of each picture, with their sizes.
+    units: dict[str, list[tuple[float, Bar]]] = {unit: [] for unit in TITLES}
     for name, verdict in changes:
-        value = read_change(verdict)
-        known = [end for end in (value, verdict.low, verdict.high) if end is not None]
-        # Several measures report the clean accuracy: it is drawn once.
-        change = f"{name} {verdict.values}"
-        if len(known) == 3 and all(map(math.isfinite, known)) and change not in drawn:
-            drawn.add(change)
-            # A verdict without a unit is a difference in the unit of its metric: such differences
-            # of two metrics cannot share an axis.
-            units.setdefault(verdict.unit or verdict.metric, []).append((name, verdict))
+        needed = [read_change(verdict)]
+        if verdict.status not in MOVED:
+            needed += (verdict.low, verdict.high)
+        if len(finite(needed)) == len(needed):
+            bar = _draw_bar(name, verdict)
+            size = abs(bar.value)
+            if verdict.unit == "%":  # a halved figure moved as far as a doubled one
+                size = abs(math.log(max(bar.value, TINY)))
+            units[verdict.unit].append((size, bar))
     found: list[Block] = []
-    for unit in sorted(units, key=lambda unit: ORDER.get(unit, len(ORDER))):
-        group = units[unit]
-        if len(group) < 2:  # a picture of one bar shows no more than the table
+    for unit, sized in units.items():
+        colours = {bar.colour for _, bar in sized}
+        if len(sized) < 2 and colours <= {GREY}:
             continue
-        group.sort(key=lambda change: -abs(_read_size(change[1])))
-        heading = title or TITLES.get(unit) or f"By how much did {group[0][0]} change?"
-        if len(group) > MOST:
-            heading += f" The {MOST} largest of {len(group)}"
-        bars = [_draw_bar(name, verdict) for name, verdict in group[:MOST]]
-        found.append(_draw_unit(unit, heading, bars))
+        heading = title or TITLES[unit]
+        if len(sized) > MOST:
+            heading += f" {MOST} of {len(sized)}"
+        sized.sort(key=lambda pair: (pair[1].colour == GREY, -pair[0]))
+        shown = sorted(sized[:MOST], key=lambda pair: -pair[0])
+        bars = [bar for _, bar in shown]
+        # The meaning of the colours that occur.
+        legend = {place: word for place, word in words.items() if place in colours}
+        is_ratio = unit == "%"
+        centre = float(is_ratio)  # no change: a ratio of 1, or a difference of 0
+        found.append(Forest(heading, AXES[unit], bars, centre, is_ratio, legend))
     return found
-
-
-def _read_size(verdict: Verdict) -> float:
-    """Return how far a figure moved, with a sign.
-
-    For a ratio this is the logarithm, so that a halved figure moved as far as a doubled one.
-    """
-    value = _read_paired(verdict)
-    if verdict.unit == "%" and value > -1:
-        return math.log1p(value)
-    return value
-
-
-def _draw_unit(unit: str, title: str, bars: Sequence[Bar]) -> Forest:
-    """Return the forest plot of the changes of one unit: ratios, percentage points, differences.
-
-    Args:
-        unit: "%", "pp", or a metric for differences in its own unit.
-        title: printed above the plot.
-        bars: the changes with their intervals, in the units of the axis.
-    """
-    # The meaning of the colours that occur.
-    colours = {bar.colour for bar in bars}
-    legend = {place: word for place, word in WORDS.items() if place in colours}
-    if unit == "%":
-        axis = Column("new / old", "", "×", domain="")
-        return Forest(title, axis, bars, centre=1.0, log=True, legend=legend)
-    axis = Column("new - old", "", "points" if unit == "pp" else "", domain="")
-    return Forest(title, axis, bars, legend=legend)
 
 
 def _draw_bar(name: str, verdict: Verdict) -> Bar:
     """Return the bar of a change, in the units of its axis."""
-    unit = verdict.unit
-    value = read_change(verdict)
-    assert value is not None
-    assert verdict.low is not None
-    assert verdict.high is not None
-    change = format_change(value, unit)
-    if verdict.paired is not None:
-        # The median of the changes over samples differs from the change of the two medians.
+    change = format_change(read_change(verdict), verdict.unit)
+    # The median of the changes over samples may differ from the change of the two medians.
+    if change != verdict.texts["change"]:
         change = f"paired {change}"
     # A rule of the gate (`<= +10%`) has a limit, which the picture marks. In a comparison there is
     # no rule, and no limit.
     limit = LIMIT.search(verdict.rule)
     bound = None
-    if limit is not None and limit[2] == unit:
-        bound = _scale(float(limit[1]) / 100, unit)
+    if limit is not None and limit[2] == verdict.unit:
+        bound = _scale(float(limit[1]) / 100, verdict)
     return Bar(
         label=name,
-        value=_scale(value, unit),
-        low=_scale(verdict.low, unit),
-        high=_scale(verdict.high, unit),
+        value=_scale(read_change(verdict), verdict) or 0.0,
+        low=_scale(verdict.low, verdict),
+        high=_scale(verdict.high, verdict),
         text=f"{write_arrows(verdict.values)}, {change}",
         colour=COLOURS.get(verdict.status, GREY),
         limit=bound,
     )
 
 
-def _scale(value: float, unit: str) -> float:
-    """Return a change in the units of its axis: new / old, percentage points, or new - old."""
-    if unit == "%":
+def _scale(value: float | None, verdict: Verdict) -> float | None:
+    """Return a change in the units of its axis: new / old, points, or percent of the old value."""
+    if value is None:
+        return None
+    if verdict.unit == "%":
         return max(1 + value, 0.0)
-    if unit == "pp":
-        return 100 * value
-    return value
+    if verdict.unit == "":
+        value /= abs(verdict.old or verdict.new or 1.0)
+    return 100 * value
 
 
 def draw_ranking(ranking: Ranking) -> list[Block]:
@@ -278,7 +242,7 @@ def show_flipped(flipped: Sequence[SampleChange], reports: Sequence[Report]) -> 
             items.append(item)
     if not items:
         return []
-    found: list[Block] = []
+    found = []
     if len(items) > PICTURES:
         found.append(Paragraph(f"The first {PICTURES} of {len(items)}."))
     return [*found, blocks.Gallery("", items[:PICTURES])]

@@ -69,9 +69,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     facts = opening.list_facts(report).items()
     figures = summarise(report)
     chapters = [_open_report(report, figures, facts, notes), *opening.show_scorecard(figures)]
-    steps = [*opening.suggest_steps(report, figures)]
-    if steps:
-        chapters.append(Chapter("next-steps", "What to do next", (blocks.Points(steps),)))
+    chapters += blocks.list_steps(opening.suggest_steps(report, figures))
     chapters += compare_with_known(report)
     # The top of the page shows these notes, so the chapters leave them out.
     shown = opening.list_common_notes(report)
@@ -139,7 +137,7 @@ def _make_brief(report: Report, main: Section) -> Document:
         report: the report.
         main: the section of the measure. All other sections are parts of this measure.
     """
-    first: list[Block] = []
+    first = []
     gaps = opening.describe_gaps(report)
     if gaps:
         first.append(Paragraph(f"Partial: {gaps}", "broken"))
@@ -207,7 +205,7 @@ def make_pages(
     names = model_labels(reports)
     # A table of the facts that differ between reports, with a column for each report.
     facts = [opening.list_facts(report) for report in reports]
-    rows: list[Cells] = []
+    rows = []
     for fact in dict.fromkeys(chain.from_iterable(facts)):
         texts = [each.get(fact, cells.MISSING) for each in facts]
         if len(set(texts)) > 1:
@@ -515,7 +513,7 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         name: name of the report in hints.
         sample: id of the sample; None for the worst samples.
     """
-    facts: dict[str, str] = {}
+    facts = {}
     if sample is None:
         what = "samples"
         count = len(list_known(report))
@@ -565,7 +563,7 @@ def list_carriers(section: Section, sample: str) -> list[Table]:
     columns = cells.pick_columns("head")
     columns |= {name: section.columns[name] for name in names}
     columns["all"] = replace(section.columns["share"], label="share, all")
-    rows: list[Cells] = []
+    rows = []
     for i in order[:MOST]:
         row = section.rows[i]
         of_sample = {name: values[name][i] for name in names}

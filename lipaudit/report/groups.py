@@ -8,7 +8,6 @@ from dataclasses import replace
 from lipaudit.gate.comparison import Pair
 from lipaudit.gate.groups import list_group_figures
 from lipaudit.gate.statistics import ALPHA, Movement, Proportion
-from lipaudit.gate.verdicts import format_change
 from lipaudit.measures import find_column
 from lipaudit.report.blocks import Block, Cells, Paragraph
 from lipaudit.report.cells import (
@@ -18,7 +17,7 @@ from lipaudit.report.cells import (
     pick_columns,
     read_words,
 )
-from lipaudit.report.rows import read_verdict, tabulate_rows
+from lipaudit.report.rows import list_distinct, read_verdict, tabulate_rows
 from lipaudit.tables import Column, Report
 from lipaudit.tables.columns import group_values
 
@@ -38,7 +37,7 @@ GROUP_CHANGES = pick_columns(
     "samples",
     baseline="old",
     current="new",
-    paired="paired",
+    paired="paired change",
     limits="95% limits",
     p_adjusted="p (groups)",
 )
@@ -91,18 +90,18 @@ def show_group_changes(pair: Pair, most: int) -> list[Block]:
         most: largest number of groups in a table.
     """
     found = list[Block]()
-    figures = group_values(((v.metric, v.name), v) for v in pair.groups if not v.reason)
-    for (metric, name), verdicts in figures.items():
+    figures = group_values(((v.metric, v.name), v) for v in list_distinct(pair.groups))
+    for verdicts in figures.values():
         rows = list[Cells]()
         proven = set[int]()
         for i, verdict in enumerate(verdicts[:most]):
             row = read_verdict(verdict)
-            # Without a test there is no median of paired changes: show the change of the group.
-            row["paired"] = row["paired"] or row["change"]
             rows.append(row)
             if verdict.p_adjusted is not None and verdict.p_adjusted <= ALPHA:
                 proven.add(i)
-        title = f"{metric} {name}".rstrip() + count_part(rows, verdicts)
+        # The figure over all samples has the name without a group.
+        whole = verdicts[0].model_copy(update={"group": ""})
+        title = whole.subject + count_part(rows, verdicts)
         found += tabulate_rows(GROUP_CHANGES, rows, title, strong=proven)
     return found
 
@@ -119,38 +118,25 @@ def _list_moves(movement: Movement) -> Iterator[tuple[str, Proportion]]:
             yield words, part
 
 
-def show_movement(movement: Movement) -> list[Block]:
+def show_movement(movement: Movement | None) -> list[Block]:
     """Show how many predictions became wrong, became right or stayed equal, with limits."""
-    rows = list[Cells]()
+    if movement is None:  # a report has no predictions
+        return []
+    rows = []
     for words, part in _list_moves(movement):
-        rows.append(
-            {
-                "predictions": words,
-                "samples": part.count,
-                "share": f"{part.share:.1%}",
-                "95% limits": f"{part.low:.1%} to {part.high:.1%}",
-            }
-        )
-    found: list[Block] = [*tabulate_rows(MOVEMENT, rows)]
-    text = " ".join(_describe_movement(movement))
-    if text:
-        found.append(Paragraph(text))
-    return found
+        cells = (words, part.count, f"{part.share:.1%}", f"{part.low:.1%} to {part.high:.1%}")
+        rows.append(dict(zip(MOVEMENT, cells, strict=True)))
+    return [*tabulate_rows(MOVEMENT, rows), Paragraph(_describe_divergence(movement))]
 
 
-def _describe_movement(movement: Movement) -> Iterator[str]:
-    """Yield the change of the accuracy and the divergence of the outputs, in a sentence each."""
-    if movement.change is not None and movement.mcnemar is not None:
-        limits = f"{format_change(movement.low, 'pp')} to {format_change(movement.high, 'pp')}"
-        change = format_change(movement.change, "pp")
-        yield f"Accuracy {change} (limits {limits}, McNemar p = {movement.mcnemar:.2g})."
+def _describe_divergence(movement: Movement) -> str:
+    """Say how far the outputs of the two models are apart, or why this is unknown."""
     if movement.kl is None:
-        yield f"No divergence of the outputs: {movement.reason}."
-        return
+        return f"No divergence of the outputs: {movement.reason}."
     text = f"Mean KL divergence of the outputs: {movement.kl:.3g} nats"
     if movement.kl_low is not None:
         text += f" (limits {movement.kl_low:.3g} to {movement.kl_high:.3g})"
-    yield f"{text}."
+    return f"{text}."
 
 
 def write_movement(movement: Movement) -> str:
@@ -158,12 +144,9 @@ def write_movement(movement: Movement) -> str:
     equal = movement.equal
     text = f"{equal.share:.1%} of {movement.samples} predictions are equal"
     text += f" ({equal.low:.1%} to {equal.high:.1%})"
-    counts = list[str]()
-    for words, part in _list_moves(movement):
-        if part is not equal:
-            counts.append(f"{words} {part.count}")
-    if counts:
-        text += f"; {', '.join(counts)}"
+    _, *moved = _list_moves(movement)  # without the first: the same prediction
+    if moved:
+        text += f"; {', '.join(f'{words} {part.count}' for words, part in moved)}"
     if movement.kl is not None:
         text += f"; mean KL {movement.kl:.3g} nats"
     return text

@@ -1,4 +1,4 @@
-"""What the gate found, as pages: a comparison, a ranking of several models, a judgement."""
+"""Comparisons and rankings of reports, as pages; `gates` has the pages of the gate."""
 
 from __future__ import annotations
 
@@ -6,39 +6,42 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import get_args
+from itertools import chain
 
-from lipaudit.gate.comparison import Comparison, HeadChange, Pair, SampleChange
+from lipaudit.gate.comparison import Comparison, HeadChange, Pair
 from lipaudit.gate.ranking import Ranking
-from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus, format_change
+from lipaudit.gate.rules import find_words
+from lipaudit.gate.verdicts import Judgement, format_change
 from lipaudit.measures import find_column
-from lipaudit.report import blocks
-from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points
+from lipaudit.report import blocks, gates
+from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph
 from lipaudit.report.cells import pick_columns
 from lipaudit.report.changes import (
+    GREY,
     MOVED,
+    OF_PAIRED,
+    WORDS,
     choose_tone,
+    count_samples,
     describe_flip,
     draw_changes,
     draw_ranking,
-    name_change,
-    name_metric,
-    read_change,
     show_flipped,
     write_answer,
-    write_arrows,
 )
 from lipaudit.report.document import list_names, list_warnings, make_pages, open_several
-from lipaudit.report.groups import count_part, show_group_changes, show_movement, write_movement
+from lipaudit.report.groups import count_part, show_group_changes, show_movement
 from lipaudit.report.opening import open_page
 from lipaudit.report.rows import (
     FIT,
     TOP,
+    list_distinct,
     map_heads,
+    read_change,
     read_verdict,
     tabulate_rows,
 )
+from lipaudit.report.steps import Step, suggest_after_comparison
 from lipaudit.tables import Column, Note, Report, model_labels
 from lipaudit.tables.columns import group_values
 from lipaudit.tables.formats import describe_places, join_texts
@@ -47,20 +50,25 @@ from lipaudit.tables.trials import FLAGS
 
 
 def make_page(
-    found: Comparison | Ranking | Judgement, reports: Sequence[Report], *, short: bool = False
+    found: Comparison | Ranking | Judgement,
+    reports: Sequence[Report],
+    files: Sequence[str] = (),
+    *,
+    short: bool = False,
 ) -> Document:
     """Return the page of a comparison, a ranking or a judgement of the gate.
 
     Args:
         found: a comparison, a ranking or a judgement.
-        reports: the compared or ranked reports.
+        reports: the compared, ranked or judged reports; of a judgement, the baseline's first.
+        files: the files of the reports, for commands; empty if unknown.
         short: whether the page has to fit one screen; it then lacks the sections of the reports.
             The page of a judgement is always short.
     """
     if isinstance(found, Comparison):
-        return make_comparison_page(found, reports, short=short)
+        return make_comparison_page(found, reports, files, short=short)
     if isinstance(found, Judgement):
-        return make_judgement_page(found)
+        return gates.make_judgement_page(found, reports, files)
     opening = open_several(reports, describe_ranking(found), short=short)
     return make_pages(reports, [opening, show_ranking(found, reports, short=short)], short=short)
 
@@ -68,44 +76,53 @@ def make_page(
 # Comparisons
 
 
-FIRST: tuple[VerdictStatus, ...] = ("regressed", "improved", "inconclusive", "unchanged")
-"""Verdicts, the most severe first."""
+CALLED = {
+    "regressed": WORDS[1],
+    "improved": WORDS[2],
+    "inconclusive": WORDS[GREY],
+    "unchanged": "unchanged",
+}
+"""What a comparison calls its verdicts, the most severe first."""
 FEW = 3
 """Number of samples and heads on one screen; it has twice as many figures."""
-NORM = "jacobian.norm"
 CARRIED = "jacobian.shares."
 BRIEF_CHANGES = pick_columns(
-    "metric", status="verdict", baseline="old", current="new", change="change"
+    "figure", status="verdict", baseline="old", current="new", paired="paired change"
 )
 """Columns of changes on one screen; like all columns of verdicts by the fields of `Verdict`."""
 CHANGES = BRIEF_CHANGES | pick_columns(
-    "paired",
     limits="95% limits",
     samples="samples",
+    samples_needed="samples needed",
     lost="lost",
     gained="gained",
     mcnemar="McNemar",
+    change="change",
+    metric="metric",
 )
-HEADS = pick_columns("head", "change", limits="95% limits", p_adjusted="p (Holm)", stands="stands")
+HEADS = pick_columns(
+    "head", paired="paired change", limits="95% limits", p_adjusted="p (Holm)", stands="stands"
+)
 
 
 OF_FIGURES = (
-    "Figures of samples are medians and 95th percentiles over the samples, figures of heads are "
-    "medians or means over the heads, as on the scorecard. One differs: exact_max takes the "
-    "steepest head of each sample, and the scorecard's steepest head is one for all samples. A "
-    "paired change is the median change of a sample; its limits hold for this figure alone."
+    "Figures of samples are medians and 95th percentiles over the samples. Figures of heads are "
+    "medians or means over the heads, as on the scorecard. One differs: the largest head norm "
+    "takes the steepest head of each sample, and the scorecard's steepest head is one for all "
+    "samples."
 )
 OF_HEADS = "p (Holm), corrected over all heads, is at most 5% (column stands)."
 
 
 def make_comparison_page(
-    comparison: Comparison, reports: Sequence[Report], *, short: bool
+    comparison: Comparison, reports: Sequence[Report], files: Sequence[str] = (), *, short: bool
 ) -> Document:
     """Return the page of a comparison: what changed, then the reports side by side.
 
     Args:
         comparison: the comparison.
         reports: the compared reports.
+        files: the files of the reports; empty if unknown.
         short: whether the page has to fit one screen: short tables, and no sections of reports.
     """
     pairs = comparison.pairs
@@ -114,24 +131,31 @@ def make_comparison_page(
     for report in reports:
         places |= describe_places(report)
     counts = []
-    chapters = list[Chapter]()
+    chapters = []
     warnings = list_warnings(reports)
-    for i, pair in enumerate(pairs):
-        lead = ""
-        if several:
-            lead = f"{pair.new}: "
+    steps = list[Step]()
+    named = dict(zip(comparison.models, reports, strict=True))
+    saved = dict(zip(comparison.models, files, strict=False))
+    for number, pair in enumerate(pairs, 1):
         counts.append(write_answer(pair))
+        if not short:
+            steps += suggest_after_comparison(pair, named, saved)
         for text in (*pair.warnings, *_list_excluded(pair)):
-            warnings.append(Note.warn("differs", lead + text))
-        for chapter in _list_chapters(pair, places, reports, several=several, short=short):
+            note = Note.warn("differs", text)
+            warnings.append(note.add_lead(pair.new if several else ""))
+        for chapter in _list_chapters(pair, places, reports, short=short):
             if several:
-                chapter = replace(chapter, name=f"{chapter.name}-{i + 1}")
+                title = f"{pair.new}: {chapter.title}"
+                chapter = replace(chapter, name=f"{chapter.name}-{number}", title=title)
             chapters.append(chapter)
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
     old, *new = comparison.models
     facts = [("old", old), *(("new", name) for name in new), ("data", "; ".join(data))]
+    judged = chain.from_iterable(pair.verdicts for pair in pairs)
+    counts.append(f"95% confidence for each figure alone{count_samples(judged)}.")
     answer = Paragraph(" ".join(counts), choose_tone(pairs))
     opening = open_page(answer, "", facts, warnings)
+    chapters[1:1] = blocks.list_steps(steps)  # after the first chapter: what changed
     page = make_pages(reports, [opening, *chapters], short=short)
     which = f"{len(pairs)} models" if several else pairs[0].new
     return replace(page, title=f"lipaudit: {which} against {pairs[0].old}")
@@ -145,12 +169,7 @@ def _list_excluded(pair: Pair) -> Iterator[str]:
 
 
 def _list_chapters(
-    pair: Pair,
-    places: Mapping[str, str],
-    reports: Sequence[Report],
-    *,
-    several: bool,
-    short: bool,
+    pair: Pair, places: Mapping[str, str], reports: Sequence[Report], *, short: bool
 ) -> Iterator[Chapter]:
     """Yield the chapters of the comparison of two reports, without empty ones.
 
@@ -158,34 +177,23 @@ def _list_chapters(
         pair: the comparison of one model with the first.
         places: the place of each sample in the data, by id.
         reports: all reports of the page; images and texts of samples are read from these.
-        several: whether the page compares several models, so that titles name the model.
         short: for one screen.
     """
-    of = f" ({pair.new})" if several else ""
     most = FEW if short else TOP  # rows of a table
-    figures = _show_figures(pair, short=short)
-    if figures:
-        yield Chapter("change", f"What changed from {pair.old} to {pair.new}?", figures)
-    groups = show_group_changes(pair, most)
-    if groups:
-        yield Chapter("groups", f"Which groups changed?{of}", groups)
-    if pair.predictions is not None:
-        moved = show_movement(pair.predictions)
-        yield Chapter("predictions", f"How did the predictions move?{of}", moved)
-    flipped = [sample for sample in pair.samples if sample.lost or sample.gained]
-    samples = _show_samples(pair, flipped, places, FEW if short else FIT)
-    if samples and not short:
-        samples += show_flipped(flipped, reports)
-    if samples:
-        yield Chapter("samples", f"Which samples changed?{of}", samples)
     # The parts of the model's norm that pass through each head: a table of their own.
     carriers = [head for head in pair.heads if head.metric.startswith(CARRIED)]
-    heads = _show_heads([head for head in pair.heads if head not in carriers], most)
-    if heads:
-        yield Chapter("heads", f"Which heads changed?{of}", heads)
-    carrying = _show_heads(carriers, most)
-    if carrying:
-        yield Chapter("carriers", f"Which heads carry the change of the norm?{of}", carrying)
+    heads = [head for head in pair.heads if head not in carriers]
+    change = f"What changed from {pair.old} to {pair.new}?"
+    for name, title, found in (
+        ("change", change, _show_figures(pair, short=short)),
+        ("groups", "Which groups changed?", show_group_changes(pair, most)),
+        ("predictions", "How did the predictions move?", show_movement(pair.predictions)),
+        ("samples", "Which samples changed?", _show_samples(pair, places, reports, short=short)),
+        ("heads", "Which heads changed?", _show_heads(heads, most)),
+        ("carriers", "Which heads carry the change of the norm?", _show_heads(carriers, most)),
+    ):
+        if found:
+            yield Chapter(name, title, found)
 
 
 # Chapters
@@ -193,21 +201,22 @@ def _list_chapters(
 
 def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     """Return a table of verdicts, the most severe first; a full page adds a picture and notes."""
-    judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
-    judged.sort(key=lambda verdict: FIRST.index(verdict.status))
+    judged = list_distinct(pair.verdicts)
+    judged.sort(key=lambda verdict: [*CALLED].index(verdict.status))
     shown = judged
     columns = CHANGES
-    found = list[Block]()
+    found: list[Block] = [Paragraph(OF_PAIRED)]
+    if not judged:
+        found = []
     if short:
         shown = judged[: 2 * FEW]
         columns = BRIEF_CHANGES
     else:
-        found += draw_changes((name_change(verdict), verdict) for verdict in judged)
+        found += draw_changes((verdict.subject, verdict) for verdict in judged)
+    rows = [read_verdict(verdict) | {"status": CALLED[verdict.status]} for verdict in shown]
     moved = {i for i, verdict in enumerate(shown) if verdict.status in MOVED}
-    title = ""
-    if len(shown) < len(judged):
-        title = f"The first {len(shown)} of {len(judged)}"
-    found += tabulate_rows(columns, map(read_verdict, shown), title, strong=moved)
+    title = f"Figures, proven changes first{count_part(shown, judged)}"
+    found += tabulate_rows(columns, rows, title, strong=moved)
     if shown and not short:
         found.append(Paragraph(OF_FIGURES))
     if not short:
@@ -252,14 +261,14 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
     rows = [_list_head_cells(head) for head in shown]
     if not has_maps:
         groups = {}  # the loop below then adds neither maps nor old and new values
-    maps = list[Block]()
+    maps = []
     columns = dict(HEADS)
     for metric, group in groups.items():
         column = find_column(metric)
         heads = {(head.layer, head.head): head for head in group}
         for when in ("old", "new"):
             key = f"{metric}, {when}"
-            columns[key] = replace(column, label=f"{column.label}, {when}")
+            columns[key] = replace(column, label=f"{find_words(metric)}, {when}")
             for row in rows:
                 same = heads.get((row["layer"], row["head"]))  # None: not measured in this metric
                 row[key] = same and getattr(same, when)
@@ -267,7 +276,7 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
     proven = sum(head.stands for head in changes)
     found: list[Block] = [Paragraph(f"{proven} of {len(changes)} changes are proven: {OF_HEADS}")]
     strong = {i for i, head in enumerate(shown) if head.stands}
-    title = f"Heads that moved most{count_part(shown, ranked)}, by {name_metric(first)}"
+    title = f"Heads that moved most{count_part(shown, ranked)}, by {find_words(first)}"
     found += tabulate_rows(columns, rows, title, strong=strong)
     return found + maps
 
@@ -275,7 +284,6 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
 def _list_head_cells(head: HeadChange) -> Cells:
     """Return the cells of a head in the table of heads that moved most."""
     cells = read_verdict(head)
-    cells["change"] = format_change(read_change(head), head.unit)
     if head.p_adjusted is not None:
         cells["stands"] = head.stands
     return cells
@@ -286,56 +294,59 @@ def _map_changes(metric: str, heads: Mapping[tuple[int, int], HeadChange]) -> Bl
     column = find_column(metric)
     unit = next(iter(heads.values())).unit
     times = 100.0 if unit == "pp" else 1.0  # shares become percentage points
-    values = dict[tuple[int, int], float | None]()
+    values = {}
     for place, head in heads.items():
         value = read_change(head)
         values[place] = value if value is None else value * times
     how = {"%": "+.1%", "pp": "+.1f", "": "+.3g"}[unit]
     meaning = "New value over old value, sample by sample."
     change = Column("change", meaning, unit.strip("%"), how, status=column.status)
-    title = f"How {name_metric(metric)} changed in every head"
+    title = f"How {find_words(metric)} changed in every head"
     return map_heads(title, values, change, centre=0.0)
 
 
 def _show_samples(
-    pair: Pair, flipped: Sequence[SampleChange], places: Mapping[str, str], most: int
+    pair: Pair, places: Mapping[str, str], reports: Sequence[Report], *, short: bool
 ) -> list[Block]:
-    """Show the samples whose result changed, with their figures before and after.
+    """Show the samples whose result changed, those that got worse first.
 
     Args:
         pair: the comparison of two models.
-        flipped: its samples whose result changed.
         places: the place of each sample in the data, by id.
-        most: number of samples in the table; FEW on the short page.
+        reports: the reports with images and texts of samples.
+        short: for one screen: few samples, without their figures, images and texts.
     """
+    worse = [sample for sample in pair.samples if sample.lost]
+    better = [sample for sample in pair.samples if sample.gained and not sample.lost]
+    flipped = worse + better
     if not flipped:
         return []
-    shown = flipped[:most]
+    shown = flipped[: FEW if short else FIT]
     columns = pick_columns("sample", "place", "became")
     rows = list_names([sample.id for sample in shown], places)
     for row, sample in zip(rows, shown, strict=True):
         row["became"] = describe_flip(sample)
-    counts = Counter[str]()
-    for sample in pair.samples:
-        counts.update(sample.figures.keys())
-    # Metrics that most samples have come first; among equals, the norm comes first.
-    for metric in sorted(counts, key=lambda metric: (-counts[metric], metric != NORM)):
+    counts = Counter(chain.from_iterable(sample.figures for sample in shown))
+    for metric, known in counts.most_common():
         name, _, trial = metric.partition("@")
-        # Shown if half of the samples have the metric; the short page (FEW rows) has no room.
-        known = sum(metric in sample.figures for sample in shown)
-        if most <= FEW or 2 * known < len(shown):
+        # Shown if half of the samples have the metric; the short page has no room.
+        if short or 2 * known < len(shown):
             continue
         if name.split(".")[-1] in FLAGS:  # yes-or-no results: the column `became` shows them
             continue
         column = find_column(metric)
         for end, when in enumerate(("old", "new")):
             key = f"{metric}, {when}"
-            columns[key] = replace(column, label=join_texts((column.label, trial, when)))
+            columns[key] = replace(column, label=join_texts((find_words(name), trial, when)))
             for row, sample in zip(rows, shown, strict=True):
                 if metric in sample.figures:
                     row[key] = sample.figures[metric][end]
     title = "Samples that changed" + count_part(shown, flipped)
-    return [*tabulate_rows(columns, rows, title)]
+    counted = f"Samples that got worse: {len(worse)}. Samples that only got better: {len(better)}."
+    found: list[Block] = [Paragraph(counted), *tabulate_rows(columns, rows, title)]
+    if not short:
+        found += show_flipped(flipped, reports)
+    return found
 
 
 # Rankings
@@ -349,7 +360,7 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
     """Return the chapter of a ranking: a table, the criterion and, on full pages, a picture."""
     title = "The models, in order"
     keys = 1
-    criterion = list[Block]()
+    criterion = []
     if ranking.criterion:
         title = "Which model is the most robust?"
         keys = 2
@@ -358,7 +369,7 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
         if ranking.compared > 1:
             text += f", each corrected for {ranking.compared} comparisons"
         criterion.append(Paragraph(f"{text}."))
-    drawn = list[Block]()
+    drawn = []
     if not short:
         drawn = draw_ranking(ranking)
     columns, rows = list_models(ranking, reports, FIGURES if short else None)
@@ -387,9 +398,9 @@ def list_models(
     if ranking.criterion:
         columns = pick_columns("rank", "model", "outcome", "difference")
     columns |= dict([*figures.items()][:most])
-    rows = list[Cells]()
+    rows = []
     for model in ranking.models:
-        row: Cells = {f"figure {figure.figure}": figure.value for figure in model.summary.rows}
+        row = {f"figure {figure.figure}": figure.value for figure in model.summary.rows}
         row |= {"rank": model.rank, "model": model.model, "outcome": model.outcome}
         difference = model.difference
         if difference is not None:  # the best model has none
@@ -404,7 +415,7 @@ def list_models(
 def describe_ranking(ranking: Ranking) -> str:
     """Say which models are best, behind, or not distinguishable from the best; else nothing."""
     figures = _read_ranked(ranking)
-    pairs = list[tuple[tuple[str, str], str]]()
+    pairs = []
     criterion = ""
     for model in ranking.models:
         name = model.model
@@ -412,7 +423,7 @@ def describe_ranking(ranking: Ranking) -> str:
             name += f" ({figures[name]})"
         pairs.append(((model.outcome, model.reason), name))
         if model.difference is not None:
-            criterion = f" by {name_change(model.difference)}"
+            criterion = f" by {model.difference.subject}"
     sentences = []
     for (outcome, reason), names in group_values(pairs).items():
         because = ""
@@ -428,177 +439,9 @@ def describe_ranking(ranking: Ranking) -> str:
 
 def _read_ranked(ranking: Ranking) -> dict[str, str]:
     """Return the ranking figure as a text, for the best model and each model compared to it."""
-    figures: dict[str, str] = {}
+    figures = {}
     for model in ranking.models:
         if model.difference is not None:
             best, _, figures[model.model] = model.difference.values.partition(" -> ")
             figures.setdefault(ranking.models[0].model, best)
     return figures
-
-
-# Judgements
-
-
-MARKS = {"improved": "✓", "pass (proven)": "✓", "pass": "✓", "unchanged": "="}
-GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
-"""Verdicts, the most severe first."""
-ALONE = 6
-"""Rules with at most this many rows are listed row by row."""
-MOST = 8
-"""Largest number of verdicts listed line by line for a rule, and of failures on a page."""
-PASSED = ("pass (proven)", "pass", "unchanged")
-TEXTS = pick_columns("baseline", "current", "change", "paired", "limits", "samples")
-VERDICTS = pick_columns("verdict", "rule", "row") | TEXTS
-
-
-RuleVerdicts = tuple[str, list[Verdict], Counter[str]]
-"""A rule, its verdicts to list one by one, and how many others have each status."""
-
-
-def write_verdicts(judgement: Judgement) -> list[str]:
-    """Write a judgement line by line: the answer first, the outcome with its counts last."""
-    lines = [judgement.reason, f"{judgement.current} against {judgement.baseline}", ""]
-    lines += (f"! warning: {text}" for text in judgement.warnings)
-
-    def rank(group: RuleVerdicts) -> int:
-        # The sort key of a rule: the rank of its most severe listed verdict.
-        return min((rank_verdict(judgement, verdict) for verdict in group[1]), default=2)
-
-    # Rules that fail come first, then rules without a proven answer, then rules that pass.
-    for rule, listed, passed in sorted(_group_verdicts(judgement), key=rank):
-        first = listed[:MOST]
-        for verdict in first:
-            mark = _choose_mark(judgement, verdict)
-            lines.append(f"{mark} {verdict.line}")
-        # The verdicts beyond MOST are not written line by line, but counted by status (`cut`).
-        cut = Counter[str](verdict.status for verdict in listed[MOST:])
-        more = "more " if first else ""
-        for status, count in (cut + passed).items():
-            line = f"  {rule}: {count} {more}rows {status}"
-            if status in cut:
-                line += "; -f table lists them"
-            lines.append(line)
-    if judgement.predictions is not None:
-        lines.append(f"  {write_movement(judgement.predictions)}")
-    lines += (f"  note: {note}" for note in judgement.notes)
-    return [*lines, "", f"{judgement.summary} (exit code {judgement.exit_code})"]
-
-
-def rank_verdict(judgement: Judgement, verdict: Verdict) -> int:
-    """Return 0 for a verdict that fails, 1 for an inconclusive verdict, 2 for all others."""
-    if judgement.fails(verdict):
-        return 0
-    return 1 if verdict.status == "inconclusive" else 2
-
-
-def make_judgement_page(judgement: Judgement) -> Document:
-    """Return the page of a judgement: the answer, a table of verdicts, the remarks."""
-    ending = "passed"
-    tone: blocks.Tone = "kept"
-    if judgement.exit_code:
-        ending = "failed"
-        tone = "broken"
-    elif judgement.outcome == "not proven":
-        ending = "not proven, CI passes"
-        tone = "open"
-    elif not all(verdict.proven for verdict in judgement.verdicts):
-        tone = "open"
-    reason = write_arrows(judgement.reason).removeprefix("not proven: ")
-    text = f"{ending.upper()} (exit code {judgement.exit_code}): {reason}"
-    if judgement.outcome != "pass":
-        text += f". Verdicts: {judgement.counts}."
-    answer = Paragraph(text, tone)
-    file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
-    strict = ", and rules that are not proven fail" if judgement.strict else ""
-    facts = (
-        ("current", judgement.current),
-        ("baseline", judgement.baseline + file),
-        ("confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"),
-    )
-    warnings = (Note.warn("differs", text) for text in judgement.warnings)
-    opening = open_page(answer, "", facts, warnings)
-    todo = "See which samples, groups and heads changed."
-    if judgement.outcome == "not proven" and judgement.needed:
-        todo = f"Measure both models on at least {judgement.needed} samples. {todo}"
-    steps = Points((("", todo, "lipaudit compare BASELINE CURRENT"),))
-    chapter = Chapter("verdicts", "What is the verdict on each rule?", _show_verdicts(judgement))
-    title = f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}"
-    after = Chapter("next-steps", "What to do next", (steps,))
-    return Document(title, (opening, after, chapter))
-
-
-def _group_verdicts(judgement: Judgement) -> Iterator[RuleVerdicts]:
-    """Yield each rule of the gate, its verdicts to list, and the counts of all other verdicts.
-
-    A rule with at most ALONE verdicts lists all of them. A rule with more verdicts counts the
-    verdicts that pass and lists only the rest, the worst verdict first.
-    """
-    rules = group_values((verdict.rule, verdict) for verdict in judgement.verdicts)
-    for rule, verdicts in rules.items():
-        listed = list[Verdict]()
-        passed = Counter[str]()
-        for verdict in verdicts:
-            passes = verdict.status in PASSED and not judgement.fails(verdict)
-            if passes and len(verdicts) > ALONE:
-                passed[verdict.status] += 1
-            else:
-                listed.append(verdict)
-        if len(listed) > ALONE:
-            listed.sort(key=partial(_rank_excess, judgement))
-        yield rule, listed, passed
-
-
-def _rank_excess(judgement: Judgement, verdict: Verdict) -> tuple[bool, float]:
-    """Return a sort key for the verdicts of a rule: failing verdicts first, then the worst value.
-
-    For an upper limit (<=) the largest value is the worst; for a lower limit (>=) the smallest.
-    """
-    passes = not judgement.fails(verdict)
-    if verdict.reason:  # the figure cannot be compared: before every value
-        return passes, -math.inf
-    for value in (verdict.paired, verdict.change, verdict.new):
-        if value is not None:
-            excess = -value if ">=" in verdict.rule else value
-            return passes, -excess
-    return passes, -math.inf
-
-
-def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
-    if judgement.fails(verdict):
-        return "✗"
-    return MARKS.get(verdict.status, "~")
-
-
-def _show_verdicts(judgement: Judgement) -> list[Block]:
-    """Return a picture, sentences on verdicts that do not pass, and a table of all verdicts."""
-    groups = [*_group_verdicts(judgement)]
-    verdicts = list[Verdict]()
-    for _, listed, _ in groups:
-        verdicts += listed
-    verdicts.sort(key=lambda v: (rank_verdict(judgement, v), GRAVEST.index(v.status)))
-    rows = list[Cells]()
-    points = list[tuple[str, str, str]]()
-    for verdict in verdicts:
-        row = {
-            "verdict": f"{_choose_mark(judgement, verdict)} {verdict.status}",
-            "rule": verdict.rule,
-            "row": verdict.reason or verdict.row,
-        }
-        rows.append(row | verdict.texts)
-        if verdict.remark or rank_verdict(judgement, verdict) < 2:
-            points.append(("", write_arrows(verdict.line), ""))
-    for rule, listed, passed in groups:
-        more = "more " if listed else ""
-        for status, count in passed.items():
-            row = {"verdict": status, "rule": rule, "row": f"{count} {more}rows"}
-            rows.append(row | dict.fromkeys(TEXTS, ""))
-    found = draw_changes((name_change(verdict), verdict) for verdict in verdicts)
-    if points:
-        found.append(Points(points[:MOST]))
-    found += tabulate_rows(VERDICTS, rows)
-    notes = tuple(("note", text, "") for text in judgement.notes)
-    if judgement.predictions is not None:
-        notes = (("predictions", write_movement(judgement.predictions), ""), *notes)
-    if notes:
-        found.append(Points(notes))
-    return found

@@ -186,7 +186,7 @@ def _align_column(texts: Sequence[str]) -> list[str]:
     Cells without a number get no characters.
     """
     # By row: the characters of a number behind its integer part, without the unit.
-    fractions: dict[int, str] = {}
+    fractions = {}
     for i, text in enumerate(texts):
         whole = WHOLE.match(text)
         if whole is not None:  # the text begins with a number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import fmean, median
@@ -28,6 +28,9 @@ from lipaudit.tables.trials import WORST, find_layer, is_repeat
 
 VISIBLE = 0.005
 """Smaller parts of a bar are not drawn."""
+FAR = 1000
+"""Bounds of which every value is so many times above the largest exact norm are not drawn: beside
+them, all other points would lie on one line."""
 
 
 # Bounds beside exact norms
@@ -41,11 +44,14 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
     """
     columns = find_columns(sections)
     rows = read_rows(sections)
-    series: list[blocks.Series] = []
-    lines: list[Cells] = []
+    series = []
+    far = []
+    lines = []
     for bound, column in find_bounds(columns).items():
         points = _list_points(column.label, bound, rows)
-        if points.x:
+        if points.x and min(points.y) > FAR * max(points.x):
+            far.append(column.label)
+        elif points.x:
             series.append(points)
         for model, section in sections.items():
             lines.append(_measure_tightness(bound, column, model, section))
@@ -62,6 +68,8 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
     series.append(blocks.Series("y = x", ends, ends, guide=True))
     limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
     title = "How far is each bound above the exact norm?"
+    if far:
+        title += f" Not drawn, over {FAR} times the largest norm: {', '.join(far)}"
     yield Curve(title, columns["exact"], limit, series, log=True, joined=False, table=table)
 
 
@@ -172,7 +180,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         sections: the section of attacks of one report (named "") or of several models.
     """
     for model, section in sections.items():
-        samples: Mapping[str, Any] = section.samples
+        samples = section.samples
         if "label" not in samples or "loss" in samples:  # scored texts have no classes
             continue
         # The per-sample columns of yes and no: `correct` without attack, and one for each ball.
@@ -192,10 +200,10 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         for i, sample in enumerate(section.ids):
             if not is_repeat(sample):
                 places.setdefault(samples["label"][i], []).append(i)
-        lines: list[Cells] = []
+        lines = []
         for label, members in sorted(places.items()):
             n = len(members)
-            line: Cells = {"class": section.classes.get(label, str(label)), "samples": n}
+            line = {"class": section.classes.get(label, str(label)), "samples": n}
             for ball, column in flags.items():
                 # 0 means broken. None means that some attacks did not run before a time limit:
                 # such a sample counts as robust.
@@ -214,7 +222,7 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
         sections: the Jacobian section of one report (named "") or of several models. Its rows from
             `layer:5` and the like have the mean and 95th percentile over the samples.
     """
-    series: list[blocks.Series] = []
+    series = []
     for label, section in sections.items():
         rows = []
         for row in section.rows:

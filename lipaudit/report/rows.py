@@ -9,6 +9,7 @@ from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from lipaudit.measures import find_headline
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import Table
 from lipaudit.tables import Column, Row, Section
@@ -47,7 +48,7 @@ def read_rows(sections: Sections) -> list[Row]:
     rows = []
     for label, section in sections.items():
         for row in section.rows:
-            names: dict[str, Any] = {"model": label or row.get("model", "")}
+            names = {"model": label or row.get("model", "")}
             if "head" in section.columns:
                 names["head"] = name_head(row)
             if "eps_text" in section.columns:  # early reports store the number alone
@@ -96,17 +97,51 @@ def map_heads(
     return blocks.Heatmap(title, matrix, rows, columns, column, centre=centre)
 
 
-# Sections that a page makes
+# Verdicts, and sections that a page makes
+
+
+def write_arrows(text: str) -> str:
+    """Write the arrows of verdicts as pages do: `64.8% → 51.6%`."""
+    return text.replace("->", "→")
+
+
+def read_change(verdict: Verdict) -> float | None:
+    """Return the paired change, else the change of the two figures."""
+    return verdict.change if verdict.paired is None else verdict.paired
+
+
+def list_distinct(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Return the verdicts on figures that can be compared, each figure once.
+
+    Several measures have the clean accuracy, for example: the one of most samples counts.
+    """
+    found: dict[str, Verdict] = {}
+    for verdict in verdicts:
+        name, _, stat = verdict.metric.partition(":")
+        headline = find_headline(name)
+        if headline is not None:  # equal names of headlines mean equal figures
+            name = headline.name
+        figure = f"{name} {stat} {verdict.row}"
+        # A verdict with a reason is on a figure that cannot be compared.
+        if not verdict.reason and verdict.samples >= found.get(figure, verdict).samples:
+            found[figure] = verdict
+    return list(found.values())
 
 
 def read_verdict(verdict: Verdict) -> dict[str, Any]:
     """Return the fields of a verdict as cells of a table, with its figures as texts.
 
-    Empty texts become None, so that a column without any is left out.
+    Without a test, the paired change is that of the two values.
     """
-    texts = {name: text or None for name, text in verdict.texts.items()}
-    figure = f"{verdict.metric} {verdict.row}".rstrip()
-    return {**dict(verdict), **texts, "metric": figure, "samples": verdict.samples or None}
+    texts = verdict.texts
+    texts["paired"] = texts["paired"] or texts["change"]
+    return {
+        **dict(verdict),
+        **texts,
+        "figure": verdict.subject,
+        "metric": f"{verdict.metric} {verdict.row}",
+        "samples": verdict.samples or None,
+    }
 
 
 def tabulate_rows(
@@ -179,7 +214,7 @@ def _select_rows(sections: Sections, by: str) -> list[Row]:
         sections: the sections by report.
         by: the column that sorts the rows of each report; empty: all rows in their order.
     """
-    rows: list[Row] = []
+    rows = []
     for label, section in sections.items():
         group = read_rows({label: section})
         if by:

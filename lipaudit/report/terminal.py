@@ -222,7 +222,7 @@ def _write_grid(grid: Grid, width: int, *, cut: bool = False) -> Iterator[Render
     widths = _choose_widths(grid, rows, width)
     first, *others = split_columns(widths, keys=grid.keys, width=width)
     yield _write_piece(grid, rows, widths, first)
-    left_out: list[str] = []
+    left_out = []
     for group in others:
         if cut:
             left_out += [grid.heads[i] for i in group[grid.keys :]]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
+from lipaudit.gate.rules import find_words
 from lipaudit.measures import find_column, layouts, list_headlines, load_measures
 from lipaudit.report import cells
 from lipaudit.settings.option import Settings
@@ -166,7 +167,7 @@ def _describe_column(group: str, section: str, name: str, column: Column) -> Top
         details.append(f"{FORMULA}{column.formula}")
     details += sources
     full = f"{section}.{name}"
-    words = (full, section, column.label)
+    words = (full, section, column.label, find_words(full))
     return Topic(group, name, full, column.meaning, tuple(details), words)
 
 

@@ -106,7 +106,7 @@ with np.errstate(all="ignore"):
                 NEW_HEADS,
                 report(bounds(FOUR * [[0], [1], [1], [1]])),
             ),
-            ("head norm, max, 0 -> ", NEW_HEADS, NO_HEADS, "bounds.exact:max <= +5%"),
+            ("head norm (max) 0 -> ", NEW_HEADS, NO_HEADS, "bounds.exact:max <= +5%"),
         ],
     }
 

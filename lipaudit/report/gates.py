@@ -1,0 +1,205 @@
+"""The verdicts of the gate: lines of a log, and a page."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import get_args
+
+from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
+from lipaudit.report.blocks import (
+    Block,
+    Chapter,
+    Document,
+    Paragraph,
+    Points,
+    Tone,
+    list_steps,
+)
+from lipaudit.report.cells import pick_columns
+from lipaudit.report.changes import GREY, OF_PAIRED, count_samples, draw_changes
+from lipaudit.report.groups import write_movement
+from lipaudit.report.opening import open_page
+from lipaudit.report.rows import tabulate_rows, write_arrows
+from lipaudit.report.steps import suggest_after_judgement
+from lipaudit.tables import Note, Report
+from lipaudit.tables.columns import group_values
+
+MARKS = {"improved": "✓", "pass (proven)": "✓", "pass": "✓", "unchanged": "="}
+GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
+"""Verdicts, the most severe first."""
+ALONE = 6
+"""Rules with at most this many rows are listed row by row."""
+MOST = 8
+"""Largest number of verdicts listed line by line for a rule, and of failures on a page."""
+PASSED = ("pass (proven)", "pass", "unchanged")
+TEXTS = pick_columns(
+    "baseline", "current", "change", paired="paired change", limits="limits", samples="samples"
+)
+VERDICTS = pick_columns("verdict", "figure", "rule") | TEXTS
+IN_GATE = {1: "regressed", 2: "improved", GREY: "neither"}
+"""What a picture calls the verdicts on changes, by colour: like the table below it."""
+
+
+RuleVerdicts = tuple[str, list[Verdict], Counter[str]]
+"""A rule, its verdicts to list one by one, and how many others have each status."""
+
+
+def write_verdicts(judgement: Judgement) -> list[str]:
+    """Write a judgement line by line: the answer first, the outcome with its counts last."""
+    lines = [judgement.reason, f"{judgement.current} against {judgement.baseline}", ""]
+    lines += (f"! warning: {text}" for text in judgement.warnings)
+
+    def rank(group: RuleVerdicts) -> int:
+        # The sort key of a rule: the rank of its most severe listed verdict.
+        return min((rank_verdict(judgement, verdict) for verdict in group[1]), default=2)
+
+    # Rules that fail come first, then rules without a proven answer, then rules that pass.
+    for rule, listed, passed in sorted(_group_verdicts(judgement), key=rank):
+        first = listed[:MOST]
+        for verdict in first:
+            mark = _choose_mark(judgement, verdict)
+            lines.append(f"{mark} {verdict.line}")
+        # The verdicts beyond MOST are not written line by line, but counted by status (`cut`).
+        cut = Counter[str](verdict.status for verdict in listed[MOST:])
+        more = "more " if first else ""
+        for status, count in (cut + passed).items():
+            line = f"  {rule}: {count} {more}rows {status}"
+            if status in cut:
+                line += "; -f table lists them"
+            lines.append(line)
+    if judgement.predictions is not None:
+        lines.append(f"  {write_movement(judgement.predictions)}")
+    lines += (f"  note: {note}" for note in judgement.notes)
+    return [*lines, "", f"{judgement.summary} (exit code {judgement.exit_code})"]
+
+
+def rank_verdict(judgement: Judgement, verdict: Verdict) -> int:
+    """Return 0 for a verdict that fails, 1 for an inconclusive verdict, 2 for all others."""
+    if judgement.fails(verdict):
+        return 0
+    return 1 if verdict.status == "inconclusive" else 2
+
+
+def make_judgement_page(
+    judgement: Judgement, reports: Sequence[Report] = (), files: Sequence[str] = ()
+) -> Document:
+    """Return the page of a judgement: the answer, a table of verdicts, the remarks.
+
+    Args:
+        judgement: the judgement.
+        reports: the reports of the baseline and of the current model; empty if unknown.
+        files: their files, for commands; empty if unknown.
+    """
+    ending = "passed"
+    tone: Tone = "kept"
+    if judgement.exit_code:
+        ending = "failed"
+        tone = "broken"
+    elif judgement.outcome == "not proven":
+        ending = "not proven, CI passes"
+        tone = "open"
+    elif not all(verdict.proven for verdict in judgement.verdicts):
+        tone = "open"
+    # The first word of the answer says the same as these.
+    reason = write_arrows(judgement.reason).removeprefix("not proven: ").removeprefix("pass: ")
+    text = f"{ending.upper()} (exit code {judgement.exit_code}): {reason}."
+    if judgement.outcome != "pass":
+        text += f" Verdicts: {judgement.counts}."
+    confidence = f"{1 - judgement.alpha:.4g} over all rules together"
+    text += f" Confidence {confidence}{count_samples(judgement.verdicts)}."
+    if judgement.strict:
+        confidence += ", and rules that are not proven fail"
+    answer = Paragraph(text, tone)
+    file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
+    facts = (
+        ("current", judgement.current),
+        ("baseline", judgement.baseline + file),
+        ("confidence", confidence),
+    )
+    warnings = (Note.warn("differs", text) for text in judgement.warnings)
+    opening = open_page(answer, "", facts, warnings)
+    chapter = Chapter("verdicts", "What is the verdict on each rule?", _show_verdicts(judgement))
+    title = f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}"
+    after = list_steps(suggest_after_judgement(judgement, reports, files))
+    return Document(title, (opening, *after, chapter))
+
+
+def _group_verdicts(judgement: Judgement) -> Iterator[RuleVerdicts]:
+    """Yield each rule of the gate, its verdicts to list, and the counts of all other verdicts.
+
+    A rule with at most ALONE verdicts lists all of them. A rule with more verdicts counts the
+    verdicts that pass and lists only the rest, the worst verdict first.
+    """
+    rules = group_values((verdict.rule, verdict) for verdict in judgement.verdicts)
+    for rule, verdicts in rules.items():
+        listed = []
+        passed = Counter[str]()
+        for verdict in verdicts:
+            passes = verdict.status in PASSED and not judgement.fails(verdict)
+            if passes and len(verdicts) > ALONE:
+                passed[verdict.status] += 1
+            else:
+                listed.append(verdict)
+        if len(listed) > ALONE:
+            listed.sort(key=partial(_rank_excess, judgement))
+        yield rule, listed, passed
+
+
+def _rank_excess(judgement: Judgement, verdict: Verdict) -> tuple[bool, float]:
+    """Return a sort key for the verdicts of a rule: failing verdicts first, then the worst value.
+
+    For an upper limit (<=) the largest value is the worst; for a lower limit (>=) the smallest.
+    """
+    passes = not judgement.fails(verdict)
+    if verdict.reason:  # the figure cannot be compared: before every value
+        return passes, -math.inf
+    for value in (verdict.paired, verdict.change, verdict.new):
+        if value is not None:
+            excess = -value if ">=" in verdict.rule else value
+            return passes, -excess
+    return passes, -math.inf
+
+
+def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
+    if judgement.fails(verdict):
+        return "✗"
+    return MARKS.get(verdict.status, "~")
+
+
+def _show_verdicts(judgement: Judgement) -> list[Block]:
+    """Return a picture, sentences on verdicts that do not pass, and a table of all verdicts."""
+    groups = [*_group_verdicts(judgement)]
+    verdicts = []
+    for _, listed, _ in groups:
+        verdicts += listed
+    verdicts.sort(key=lambda v: (rank_verdict(judgement, v), GRAVEST.index(v.status)))
+    rows = []
+    points = []
+    for verdict in verdicts:
+        row = {
+            "verdict": f"{_choose_mark(judgement, verdict)} {verdict.status}",
+            "rule": verdict.rule,
+            "figure": verdict.reason or verdict.subject,
+        }
+        rows.append(row | verdict.texts)
+        if verdict.remark or rank_verdict(judgement, verdict) < 2:
+            points.append(("", write_arrows(verdict.line), ""))
+    for rule, _, passed in groups:
+        for status, count in passed.items():
+            row = {"verdict": status, "rule": rule, "figure": f"{count} rows"}
+            rows.append(row | dict.fromkeys(TEXTS, ""))
+    found = draw_changes(((v.subject, v) for v in verdicts), words=IN_GATE)
+    if found:
+        found.insert(0, Paragraph(OF_PAIRED))
+    if points:
+        found.append(Points(points[:MOST]))
+    found += tabulate_rows(VERDICTS, rows)
+    notes = [("note", text, "") for text in judgement.notes]
+    if judgement.predictions is not None:
+        notes.insert(0, ("predictions", write_movement(judgement.predictions), ""))
+    if notes:
+        found.append(Points(notes))
+    return found

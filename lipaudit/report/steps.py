@@ -1,0 +1,126 @@
+"""What to do after a comparison or a judgement: sentences with commands to paste."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+from lipaudit.gate.comparison import Pair
+from lipaudit.gate.verdicts import Judgement, Verdict
+from lipaudit.measures import find_headline
+from lipaudit.report.changes import find_leading
+from lipaudit.report.rows import list_distinct
+from lipaudit.tables import Report
+from lipaudit.tables.formats import CHARACTERS
+
+Step = tuple[str, str, str]
+"""A point of a list: no mark, a sentence, and a command or nothing."""
+MOST = 100
+"""A change that needs more times as many samples is as good as none: no step asks for them."""
+MEASURED = re.compile(r"lipaudit (?!gate|compare|merge)(\w+) [^-].*")
+"""The command of a measurement: the measure, MODEL and options."""
+REPLACED = re.compile(
+    r" (-n|--samples|-q?o|--output|--run-dir|--parts)[ =]('[^']*'|\S+)| --resume"
+)
+"""Options that depend on the number of samples, or name the files of a run."""
+
+
+def suggest_after_comparison(
+    pair: Pair, reports: Mapping[str, Report], files: Mapping[str, str]
+) -> Iterator[Step]:
+    """Yield what to do after a comparison.
+
+    Args:
+        pair: the comparison of two models.
+        reports: the reports by the names of the models.
+        files: the files of the reports, likewise; empty if unknown.
+    """
+    leading = find_leading(pair.verdicts)
+    open_ones = []
+    for verdict in list_distinct(pair.verdicts):
+        if verdict.status == "inconclusive" and verdict.samples_needed:
+            # First the main figure, then figures of the scorecard.
+            is_other = find_headline(verdict.metric) is None
+            rank = (verdict != leading, is_other, verdict.samples_needed)
+            open_ones.append((rank, verdict))
+    if open_ones:
+        _, first = min(open_ones, key=lambda pair: pair[0])
+        yield from _settle(first, (reports[pair.old], reports[pair.new]))
+    if not files:
+        return
+    old = files[pair.old]
+    new = files[pair.new]
+    for sample in pair.samples[:1]:  # those with losses come first
+        if sample.lost:
+            words = ("inspect", new, sample.id[:CHARACTERS])
+            yield "", "Look at a sample that got worse.", _write(*words)
+    yield "", "Make CI fail where a figure is worse.", _write("gate", new, "--baseline", old)
+
+
+def suggest_after_judgement(
+    judgement: Judgement, reports: Sequence[Report], files: Sequence[str]
+) -> Iterator[Step]:
+    """Yield what to do after a judgement.
+
+    Args:
+        judgement: the judgement.
+        reports: the reports of the baseline and of the current model; empty if unknown.
+        files: their files; empty if unknown.
+    """
+    if judgement.outcome == "not proven":
+        hardest = max(judgement.verdicts, key=lambda verdict: verdict.samples_needed or 0)
+        yield from _settle(hardest, reports, "gate {new} --baseline {file}")
+    command = ""
+    if files:
+        command = _write("compare", *files)
+    yield "", "See which samples, groups and heads changed.", command
+
+
+def _settle(
+    verdict: Verdict, reports: Sequence[Report], judge: str = "compare {file} {new}"
+) -> Iterator[Step]:
+    """Yield the step to measure two models on so many samples that an open verdict is settled.
+
+    Args:
+        verdict: the verdict, with the number of samples that would settle it.
+        reports: the reports of the old and of the new model; empty if unknown.
+        judge: the command that measures the new model as the old one was, and judges both.
+    """
+    needed = verdict.samples_needed or 0
+    if not 0 < needed <= MOST * verdict.samples:
+        return
+    text = f"Measure both models on at least {needed} samples. That would settle "
+    text += f"the change of {verdict.subject}, which has {verdict.samples}."
+    command = ""
+    if reports:
+        old, new = reports
+        # All measures get the same samples: no measure gets fewer than before.
+        command, file = repeat_command(old, max(needed, old.run.data.samples))
+        if command:
+            model = shlex.quote(new.run.model.spec)
+            command += f" && lipaudit {judge.format(new=model, file=file)}"
+    yield "", text, command
+
+
+def repeat_command(report: Report, samples: int) -> tuple[str, str]:
+    """Return the command that measures a model again on more samples, and the file of its report.
+
+    Both are empty if the command of the report is not `lipaudit MEASURE MODEL OPTIONS`.
+    """
+    command = report.run.command
+    found = MEASURED.fullmatch(command)
+    if found is None:
+        return "", ""
+    folder = f"{samples}-samples"
+    file = f"{folder}.json"
+    target = f"-o {file}"
+    if found[1] == "audit":
+        file = f"{folder}/report.json"
+        target = f"--run-dir {folder}"
+    return f"{REPLACED.sub('', command)} -n {samples} {target}", file
+
+
+def _write(*words: str) -> str:
+    """Return a command of lipaudit for a shell."""
+    return shlex.join(["lipaudit", *words])

@@ -171,7 +171,7 @@ class LinearMode(Widening):
         return func(*args, **kwargs)
 
 
-def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor) -> Tensor:
+def evaluate(f: Function, leaf: Tensor, index: Tensor) -> Tensor:
     """Return f(leaf, index), computed with operations that can be differentiated twice.
 
     Args:

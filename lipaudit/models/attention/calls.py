@@ -334,22 +334,37 @@ class AxisLayout:
         sizes: list[int] = []
         axes = (*self.leading, rows)
         for axis, size in zip(axes, t.shape[:-1], strict=True):
-            # The size of each factor, 0 if it is open. At most one factor is open.
-            axis_sizes = []
-            for part in axis:
-                axis_sizes.append(samples if part.role == "sample" else part.size)
-            if len(axis) == 1:
-                axis_sizes = [size]
-            fixed = prod(n for n in axis_sizes if n)
-            if size % fixed or (0 not in axis_sizes and size != fixed):
-                raise InputError(
-                    f"attention over an axis of {size}, which was a multiple of {fixed} when the "
-                    "model was loaded: heads and windows cannot be distinguished",
-                    "Leave this layer out with --layers.",
-                )
             factors += axis
-            sizes += [n or size // fixed for n in axis_sizes]
+            sizes += _find_sizes(axis, size, samples)
         return t.reshape(*sizes, t.shape[-1]), factors
+
+
+def _find_sizes(axis: tuple[Factor, ...], size: int, samples: int) -> list[int]:
+    """Return the size of each factor of an axis, such as [3, 4] of (windows, 4 heads) of size 12.
+
+    At most one factor has no size yet (0): it takes what the other ones leave.
+
+    Args:
+        axis: the factors, outermost first.
+        size: the size of the axis.
+        samples: number of samples in the batch: the size of a factor of samples.
+
+    Raises:
+        InputError: the factors do not make up the axis.
+    """
+    if len(axis) == 1:
+        return [size]
+    sizes = []
+    for factor in axis:
+        sizes.append(samples if factor.role == "sample" else factor.size)
+    known = prod(n for n in sizes if n)
+    if size % known or (0 not in sizes and size != known):
+        raise InputError(
+            f"attention over an axis of {size}, which was a multiple of {known} when the model "
+            "was loaded: heads and windows cannot be distinguished",
+            "Leave this layer out with --layers.",
+        )
+    return [n or size // known for n in sizes]
 
 
 def _sort_axes(t: Tensor, factors: Sequence[Factor]) -> Tensor:
@@ -443,6 +458,10 @@ class AttentionCall:
                 mask = arrange_pairs(mask.expand(*rows, keys))
             form = replace(form, mask=mask)
         return replace(self, q=q, k=k, v=v, output=o, form=form)
+
+
+OnAttention = Callable[[AttentionCall, Address], object]
+"""Takes each attention call of a model, and its address."""
 
 
 def hide_later_keys(queries: int, keys: int, mask: Tensor | None, like: Tensor) -> Tensor:

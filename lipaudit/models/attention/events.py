@@ -38,6 +38,7 @@ from lipaudit.models.attention.calls import (
     Explicit,
     Fused,
     Linear,
+    OnAttention,
     TorchFunction,
 )
 from lipaudit.models.attention.contractions import arrange_factors, maps_logits, read_einsum
@@ -147,11 +148,9 @@ class AttentionMode(TorchFunctionMode):
         on_attention: takes each call and its address; None: a subclass has a method of this name.
     """
 
-    on_attention: Callable[[AttentionCall, Address], object]
+    on_attention: OnAttention
 
-    def __init__(
-        self, on_attention: Callable[[AttentionCall, Address], object] | None = None
-    ) -> None:
+    def __init__(self, on_attention: OnAttention | None = None) -> None:
         super().__init__()
         if on_attention is not None:
             self.on_attention = on_attention
@@ -391,7 +390,10 @@ class AttentionMode(TorchFunctionMode):
         return quotient
 
     def _await_values(self, logits: Tensor, p: Tensor, dim: int) -> None:
-        """Note a softmax P if its logits are made from a noted product, until P multiplies values.
+        """Remember a softmax P of attention, to recognise the later product of P and the values.
+
+        P belongs to attention if its logits are computed from one of the latest products that may
+        be q k^T (`_products`).
 
         Args:
             logits: the argument of the softmax.
@@ -404,9 +406,9 @@ class AttentionMode(TorchFunctionMode):
         if dim not in (-1, logits.ndim - 1):
             return
         product_of = {product.edge.node: product for product in self._products}
-        # What the logits are made from: noted products, and leaves beside these.
+        # What the logits are made from: such products (`hits`), and leaves beside these.
         inputs, hits = leaves(logits, product_of, self._past)
-        if not hits:
+        if not hits:  # no product of two activations, but maybe of keys and learned queries
             self.notice_scores(logits, inputs)
             return
         candidates = [product for node, product in product_of.items() if node in hits]

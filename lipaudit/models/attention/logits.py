@@ -398,15 +398,15 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     Args:
         heads: the heads of the layer; their `pairs` hold f, where dS_ij = f_ij s d<q_i, k_j>.
         logits: S with its graph, (windows, heads, queries, keys).
-        parts: how q, k and v are computed from the input; constants are missing.
+        parts: how q, k and v are computed from the input; "q" is missing if q is a constant.
 
     Raises:
         NotClosedForm: S_ij depends on more than q_i and k_j, or r or t depends on the input or is
             too large.
     """
     assert heads.pairs is not None
-    sides = {name: parts[name] for name in "qk" if name in parts}
-    leaves_of_qk = {id(leaf.tensor) for part in sides.values() for leaf in part.leaves}
+    parts_of_qk = [part for name, part in parts.items() if name != "v"]
+    leaves_of_qk = {id(leaf.tensor) for part in parts_of_qk for leaf in part.leaves}
     inputs, _ = leaves(logits)
     if any(id(leaf) not in leaves_of_qk for leaf in inputs):  # S reads a further linear map
         raise NotClosedForm(BESIDE)
@@ -415,14 +415,13 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     s = heads.scale[..., None, None]
     samples = int(heads.sample[-1]) + 1
     r = None
-    t = None
-    if "q" in sides:
-        r = _read_vectors(logits, sides["q"], samples, s * heads.k, slope, is_live)
-    if "k" in sides:  # the same with queries and keys swapped
-        swapped_slope = None if slope is None else slope.mT
-        t = _read_vectors(logits.mT, sides["k"], samples, s * heads.q, swapped_slope, is_live.mT)
-        if t is not None:
-            t = t.transpose(2, 3)
+    if "q" in parts:
+        r = _read_vectors(logits, parts["q"], samples, s * heads.k, slope, is_live)
+    # For t, the same with queries and keys swapped.
+    swapped_slope = None if slope is None else slope.mT
+    t = _read_vectors(logits.mT, parts["k"], samples, s * heads.q, swapped_slope, is_live.mT)
+    if t is not None:
+        t = t.transpose(2, 3)
     return Pairs(slope, r, t)
 
 

@@ -54,11 +54,10 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
     if net.surveys:  # forget surveys of other weights
         weights = _fingerprint_weights(net.module)
         net.surveys[:] = [earlier for earlier in net.surveys if earlier.weights == weights]
-    result: Survey
-    for result in net.surveys:
-        if sample.shape in result.shapes or result.holds(net, batch):
-            break
-    else:
+    # `holds` runs the model, so it is asked only for a new shape.
+    fitting = (s for s in net.surveys if sample.shape in s.shapes or s.holds(net, batch))
+    result: Survey | None = next(fitting, None)
+    if result is None:
         result = survey(net, batch)
         net.surveys.append(result)
     result.shapes.add(sample.shape)
@@ -204,10 +203,12 @@ def _run_unobserved(net: Net, pair: Batch, uses: Uses, call_stack: trace.CallSta
 def _observe_passes(
     net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses
 ) -> tuple[tuple[Site, ...], frozenset[calls.Address]]:
-    """Find the attention layers of a model in observed passes, whose output must not change.
+    """Find the attention layers of a model in observed forward passes, which must not change it.
 
-    One pass is enough for most models. Further ones join loops over heads, cut the graph at fewer
-    linear maps to read more layers, and check that a sample does not depend on its companion.
+    A pass records the attention calls, and cuts the autograd graph at linear maps: q, k and v are
+    then functions of the outputs of the last maps before them. One pass is enough for most models.
+    Further ones join calls that compute one head each, cut the graph at fewer linear maps to read
+    more layers, and check that a sample does not depend on the other one (its companion).
 
     Args:
         net: the model.

@@ -43,6 +43,10 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
     and v are functions of an earlier tensor. The nearest tensor that all three have in common is
     chosen. The result is empty if there is no such tensor, or if no map need be left uncut.
 
+    Example: k = norm(x A) B is made from a latent, and v = x C. The map B reads norm(x A), and C
+    reads x. If B is left uncut, k starts at the map A. So both k and v start at maps of x: the
+    result is {B}.
+
     Args:
         origins: the linear maps behind q, k and v.
     """
@@ -321,10 +325,10 @@ class Surveyor(Tracer):
 
 
 def _free_maps(origins: Sequence[list[Origin]], heads: int) -> None:
-    """Remove the linear maps from the origins of q, k and v, because a map keeps its input alive.
+    """Remove the linear maps from the origins of q, k and v, to free the inputs of these maps.
 
-    The maps stay if `find_loops` needs them: for a call of one head, which may be a part of a
-    loop, with linear maps behind each of q, k and v.
+    The maps stay if a loop over heads may contain the call, because `find_loops` compares them:
+    this needs a call of one head, and linear maps behind each of q, k and v.
     """
     are_linear = all(part and all(origin.linear for origin in part) for part in origins)
     if heads == 1 and are_linear:

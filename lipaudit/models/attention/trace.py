@@ -21,6 +21,7 @@ from lipaudit.models.attention.calls import (
     AttentionCall,
     Linear,
     Loop,
+    OnAttention,
     Origin,
     Origins,
     TorchFunction,
@@ -162,7 +163,7 @@ class Tracer(AttentionMode):
 
     def __init__(
         self,
-        on_attention: Callable[[AttentionCall, Address], object] | None = None,
+        on_attention: OnAttention | None = None,
         *,
         cut_at: frozenset[Address] | None = None,
         uncut_maps: frozenset[Address] = frozenset(),

@@ -208,16 +208,7 @@ def draw_arrays(
         InputError: the shape does not fit the model, or values are out of range; the message names
             the origin.
     """
-    if x.ndim == 0 or len(x) == 0 or x.is_complex():
-        raise InputError(
-            f"{origin} has no samples: its inputs are {x.dtype} of shape {tuple(x.shape)}",
-            "Give real numbers. The first axis of an array counts its samples.",
-        )
-    if y is not None and (y.shape != (len(x),) or y.is_floating_point()):
-        raise InputError(
-            f"{origin} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}",
-            "Give one integer label per input.",
-        )
+    _require_pairs(x, y, origin)
     order = draw_indices(len(x), options.samples, options.seed)
     chosen = x[order]
     places = [f"index {i}" for i in order]
@@ -238,6 +229,20 @@ def draw_arrays(
         origins=tuple(map(SampleOrigin, places)),
         steps=tuple(_list_steps(chosen, net)),
     )
+
+
+def _require_pairs(x: Tensor, y: Tensor | None, origin: str) -> None:
+    """Refuse arrays without samples, and labels that are not one integer per sample."""
+    if x.ndim == 0 or len(x) == 0 or x.is_complex():
+        raise InputError(
+            f"{origin} has no samples: its inputs are {x.dtype} of shape {tuple(x.shape)}",
+            "Give real numbers. The first axis of an array counts its samples.",
+        )
+    if y is not None and (y.shape != (len(x),) or y.is_floating_point()):
+        raise InputError(
+            f"{origin} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}",
+            "Give one integer label per input.",
+        )
 
 
 def _list_steps(x: Tensor, net: Taker) -> Iterator[str]:
@@ -340,20 +345,19 @@ def read_token_ids(
         text = f"{text}; the model takes token ids (samples, at most {limit})"
         raise InputError(text, advice)
     _require_vocabulary(torch.cat(samples), net, origin)
-    padded = int((~inside).any(1).sum())
-    if padded == 0:
+    if inside.all():
         return samples, _note_unnamed_padding(x, net)
+    padded = int((~inside).any(1).sum())
     # Without a mask in the file, a trial run shows whether the model accepts shorter texts.
-    shortest = min(samples, key=len)
     has_mask = (x == HIDDEN).any()
-    if not has_mask and not _is_accepted(shortest, net):
-        text = (
-            f"{padded} texts of {origin} are padded (id {net.pad_id}), and the model takes only "
-            f"texts of {x.shape[1]} tokens. Padding counts as tokens"
-        )
-        return list(x), (Note.warn("padding-kept", text),)
-    text = f"{padded} of {len(x)} texts of {origin} are padded; their padding was removed"
-    return samples, (Note.info("padding-removed", text),)
+    if has_mask or _is_accepted(min(samples, key=len), net):
+        text = f"{padded} of {len(x)} texts of {origin} are padded; their padding was removed"
+        return samples, (Note.info("padding-removed", text),)
+    text = (
+        f"{padded} texts of {origin} are padded (id {net.pad_id}), and the model takes only "
+        f"texts of {x.shape[1]} tokens. Padding counts as tokens"
+    )
+    return list(x), (Note.warn("padding-kept", text),)
 
 
 def _find_texts(x: Tensor, net: Taker) -> Tensor:

@@ -481,7 +481,6 @@ def match_labels(
         names = list(classes)
         are_rows = False
     numbers = {name: _read_number(name) for name in names}  # None: the name is no number
-    # By name.
     class_of = _match_names(numbers, net)
     notes: Notes = ()
     # Numbers and order are tried only if no name matches: to match some labels by name and others
@@ -493,12 +492,25 @@ def match_labels(
         if are_classes or (are_rows and are_numbers):
             class_of = numbers
         elif net.classes == len(names):
-            # Names that are all numbers are sorted by size: 2.0 < 10.0.
-            with suppress(ValueError):
-                names = sorted(names, key=float)
-            class_of = {name: i for i, name in enumerate(names)}
-            notes = (_note_order(names, net),)
+            class_of, notes = _match_by_order(names, net)
     return require_classes([class_of[word] for word in words], words, places, net), notes
+
+
+def _match_by_order(names: Sequence[str], net: Taker) -> tuple[dict[str, int | None], Notes]:
+    """Return the classes of names by their order, and a warning that lists these classes."""
+    ordered = names
+    # Names that are all numbers are sorted by size: 2.0 < 10.0.
+    with suppress(ValueError):
+        ordered = sorted(names, key=float)
+    lines = []
+    for i, name in enumerate(ordered):
+        line = f"{name!r} is class {i}"
+        if net.labels:
+            line += f" ({net.labels[i]!r})"
+        lines.append(line)
+    lead = "class names were matched only by their order (--class-names names another): "
+    note = Note.warn("labels-by-order", lead + ", ".join(lines))
+    return {name: i for i, name in enumerate(ordered)}, (note,)
 
 
 def _match_names(numbers: Mapping[str, int | None], net: Taker) -> dict[str, int | None]:
@@ -520,18 +532,6 @@ def _match_names(numbers: Mapping[str, int | None], net: Taker) -> dict[str, int
         by_number = classes.get(str(number))  # 7.0 in the data is the class named 7
         matches[name] = classes.get(_normalise(name), by_number)
     return matches
-
-
-def _note_order(names: Sequence[str], net: Taker) -> Note:
-    """Return the warning that lists which name became which class."""
-    lines = []
-    for i, name in enumerate(names):
-        line = f"{name!r} is class {i}"
-        if net.labels:
-            line += f" ({net.labels[i]!r})"
-        lines.append(line)
-    lead = "class names were matched only by their order (--class-names names another): "
-    return Note.warn("labels-by-order", lead + ", ".join(lines))
 
 
 def _read_number(name: str) -> int | None:

@@ -317,13 +317,7 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
         commit = find_commit(repository, offline=offline)
         whole = _open_table(commit, config, whole_split)
         commit.remember()
-    text = f"the split {split!r} cannot be read"
-    advice = "Name a split, or a part of one: test[:100], test[10%:20%]."
-    with explain_failure(text, advice, ValueError, AssertionError):
-        instruction = datasets.ReadInstruction.from_spec(split)
-        # The first and the last row of the requested part of the split.
-        (part,) = instruction.to_absolute({whole_split: len(whole)})
-    data = whole.select(range(part.from_ or 0, part.to))
+    data = _select_rows(whole, whole_split, split)
     if not len(data):
         raise InputError(f"{origin} is empty", "Choose another split.")
     classes = {}
@@ -333,6 +327,28 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
             classes[name] = names
     places = [f"index {i}" for i in range(len(data))]
     return SampleTable(origin, data.column_names, places, data, classes=classes), commit
+
+
+def _select_rows(table: Any, whole: str, split: str) -> Any:
+    """Return the rows of a part of a split, such as test[:10%].
+
+    Args:
+        table: the table of the whole split.
+        whole: name of the whole split.
+        split: the part, in the syntax of `datasets`.
+
+    Raises:
+        InputError: the part cannot be read.
+    """
+    import datasets
+
+    text = f"the split {split!r} cannot be read"
+    advice = "Name a split, or a part of one: test[:100], test[10%:20%]."
+    with explain_failure(text, advice, ValueError, AssertionError):
+        instruction = datasets.ReadInstruction.from_spec(split)
+        # The first and the last row of the part.
+        (part,) = instruction.to_absolute({whole: len(table)})
+    return table.select(range(part.from_ or 0, part.to))
 
 
 def _open_table(commit: Commit, config: str, split: str) -> Any:

@@ -263,19 +263,24 @@ def _make_random(net: Taker, options: DataOptions) -> Samples:
         x, origins, notes = texts.cut_windows(story, net, options, origin="random", after=story)
     else:
         what = "random token ids"
-        size = net.vocabulary or 1
-        length = min(options.max_tokens, *shape)
-        ids = torch.randint(size, (count, length), generator=rng)
-        if net.end_id is not None:  # once, at the end, where tokenizers put it
-            ids[ids == net.end_id] = (net.end_id + 1) % size
-            ids[:, -1] = net.end_id
-        x = list(ids)
+        x = [*_draw_token_ids(net, options, rng)]
     text = (
         f"--data random: the samples are {what}. The results depend on the samples, so give "
         "real data with --data"
     )
     notes = (Note.warn("random-data", text), *notes)
     return Samples(make_batch(x, net), notes, origins=tuple(origins))
+
+
+def _draw_token_ids(net: Taker, options: DataOptions, rng: torch.Generator) -> Tensor:
+    """Draw random token ids (samples, tokens) for a model without a tokenizer."""
+    size = net.vocabulary or 1
+    length = min(options.max_tokens, *net.input_shape)
+    ids = torch.randint(size, (options.samples, length), generator=rng)
+    if net.end_id is not None:  # once, at the end, where tokenizers put it
+        ids[ids == net.end_id] = (net.end_id + 1) % size
+        ids[:, -1] = net.end_id
+    return ids
 
 
 def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:

@@ -5,7 +5,7 @@ A baseline is an ordinary report, reduced so that it fits into git.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -238,21 +238,7 @@ def list_examples(report: Report) -> dict[str, str]:
 
 def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]:
     """Return the differences between two runs: the kind of each (`dtype`, `seed`), and a text."""
-    new = _read_conditions(current)
-    old = _read_conditions(baseline)
-    # A condition that only one report has is a difference if it is in `always`. Other conditions
-    # may be missing in an older report: later versions of lipaudit record more packages, and how
-    # images are resized. (Another way to resize is found anyway: ids of samples are hashes of
-    # resized pixels, so the ids change.)
-    always = {"preprocess mean", "preprocess std", *current.run.options, *baseline.run.options}
-    found = []
-    for name in old | new:
-        was = old.get(name, ABSENT)
-        now = new.get(name, ABSENT)
-        compared = name in always or (name in old and name in new)
-        if compared and was != now:
-            kind, *_ = name.split()  # `preprocess` of `preprocess mean`
-            found.append((kind, f"{name}: {was} became {now}"))
+    found = [*_compare_conditions(current, baseline)]
     attacked = current.section("attack")
     before = baseline.section("attack")
     restarted = has_other_starts(attacked, before)
@@ -269,6 +255,24 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
     if repeats:
         found.append(("repeats", f"duplicate samples count once: {repeats} were left out"))
     return found
+
+
+def _compare_conditions(current: Report, baseline: Report) -> Iterator[tuple[str, str]]:
+    """Yield the conditions that differ (seed, device, versions, ...): the kind of each, a text."""
+    new = _read_conditions(current)
+    old = _read_conditions(baseline)
+    # A condition that only one report has is a difference if it is in `always`. Other conditions
+    # may be missing in an older report: later versions of lipaudit record more packages, and how
+    # images are resized. (Another way to resize is found anyway: ids of samples are hashes of
+    # resized pixels, so the ids change.)
+    always = {"preprocess mean", "preprocess std", *current.run.options, *baseline.run.options}
+    for name in old | new:
+        was = old.get(name, ABSENT)
+        now = new.get(name, ABSENT)
+        compared = name in always or (name in old and name in new)
+        if compared and was != now:
+            kind, *_ = name.split()  # `preprocess` of `preprocess mean`
+            yield kind, f"{name}: {was} became {now}"
 
 
 def _compare_transfer(current: Section | None, before: Section | None, baseline: Report) -> str:

@@ -55,12 +55,7 @@ def find_members(
     old = baseline.section(rule.measure)
     assert new is not None
     assert old is not None
-    moved = [name for name in now.keys() & then.keys() if now[name] != then[name]]
-    if moved:
-        raise BaselineError(
-            f"{len(moved)} samples are in another group than in the baseline "
-            f"(sample {min(moved)}: {then[min(moved)]} became {now[min(moved)]})"
-        )
+    _require_same_groups(now, then)
     before = _list_members(old, then)
     chosen = _choose_groups(rule, before)
     new_ids = set(new.ids)
@@ -80,6 +75,17 @@ def find_members(
     if not members:
         raise BaselineError(f"{rule.measure}: no group has a shared sample")
     return members
+
+
+def _require_same_groups(now: dict[str, str], then: dict[str, str]) -> None:
+    """Refuse reports in which a sample has different groups; groups are given by sample id."""
+    moved = [name for name in now.keys() & then.keys() if now[name] != then[name]]
+    if moved:
+        first = min(moved)
+        raise BaselineError(
+            f"{len(moved)} samples are in another group than in the baseline "
+            f"(sample {first}: {then[first]} became {now[first]})"
+        )
 
 
 def list_own_members(rule: Rule, report: Report, what: str) -> dict[str, frozenset[str]]:
@@ -208,24 +214,27 @@ def _summarise_groups(
             pairs.append((groups[sample], value))
     figures = []
     for group, numbers in group_values(pairs).items():
-        count = len(numbers)
-        limits: tuple[float, float] | None
-        if rule.stat == "mean":
-            figure = sum(numbers) / count
-            limits = wilson(sum(numbers), count)
-        else:
-            figure = float(np.median(numbers))
-            limits = median_limits(numbers)
+        value, limits = _summarise_values(numbers, rule)
         low, high = limits or (None, None)
         figures.append(
             GroupFigure(
                 metric=rule.metric,
                 name=name,
                 group=group,
-                samples=count,
-                value=figure,
+                samples=len(numbers),
+                value=value,
                 low=low,
                 high=high,
             )
         )
     return figures
+
+
+def _summarise_values(
+    values: Sequence[float], rule: Rule
+) -> tuple[float, tuple[float, float] | None]:
+    """Return the share of yes, or the median, with 95% limits; None: too few values for limits."""
+    if rule.stat == "mean":
+        yes = sum(values)
+        return yes / len(values), wilson(yes, len(values))
+    return float(np.median(values)), median_limits(values)

@@ -84,18 +84,6 @@ def judge(
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
     chosen = tuple(rules) or choose_rules(current, baseline)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
-    notes = []
-    if not rules:
-        notes += list_absent(chosen)
-        notes += list_uninstalled(current, baseline)
-    if any(rule.group == EACH for rule in chosen):
-        notes += groups.note_new_groups(current, baseline)
-    # If gradients misled the attacks on the baseline, its robust accuracy may be too high.
-    for section in baseline.sections:
-        for note in section.notes:
-            if note.code == "gradient-masking":
-                notes.append(f"{baseline.run.label}: {note.text}")
-    notes += (text for _, text in conditions.list_differences(current, baseline))
     verdicts = _decide(chosen, examinations, alpha, strict=strict)
     return Judgement(
         current=current.run.label,
@@ -103,10 +91,35 @@ def judge(
         alpha=alpha,
         strict=strict,
         verdicts=tuple(_add_remarks(verdicts, current, baseline)),
-        notes=tuple(notes),
+        notes=tuple(_list_notes(rules, chosen, current, baseline)),
         predictions=describe_movement(current, baseline),
         warnings=tuple(note.text for note in list_warnings(current)),
     )
+
+
+def _list_notes(
+    rules: Sequence[Rule], chosen: Sequence[Rule], current: Report, baseline: Report
+) -> Iterator[str]:
+    """Yield notes on rules and groups that are not judged, then differences between the reports.
+
+    Args:
+        rules: the user's rules; empty: the default ones.
+        chosen: the rules that are judged.
+        current: the report to judge.
+        baseline: the report to compare the current one with.
+    """
+    if not rules:
+        yield from list_absent(chosen)
+        yield from list_uninstalled(current, baseline)
+    if any(rule.group == EACH for rule in chosen):
+        yield from groups.note_new_groups(current, baseline)
+    # If gradients misled the attacks on the baseline, its robust accuracy may be too high.
+    for section in baseline.sections:
+        for note in section.notes:
+            if note.code == "gradient-masking":
+                yield f"{baseline.run.label}: {note.text}"
+    for _, text in conditions.list_differences(current, baseline):
+        yield text
 
 
 def _add_remarks(
@@ -313,28 +326,11 @@ def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
         level: one-sided error probability of each confidence limit of the change.
     """
     evidence = contrast.evidence
-    old = contrast.old
-    new = contrast.new
-    known: dict[str, Any] = {
-        "rule": rule.text,
-        "metric": rule.metric,
-        "name": contrast.name,
-        "group": contrast.group,
-        "old": old,
-        "new": new,
-        "unit": rule.limit.unit,
-    }
-    if evidence is not None and evidence.mcnemar is not None:  # a share of yes-or-no values
-        worse = contrast.changes
-        known |= {
-            "lost": int((worse > 0).sum()),
-            "gained": int((worse < 0).sum()),
-            "mcnemar": evidence.mcnemar,
-        }
+    known = _describe_contrast(rule, contrast)
     if contrast.same:
         return Verdict(status="unchanged", **known)
     if evidence is None:
-        status = _compare_untested(rule, new, old)
+        status = _compare_untested(rule, contrast.new, contrast.old)
         return Verdict(status=status, samples=len(contrast.ids), **known)
     low, high = evidence.limits(level)
     ends = sorted(_express_change(rule, end) for end in (low, high))
@@ -352,6 +348,25 @@ def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
         alone = "improved"
     alone = _reword(alone, ends, rule.limit.unit)
     return Verdict(status="pass", change_status=alone, **known)
+
+
+def _describe_contrast(rule: Rule, contrast: Contrast) -> dict[str, Any]:
+    """Return the fields of a `Verdict` that describe what was compared; counts only for shares."""
+    known = {
+        "rule": rule.text,
+        "metric": rule.metric,
+        "name": contrast.name,
+        "group": contrast.group,
+        "old": contrast.old,
+        "new": contrast.new,
+        "unit": rule.limit.unit,
+    }
+    if contrast.evidence is None or contrast.evidence.mcnemar is None:
+        return known
+    worse = contrast.changes
+    lost = int((worse > 0).sum())
+    gained = int((worse < 0).sum())
+    return known | {"lost": lost, "gained": gained, "mcnemar": contrast.evidence.mcnemar}
 
 
 def _compare_untested(rule: Rule, new: float, old: float | None) -> VerdictStatus:

@@ -86,11 +86,7 @@ def read(
         rows = index_rows(section)
         points = _read_rows(rule, section, rows, skipped)
         pairs = _read_pairs(rule, section, take, [*rows], points)
-        # A row without a reduction (a known statistic over samples) cannot be computed again. That
-        # is no problem if its values per sample are stored: then these are tested, and their
-        # median is shown.
-        is_plain = rule.about.reduction is None and rule.stat == "each"
-        if recompute and points and not (is_plain and pairs):
+        if recompute and points and _needs_samples(rule, pairs):
             reduced = dict(zip(rows, _reduce_samples(rule, section, take), strict=True))
             points = {key: reduced[key] for key in points}
     if not points:
@@ -104,6 +100,20 @@ def read(
     if not rule.per_sample and rule.stat != "each":
         points = {"": float(reduce_values(rule.stat, list(points.values())))}
     return RuleValues(names, points, pairs)
+
+
+def _needs_samples(rule: Rule, pairs: Mapping[Key, Values]) -> bool:
+    """Return whether rows must be computed again if other samples are chosen.
+
+    A row without a reduction (a known statistic over samples) cannot be computed again. That is no
+    problem if its values per sample are stored: then these are tested, and their median is shown.
+
+    Args:
+        rule: a rule on rows.
+        pairs: the stored values of the samples behind each row.
+    """
+    is_plain = rule.about.reduction is None and rule.stat == "each"
+    return not (is_plain and pairs)
 
 
 def _read_rows(

@@ -123,7 +123,8 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         raise UsageError(f"{text!r} is not a rule", _EXAMPLE)
     tables: dict[str, Layout | Section] = {**layouts()}
     tables |= {section.measure: section for section in sections}
-    if match["metric"] not in (known := list_metrics(tables)):
+    known = list_metrics(tables)
+    if match["metric"] not in known:
         raise UsageError(f"unknown metric {match['metric']!r}", suggestion(match["metric"], known))
     measure, _, column = match["metric"].rpartition(".")
     table = tables[measure]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from copy import copy
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,7 +25,6 @@ from lipaudit.errors import BaselineError, UsageError
 from lipaudit.measures import find_measure, load_measures
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Option, Settings, add_options, flag, option
-from lipaudit.settings.value_types import Keywords, Quantization, Size
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Request
@@ -37,7 +36,17 @@ SavedReports = Annotated[list[Path], typer.Argument(metavar="REPORT", help=SAVED
 DEFAULT_BASE = Path("lipaudit-baseline.json")
 
 
-OF_RUN: Any = RunOptions.model_fields
+# The options of a run that may differ from those of the baseline's run.
+REPEATED = (
+    "arch",
+    "model_kwargs",
+    "quantize",
+    "autocast",
+    "device",
+    "batch_size",
+    "resume",
+    "offline",
+)
 
 
 class Remeasure(Settings):
@@ -53,21 +62,13 @@ class Remeasure(Settings):
         usual="the path in the baseline",
         rare=True,
     )
-    arch: str | None = copy(OF_RUN["arch"])
-    model_kwargs: Keywords = copy(OF_RUN["model_kwargs"])
-    quantize: Quantization = copy(OF_RUN["quantize"])
-    autocast: Literal["bfloat16", "float16"] | None = copy(OF_RUN["autocast"])
-    device: str | None = copy(OF_RUN["device"])
-    batch_size: Size = copy(OF_RUN["batch_size"])
-    resume: bool = copy(OF_RUN["resume"])
-    offline: bool = copy(OF_RUN["offline"])
     report: Path | None = option(
         None, "File for the report of a MODEL.", usual="in a new folder of lipaudit-runs"
     )
 
     @classmethod
     def complete(cls) -> type[Remeasure]:
-        """Return the class with the options of measures whose files may have moved."""
+        """Return the class with the options of a run and of files that may have moved."""
         if cls is Remeasure:
             return load_remeasure()
         return cls
@@ -96,9 +97,10 @@ class Remeasure(Settings):
 def load_remeasure() -> type[Remeasure]:
     """Return `Remeasure`, the options for a MODEL that is measured like a baseline, extended.
 
-    Measures add options for files that may have moved since the baseline, such as --transfer.
+    It gets the options of a run in REPEATED. Measures add options for files that may have moved
+    since the baseline, such as --transfer.
     """
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {name: copy(RunOptions.model_fields[name]) for name in REPEATED}
     for measure in load_measures().values():
         fields |= measure.moved
     return add_options(Remeasure, fields)

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,9 +19,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lipaudit.data import batch
-from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, draw_indices, make_batch
+from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, draw_indices, make_batch
 from lipaudit.errors import InputError, explain_failure, of_machine
 from lipaudit.tables import Note, Notes
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 # Longer side of a thumbnail, in pixels.
 SIDE = 64
@@ -189,7 +192,7 @@ def _make_native(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def draw_arrays(
-    x: Tensor, y: Tensor | None, net: Taker, options: DataOptions, *, origin: str
+    x: Tensor, y: Tensor | None, net: Net, options: DataOptions, *, origin: str
 ) -> Samples:
     """Draw samples from tensors.
 
@@ -245,7 +248,7 @@ def _require_pairs(x: Tensor, y: Tensor | None, origin: str) -> None:
         )
 
 
-def _list_steps(x: Tensor, net: Taker) -> Iterator[str]:
+def _list_steps(x: Tensor, net: Net) -> Iterator[str]:
     """Yield texts on how an array becomes samples: dtype and shape, and for images the values."""
     kind = str(x.dtype).removeprefix("torch.")
     yield f"{kind} array of shape {tuple(x.shape[1:])}"
@@ -255,7 +258,7 @@ def _list_steps(x: Tensor, net: Taker) -> Iterator[str]:
         yield "divided by 255" if x.dtype == torch.uint8 else "values not changed"
 
 
-def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
+def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
     """Return images (channels first) or sequences as float32, after a check of shape and range.
 
     Args:
@@ -287,7 +290,7 @@ def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
     return x.clamp(low, high)
 
 
-def _order_axes(x: Tensor, net: Taker, origin: str) -> Tensor:
+def _order_axes(x: Tensor, net: Net, origin: str) -> Tensor:
     """Return images with their channels first, and sequences unchanged.
 
     Raises:
@@ -311,7 +314,7 @@ def _order_axes(x: Tensor, net: Taker, origin: str) -> Tensor:
 
 
 def read_token_ids(
-    x: Tensor, net: Taker, origin: str, places: Sequence[str]
+    x: Tensor, net: Net, origin: str, places: Sequence[str]
 ) -> tuple[list[Tensor], Notes]:
     """Return the token ids of each text without its padding, and notes on the padding.
 
@@ -360,7 +363,7 @@ def read_token_ids(
     return list(x), (Note.warn("padding-kept", text),)
 
 
-def _find_texts(x: Tensor, net: Taker) -> Tensor:
+def _find_texts(x: Tensor, net: Net) -> Tensor:
     """Return a mask (samples, tokens) that is True from the first to the last token of each text.
 
     The pad id of the model and `HIDDEN` (ids under a mask of the file) are padding. A pad id
@@ -374,7 +377,7 @@ def _find_texts(x: Tensor, net: Taker) -> Tensor:
     return has_begun & goes_on
 
 
-def _require_vocabulary(ids: Tensor, net: Taker, origin: str) -> None:
+def _require_vocabulary(ids: Tensor, net: Net, origin: str) -> None:
     """Refuse token ids that the model does not have."""
     smallest = ids.min()
     largest = ids.max()
@@ -386,7 +389,7 @@ def _require_vocabulary(ids: Tensor, net: Taker, origin: str) -> None:
         )
 
 
-def _is_accepted(ids: Tensor, net: Taker) -> bool:
+def _is_accepted(ids: Tensor, net: Net) -> bool:
     """Return whether a model runs on a text without padding, by a trial run."""
     one = make_batch([ids], net).to(net.device, net.dtype)
     try:
@@ -399,7 +402,7 @@ def _is_accepted(ids: Tensor, net: Taker) -> bool:
     return True
 
 
-def _note_unnamed_padding(x: Tensor, net: Taker) -> Notes:
+def _note_unnamed_padding(x: Tensor, net: Net) -> Notes:
     """Return a warning if texts seem to be padded, but the model declares no pad id."""
     if net.pad_id is not None:
         return ()

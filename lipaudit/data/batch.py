@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from lipaudit.tables import Note, Notes
 
 if TYPE_CHECKING:
     from lipaudit.data.hub import Commit
+    from lipaudit.models.net import Net
 
 T = TypeVar("T")
 SampleKind = Literal["image", "tokens", "text"]
@@ -148,77 +149,6 @@ class Batch:
         used_columns = self.mask.any(0).nonzero()
         length = int(used_columns.max()) + 1
         return replace(self, x=self.x[:, :length], mask=self.mask[:, :length])
-
-
-class Taker(Protocol):
-    """A model as far as data are concerned; a `Net` is one, and describes each property."""
-
-    @property
-    def kind(self) -> SampleKind:
-        """Kind of its samples."""
-
-    @property
-    def source(self) -> str:
-        """Source of the model."""
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of one sample, or the largest number of tokens of a text."""
-
-    @property
-    def box(self) -> tuple[float, float] | None:
-        """Smallest and largest value of an input."""
-
-    @property
-    def prepare(self) -> Callable[[Any], Tensor] | None:
-        """Turns a picture into pixels in [0, 1]."""
-
-    @property
-    def classes(self) -> int | None:
-        """Number of classes."""
-
-    @property
-    def labels(self) -> tuple[str, ...] | None:
-        """Class names by index."""
-
-    @property
-    def aliases(self) -> Mapping[str, int]:
-        """Other names of the classes."""
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Number of token ids."""
-
-    @property
-    def tokenize(self) -> Tokenize | None:
-        """Returns the token ids of a text."""
-
-    @property
-    def tokenize_pair(self) -> Callable[[str, str, int], list[int]] | None:
-        """Returns the token ids of two texts."""
-
-    @property
-    def pad_id(self) -> int | None:
-        """Id that fills shorter samples."""
-
-    @property
-    def end_id(self) -> int | None:
-        """Id that every text must end with."""
-
-    @property
-    def unknown_id(self) -> int | None:
-        """Id of unknown tokens."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the samples."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Precision of the samples."""
-
-    def output(self, batch: Batch) -> Tensor:
-        """Run the model."""
 
 
 @dataclass(frozen=True)
@@ -383,7 +313,7 @@ def draw_indices(total: int, samples: int, seed: int) -> list[int]:
     return order[:samples].tolist()
 
 
-def make_batch(x: Sequence[Tensor], net: Taker, y: Sequence[int] | None = None) -> Batch:
+def make_batch(x: Sequence[Tensor], net: Net, y: Sequence[int] | None = None) -> Batch:
     """Join samples to a batch; texts are padded, and the ids do not depend on the padding.
 
     Args:
@@ -416,7 +346,7 @@ class LabelError(InputError):
 
 
 def require_classes(
-    numbers: Sequence[int | None], names: Sequence[object], places: Sequence[str], net: Taker
+    numbers: Sequence[int | None], names: Sequence[object], places: Sequence[str], net: Net
 ) -> list[int]:
     """Return class numbers after a check that the model has all of these classes.
 
@@ -444,7 +374,7 @@ def require_classes(
     return found
 
 
-def _list_classes(net: Taker) -> str:
+def _list_classes(net: Net) -> str:
     """Return the names of the first classes, or the range of their numbers."""
     if not net.labels:
         return f"0 to {(net.classes or 1) - 1}"
@@ -452,7 +382,7 @@ def _list_classes(net: Taker) -> str:
 
 
 def match_labels(
-    values: Sequence[Any], net: Taker, places: Sequence[str], classes: Sequence[str] | None = None
+    values: Sequence[Any], net: Net, places: Sequence[str], classes: Sequence[str] | None = None
 ) -> tuple[list[int], Notes]:
     """Return the model's class numbers for labels that are class names or numbers.
 
@@ -496,7 +426,7 @@ def match_labels(
     return require_classes([class_of[word] for word in words], words, places, net), notes
 
 
-def _match_by_order(names: Sequence[str], net: Taker) -> tuple[dict[str, int | None], Notes]:
+def _match_by_order(names: Sequence[str], net: Net) -> tuple[dict[str, int | None], Notes]:
     """Return the classes of names by their order, and a warning that lists these classes."""
     ordered = names
     # Names that are all numbers are sorted by size: 2.0 < 10.0.
@@ -513,7 +443,7 @@ def _match_by_order(names: Sequence[str], net: Taker) -> tuple[dict[str, int | N
     return {name: i for i, name in enumerate(ordered)}, (note,)
 
 
-def _match_names(numbers: Mapping[str, int | None], net: Taker) -> dict[str, int | None]:
+def _match_names(numbers: Mapping[str, int | None], net: Net) -> dict[str, int | None]:
     """Return the model's class of each name of the data; None if the model has no such name.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from lipaudit.data.batch import (
     DataOptions,
     SampleOrigin,
     Samples,
-    Taker,
     Task,
     TaskKind,
     Tokenize,
@@ -24,6 +23,9 @@ from lipaudit.data.batch import (
 from lipaudit.data.tables import SampleTable
 from lipaudit.data.texts import is_empty, limit_tokens, note_cut, shorten
 from lipaudit.errors import InputError
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 # Usual names of the columns of a prompt and its continuation.
 CONTINUED = (("prompt", "continuation"), ("prompt", "completion"))
@@ -174,7 +176,7 @@ def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabula
     return torch.tensor(row, dtype=torch.int64)
 
 
-def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> Samples:
+def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Samples:
     """Draw prompts from a table, with the continuations that a language model scores.
 
     The columns of the table decide between three kinds: a prompt with one continuation; a question

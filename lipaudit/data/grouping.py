@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lipaudit.data import tables
-from lipaudit.data.batch import Samples, Taker
+from lipaudit.data.batch import Samples
 from lipaudit.data.tables import SampleTable
 from lipaudit.data.texts import is_empty
 from lipaudit.errors import InputError
 from lipaudit.tables import Note
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 # Word of --group-column for the classes, unless a table has a column of that name.
 CLASSES = "classes"
@@ -51,7 +54,7 @@ def group_by_column(samples: Samples, table: SampleTable, name: str) -> Samples:
     return _set_groups(samples, groups, f"{table.origin}: the column {name!r}")
 
 
-def group_by_class(samples: Samples, net: Taker, name: str) -> Samples:
+def group_by_class(samples: Samples, net: Net, name: str) -> Samples:
     """Return samples whose groups are their classes.
 
     Args:

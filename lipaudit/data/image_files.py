@@ -8,16 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lipaudit.data.batch import Taker
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.tables import Note, Notes
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"),
@@ -167,7 +172,7 @@ class Picture(NamedTuple):
     steps: list[ImageStep]
 
 
-def read_image(source: Path | Image.Image, name: str, net: Taker) -> Picture:
+def read_image(source: Path | Image.Image, name: str, net: Net) -> Picture:
     """Read one picture, from a file or as decoded by a data set, as pixels in [0, 1].
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,13 +13,16 @@ from torch import Tensor
 from lipaudit.data import arrays, grouping, tables, texts
 from lipaudit.data.arrays import SampleForm
 from lipaudit.data.batch import DataOptions as DataOptions
-from lipaudit.data.batch import SampleOrigin, Taker, make_batch
+from lipaudit.data.batch import SampleOrigin, make_batch
 from lipaudit.data.batch import Samples as Samples
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import read_dataset
 from lipaudit.data.image_files import find_common_shape
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.tables import Note, Notes
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
 # Standard deviation of the pixels of random images; about that of photographs.
@@ -36,7 +40,7 @@ FORMS = (
 )
 
 
-def load_data(spec: str | None, net: Taker, options: DataOptions | None = None) -> Samples:
+def load_data(spec: str | None, net: Net, options: DataOptions | None = None) -> Samples:
     """Load the samples of a --data argument, in the form that the model takes.
 
     Forms of --data: `demo` (360 handwritten digits); `demo:train` (the 1437 digits that the demo
@@ -68,7 +72,7 @@ def load_data(spec: str | None, net: Taker, options: DataOptions | None = None) 
     return _complete_samples(samples, spec, net, options)
 
 
-def _draw_digits(spec: str, net: Taker, options: DataOptions) -> Samples:
+def _draw_digits(spec: str, net: Net, options: DataOptions) -> Samples:
     """Draw handwritten digits that come with lipaudit.
 
     Raises:
@@ -85,7 +89,7 @@ def _draw_digits(spec: str, net: Taker, options: DataOptions) -> Samples:
         return _draw_from_arrays(file, net, options)
 
 
-def _draw_from_path(path: Path, net: Taker, options: DataOptions) -> Samples:
+def _draw_from_path(path: Path, net: Net, options: DataOptions) -> Samples:
     """Draw samples from a folder of images, or from a file of arrays or texts.
 
     Raises:
@@ -109,13 +113,13 @@ def _draw_from_path(path: Path, net: Taker, options: DataOptions) -> Samples:
     return _draw_from_table(tables.read_table(path), net, options)
 
 
-def _draw_from_arrays(path: Path, net: Taker, options: DataOptions) -> Samples:
+def _draw_from_arrays(path: Path, net: Net, options: DataOptions) -> Samples:
     """Draw samples from a file of arrays."""
     x, y = arrays.load_arrays(path)
     return arrays.draw_arrays(x, y, net, options, origin=str(path))
 
 
-def _draw_from_table(table: tables.SampleTable, net: Taker, options: DataOptions) -> Samples:
+def _draw_from_table(table: tables.SampleTable, net: Net, options: DataOptions) -> Samples:
     """Draw samples from a table, with groups if --group-column names a column of the table."""
     if options.scored and net.kind == "text":
         samples = read_continuations(table, net, options)
@@ -127,7 +131,7 @@ def _draw_from_table(table: tables.SampleTable, net: Taker, options: DataOptions
     return grouping.group_by_column(samples, table, name)
 
 
-def draw_tensors(x: Tensor, y: Tensor | None, net: Taker, options: DataOptions) -> Samples:
+def draw_tensors(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) -> Samples:
     """Draw samples from tensors in memory, in the form that the model takes.
 
     Args:
@@ -186,7 +190,7 @@ def _are_arrays(path: Path) -> bool:
     return False
 
 
-def _complete_samples(samples: Samples, spec: str, net: Taker, options: DataOptions) -> Samples:
+def _complete_samples(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samples:
     """Return samples with the --data argument, groups by class, and notes common to all data."""
     samples = replace(samples, spec=spec)
     has_groups = any(origin.group for origin in samples.origins)
@@ -203,7 +207,7 @@ def _complete_samples(samples: Samples, spec: str, net: Taker, options: DataOpti
     return replace(samples, notes=notes)
 
 
-def _note_unknown(samples: Samples, net: Taker) -> Notes:
+def _note_unknown(samples: Samples, net: Net) -> Notes:
     """Return a warning if the tokenizer does not know many of the tokens; else no notes."""
     x = samples.batch.x
     mask = samples.batch.mask
@@ -228,7 +232,7 @@ def _note_unknown(samples: Samples, net: Taker) -> Notes:
     return (Note.warn("unknown-tokens", text),)
 
 
-def _note_dark(samples: Samples, net: Taker) -> Notes:
+def _note_dark(samples: Samples, net: Net) -> Notes:
     """Return a warning if no image has a bright pixel: the data may have a smaller range."""
     if net.kind != "image" or net.box is None:
         return ()
@@ -243,7 +247,7 @@ def _note_dark(samples: Samples, net: Taker) -> Notes:
     return (Note.warn("dark-images", text),)
 
 
-def _make_random(net: Taker, options: DataOptions) -> Samples:
+def _make_random(net: Net, options: DataOptions) -> Samples:
     """Make samples without labels: 1/f noise for images, a fixed text, or Gaussian tokens."""
     rng = torch.Generator().manual_seed(options.seed)
     notes: Notes = ()
@@ -272,7 +276,7 @@ def _make_random(net: Taker, options: DataOptions) -> Samples:
     return Samples(make_batch(x, net), notes, origins=tuple(origins))
 
 
-def _draw_token_ids(net: Taker, options: DataOptions, rng: torch.Generator) -> Tensor:
+def _draw_token_ids(net: Net, options: DataOptions, rng: torch.Generator) -> Tensor:
     """Draw random token ids (samples, tokens) for a model without a tokenizer."""
     size = net.vocabulary or 1
     length = min(options.max_tokens, *net.input_shape)

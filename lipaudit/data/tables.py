@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from lipaudit.data import batch
 from lipaudit.data.arrays import to_box
-from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, make_batch
+from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, make_batch
 from lipaudit.data.image_files import Picture, collect_notes, list_pictures, read_image
 from lipaudit.data.texts import encode, is_empty, limit_tokens, note_cut, shorten
 from lipaudit.errors import InputError, explain_failure, suggestion
 from lipaudit.tables import Note, Notes
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 T = TypeVar("T")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -332,7 +335,7 @@ def _note_skipped(what: str, reasons: Sequence[str]) -> Notes:
     return (Note.warn("skipped-bad", text),)
 
 
-def draw_table(table: SampleTable, net: Taker, options: DataOptions) -> Samples:
+def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
     """Draw images, texts or pairs of texts from a table, with their labels if it has any.
 
     Labels are class names or class numbers of the model.
@@ -354,7 +357,7 @@ _Labels = dict[int, int] | None
 
 
 def _read_labels(
-    table: SampleTable, inputs: Sequence[str], net: Taker, options: DataOptions
+    table: SampleTable, inputs: Sequence[str], net: Net, options: DataOptions
 ) -> tuple[SampleTable, _Labels, Notes]:
     """Read the labels of a table as class numbers of the model.
 
@@ -398,7 +401,7 @@ def _read_labels(
 
 
 def _draw_images(
-    table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Taker, options: DataOptions
+    table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Net, options: DataOptions
 ) -> Samples:
     """Draw images from a column of a table.
 
@@ -446,7 +449,7 @@ class _EncodedTexts(NamedTuple):
 
 
 def _draw_texts(
-    table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Taker, options: DataOptions
+    table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Net, options: DataOptions
 ) -> Samples:
     """Draw texts, or pairs of texts, from one or two columns of a table.
 
@@ -485,7 +488,7 @@ def _draw_texts(
     )
 
 
-def _choose_inputs(table: SampleTable, net: Taker, options: DataOptions) -> tuple[str, ...]:
+def _choose_inputs(table: SampleTable, net: Net, options: DataOptions) -> tuple[str, ...]:
     """Return the column of the images, or the columns of the texts."""
     if net.kind == "text":
         return choose_text_columns(table, options)

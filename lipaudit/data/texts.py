@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, make_batch
+from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, make_batch
 from lipaudit.errors import InputError, UsageError, explain_failure
 from lipaudit.tables import Note, Notes
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 # More characters than a token usually has: a window of a text has enough of them.
 LETTERS_PER_TOKEN = 16
@@ -34,7 +38,7 @@ def is_empty(value: object) -> bool:
     return value is None or is_nan or not str(value).strip()
 
 
-def read_text(path: Path, net: Taker, options: DataOptions) -> Samples:
+def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
     """Read a plain text file as samples: windows of the text, evenly spread (`cut_windows`)."""
     with explain_failure(f"{path} is not a readable text file", "Save it as UTF-8.", Exception):
         text = path.read_text("utf-8")
@@ -50,7 +54,7 @@ def read_text(path: Path, net: Taker, options: DataOptions) -> Samples:
 
 
 def cut_windows(
-    text: str, net: Taker, options: DataOptions, *, origin: str, after: str = ""
+    text: str, net: Net, options: DataOptions, *, origin: str, after: str = ""
 ) -> tuple[list[Tensor], list[SampleOrigin], Notes]:
     """Return as many windows of a text as samples are requested, evenly spread, as token ids.
 
@@ -86,7 +90,7 @@ def cut_windows(
     return x, origins, notes
 
 
-def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, Notes]:
+def limit_tokens(net: Net, options: DataOptions) -> tuple[int, Notes]:
     """Return the largest number of tokens of a sample, and notes.
 
     The number is --max-tokens or the limit of the model, whichever is smaller. A note warns if the
@@ -118,7 +122,7 @@ def note_cut(are_cut: Sequence[bool], how: str) -> Notes:
     return (Note.warn("text-cut", text),)
 
 
-def encode(texts: tuple[str, ...], net: Taker, limit: int, origin: str) -> Tensor:
+def encode(texts: tuple[str, ...], net: Net, limit: int, origin: str) -> Tensor:
     """Return the token ids of a text, or of a pair that the model reads together.
 
     Args:

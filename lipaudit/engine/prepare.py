@@ -31,7 +31,7 @@ from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources import classifiers
 from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import RunOptions
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 
 # Code of the note on an optional measure that was left out.
 LEFT_OUT = "left-out"
@@ -98,7 +98,7 @@ class Job:
     net: Net
     samples: Samples
     counts: Mapping[str, int]
-    notes: tuple[Note, ...]
+    notes: Notes
 
     @property
     def stores(self) -> bool:
@@ -219,7 +219,7 @@ def _check_request(request: Request) -> Request:
     return replace(request, run=run, measures=measures)
 
 
-def _adapt_to_model(request: Request, net: Net) -> tuple[Request, tuple[Note, ...]]:
+def _adapt_to_model(request: Request, net: Net) -> tuple[Request, Notes]:
     """Return the request with defaults for the model, and a note on each measure left out.
 
     Raises:
@@ -270,7 +270,7 @@ def _require_predictions(run: RunOptions, measures: Mapping[str, MeasureOptions]
 
 def _leave_out_refused(
     request: Request, check: Callable[[str, MeasureOptions], MeasureOptions]
-) -> tuple[Request, tuple[Note, ...]]:
+) -> tuple[Request, Notes]:
     """Return the request without the optional measures that a check refuses, and a note on each.
 
     Args:

@@ -20,7 +20,7 @@ from lipaudit.engine.files import write
 from lipaudit.errors import explain_error
 from lipaudit.measures import layouts, load_measures
 from lipaudit.measures.base import MeasureOptions, Part, sample_ids, select_complete
-from lipaudit.tables import Data, Model, Note, Report, Run, Section
+from lipaudit.tables import Data, Model, Note, Notes, Report, Run, Section
 from lipaudit.tables.columns import Cell
 from lipaudit.tables.plugins import load_wings
 from lipaudit.tables.report import Failure
@@ -69,7 +69,7 @@ def describe_failure(error: Exception) -> Failure:
 
 
 def make_failed(
-    name: str, options: MeasureOptions, failure: Failure, notes: tuple[Note, ...] = ()
+    name: str, options: MeasureOptions, failure: Failure, notes: Notes = ()
 ) -> Section:
     """Return the section of a failed measure, with the reason in place of figures."""
     settings = options.model_dump()
@@ -218,7 +218,7 @@ def _pick_sample(part: Part, i: int) -> Part:
 
 
 def summarise(
-    name: str, parts: Sequence[Part], options: MeasureOptions, notes: tuple[Note, ...], left: int
+    name: str, parts: Sequence[Part], options: MeasureOptions, notes: Notes, left: int
 ) -> list[Section]:
     """Return the sections of a measure, and write the files that its options name.
 

@@ -120,7 +120,8 @@ def neg(x: Form) -> Form:
 def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     """Return the form of x + alpha y, where one or both of x and y are forms.
 
-    A form (centre + coefficients . symbols +- slack) bounds a tensor over a ball of inputs.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1].
     """
     if alpha != 1:
         if not isinstance(y, Form):
@@ -160,7 +161,8 @@ def _add_constant(form: Form, value: Any, *, is_rounded: bool = False) -> Form:
 def _add_forms(x: Form, y: Form) -> Form:
     """Return the sum of two forms: centres, coefficients of the same symbol, and slacks are added.
 
-    A form is centre + coefficients . symbols +- slack.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1].
     """
     x = broadcast(x, y.shape)
     y = broadcast(y, x.shape)
@@ -288,8 +290,9 @@ def convolve(
 ) -> Form:
     """Return the convolution of a form over one or two axes, with options as in torch.
 
-    A form is centre + coefficients . symbols +- slack. A convolution is a linear map: it applies
-    to the centre and to all coefficients.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. A convolution is a linear map: it applies to the centre and to all
+    coefficients.
     """
     if input.ndim != weight.ndim:
         raise NoRuleError("a convolution without a batch axis")
@@ -416,8 +419,9 @@ def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., For
     def pool(input: Form, *args: Any, **kwargs: Any) -> Form:
         """Average over windows of a form; arguments as in torch.
 
-        A form is centre + coefficients . symbols +- slack. A mean is linear: it is applied to the
-        centre and to the coefficients of each symbol.
+        A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack,
+        with unknown symbols in [-1, 1]. A mean is linear: it is applied to the centre and to the
+        coefficients of each symbol.
         """
         if input.ndim != axes + 2:
             raise NoRuleError("a mean over windows of one sample without a batch axis")

@@ -47,7 +47,8 @@ _MOST_COEFFICIENTS = 2**24
 def matmul(x: Any, y: Any) -> Form:
     """Return the form of x @ y, where one or both factors are forms; axes as in torch.matmul.
 
-    A form bounds a tensor over all inputs of a ball: centre + coefficients . symbols +- slack.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1].
     """
     if x.ndim == 1:
         row: Any = matmul(x[None], y)
@@ -92,9 +93,9 @@ def _multiply_matrix_forms(x: Form, y: Form) -> Form:
 def mul(x: Any, y: Any) -> Form:
     """Return the form of x y, entry by entry, where one or both factors are forms.
 
-    A form is centre + coefficients . symbols +- slack. If a factor is a constant, the other factor
-    is scaled. The product of two forms contains products of symbols: they are kept as coefficients
-    (order 2) or bounded.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. If a factor is a constant, the other factor is scaled. The product
+    of two forms contains products of symbols: they are kept as coefficients (order 2) or bounded.
     """
     if not isinstance(x, Form):
         return affine.scale(y, x)
@@ -509,7 +510,7 @@ def einsum(equation: str, *operands: Any) -> Any:
 
 def _sum_out(t: Any, axes: str, others: str) -> tuple[Any, str]:
     """Sum over the axes whose letters are not in `others`; return the result and its letters."""
-    summed = [place for place, axis in enumerate(axes) if axis not in others]
+    summed = [i for i, axis in enumerate(axes) if axis not in others]
     if not summed:
         return t, axes
     return t.sum(summed), "".join(axis for axis in axes if axis in others)

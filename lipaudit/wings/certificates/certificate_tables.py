@@ -29,6 +29,7 @@ from lipaudit.tables.summary import (
 # A lower limit of the truth, and an upper one.
 _proven_column = partial(Column, better="higher", domain="ball", status="certified")
 _found_column = partial(Column, better="higher", domain="ball", status="empirical")
+NORM = Column.text("norm", "Norm of the ball.", needed=True)
 # Differs from machine to machine, so no gate reads it.
 SECONDS = seconds_column("Wall time of the proofs.")
 
@@ -120,7 +121,7 @@ CERTIFY_TABLE = Layout(
         ),
     },
     fixed={
-        "norm": Column.text("norm", "Norm of the ball.", needed=True),
+        "norm": NORM,
         "eps": eps_column("Radius, for pixels in [0, 1] or token embeddings."),
         **ACCURACY,
         "certified": CERTIFIED_SHARE,
@@ -188,7 +189,7 @@ RADII_TABLE = Layout(
         "radius: an attack found a misclassified input at this distance."
     ),
     fixed={
-        "norm": Column.text("norm", "Norm of the ball.", needed=True),
+        "norm": NORM,
         "samples": Column.count("samples", "Number of correctly classified samples."),
         "radius": _proven_column("certified", "Median certified radius."),
         "radius_adversarial": _found_column(

@@ -75,9 +75,10 @@ def relax(
 ) -> Form:
     """Return a form of f(z), entry by entry: a parabola in z plus a bounded difference.
 
-    A form is centre + coefficients . symbols +- slack. At order 1 the parabola is a line, because
-    forms have no products of symbols. The difference f - parabola is bounded at grid points and
-    between them: the middle of its range is added to the centre, and the radius to the slack.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. At order 1 the parabola is a line, because forms have no products
+    of symbols. The difference of f and the parabola is bounded at grid points and between them.
+    The middle of its range is added to the centre, and the radius to the slack.
 
     Args:
         z: the argument, a form.

@@ -1,8 +1,8 @@
 """Which entries of each call are needed, if the result reads only one token.
 
 A model first runs on plain numbers, call by call. Going backwards from its results, the shapes
-tell which entries of every call are read. If a row-wise call is read at one place of an axis only
-(the class token; the last token), it computes only that place, and the result is repeated along
+tell which entries of every call are read. If a row-wise call is read at one index of an axis only
+(the class token; the last token), it computes only that index, and the result is repeated along
 the axis without memory. **Entries that are not read have a slack of NaN**: if they were read after
 all, no range would be finite and nothing would be certified.
 """
@@ -99,8 +99,8 @@ class DeviationError(Exception):
     """A model calls other functions than in its trial run."""
 
 
-Cut = tuple[int, int]
-"""An axis (counted from the last) and the only index along it that is used."""
+Position = tuple[int, int]
+"""An axis, counted from the last, and an index along it, such as that of the class token."""
 
 
 class TrialRun:
@@ -161,17 +161,17 @@ class TrialRun:
 class Plan:
     """The calls of a model in order: the name of each, and the index of an axis to compute."""
 
-    def __init__(self, cuts: Iterable[tuple[str, Cut | None]]) -> None:
-        self.cuts = iter(cuts)
+    def __init__(self, positions: Iterable[tuple[str, Position | None]]) -> None:
+        self.positions = iter(positions)
 
     def __call__(self, _func: Any, name: str, rule: Any, args: Any, kwargs: Any) -> Any:
         """Compute the next call of the model by its rule, but only the entries that are read.
 
         `Symbols.intercept` is set to this object, so torch functions on forms call it in place of
         their rule. A trial run found out for each call whether later calls read only one index of
-        an axis of the result, such as the class token. `cut` is this axis and index, or None. With
-        a cut, the arguments are narrowed to the index, and the result is expanded along the axis,
-        which takes no memory.
+        an axis of the result, such as the class token. `position` is this axis and index, or None.
+        With a position, the arguments are narrowed to the index, and the result is expanded along
+        the axis, which takes no memory.
 
         Args:
             name: name of the torch function.
@@ -182,12 +182,12 @@ class Plan:
         Raises:
             DeviationError: the model calls other functions than in the trial run.
         """
-        expected_name, cut = next(self.cuts, ("nothing", None))
+        expected_name, position = next(self.positions, ("nothing", None))
         if name != expected_name:
             raise DeviationError
-        if cut is None:
+        if position is None:
             return rule(*args, **kwargs)
-        axis, _ = cut
+        axis, _ = position
         # Number of leading arguments to narrow: all in elementwise calls, else the first alone.
         # The weights of a linear layer, for example, are not narrowed.
         along_axis = 1
@@ -198,31 +198,31 @@ class Plan:
         for i, value in enumerate(args[:along_axis]):
             # Arguments of size 1 are broadcast along the axis: they are not narrowed.
             if _get_size(value, axis) == size:
-                parts[i] = _narrow(value, cut)
-        return _repeat_form(rule(*parts, **kwargs), cut, size)
+                parts[i] = _narrow(value, position)
+        return _repeat_form(rule(*parts, **kwargs), position, size)
 
 
-def _narrow(value: Tensor, cut: Cut) -> Tensor:
-    """Return a tensor or form at one index of an axis (`cut`), as a slice of size 1.
+def _narrow(value: Tensor, position: Position) -> Tensor:
+    """Return a tensor or form at one index of an axis (`position`), as a slice of size 1.
 
     All calls that read the same slice of a form get the same object. If a call turns slack of the
     slice into an error symbol, the other calls share this symbol, and so it can cancel.
     """
-    axis, index = cut
+    axis, index = position
     if not isinstance(value, Form):
         return value.narrow(axis, index, 1)
     # A cache of slices, stored on the form.
-    parts: dict[Cut, Form] = value.__dict__.setdefault("parts", {})
-    if cut not in parts:
+    parts: dict[Position, Form] = value.__dict__.setdefault("parts", {})
+    if position not in parts:
         part = cast("Form", value.narrow(axis, index, 1))
         if value.weights and axis != -1:
             low, high = value.weights
             part.weights = (low.narrow(axis, index, 1), high.narrow(axis, index, 1))
-        parts[cut] = part
-    return parts[cut]
+        parts[position] = part
+    return parts[position]
 
 
-def plan_cuts(model: Callable[[Any], Any], x: Form) -> Plan | None:
+def plan_calls(model: Callable[[Any], Any], x: Form) -> Plan | None:
     """Run the model on plain numbers, and return which entries of each call its results need.
 
     Return None if the run fails, or if the result does not depend on the input. Then the pass on
@@ -236,7 +236,7 @@ def plan_cuts(model: Callable[[Any], Any], x: Form) -> Plan | None:
             form.node.read[...] = True
         # From the last call to the first: at each call, the masks of its results already contain
         # what all later calls read.
-        cuts = [(call.name, _mark_read(call)) for call in reversed(trial.calls)]
+        positions = [(call.name, _mark_read(call)) for call in reversed(trial.calls)]
     except (RuntimeError, TypeError, ValueError) as error:
         # Another failure, such as mismatched dtypes, only means that no entry can be left out.
         # Failures of the machine, such as no memory, are raised.
@@ -245,10 +245,10 @@ def plan_cuts(model: Callable[[Any], Any], x: Form) -> Plan | None:
         return None
     if not results:
         return None
-    return Plan(cuts[::-1])
+    return Plan(positions[::-1])
 
 
-def _mark_read(call: Call) -> Cut | None:
+def _mark_read(call: Call) -> Position | None:
     """Mark which entries of its arguments a recorded call reads.
 
     The results of the call already have masks of the entries that later calls read. Three cases: a
@@ -261,15 +261,15 @@ def _mark_read(call: Call) -> Cut | None:
     if call.name in REARRANGING and isinstance(call.args[0], Node):
         _mark_rearranged(call, call.args[0])
         return None
-    cut = _find_cut(call)
-    if cut is None:
+    position = _find_read_position(call)
+    if position is None:
         _mark_all((call.args, call.kwargs))
         return None
     # Number of leading arguments with this axis: all in elementwise calls, else only the first.
     along_axis = 1
     if call.name in ELEMENTWISE:
         along_axis = len(call.args)
-    axis, index = cut
+    axis, index = position
     for node in call.args[:along_axis]:
         if isinstance(node, Node) and node.read.ndim >= -axis:
             # An argument of size 1 along the axis is broadcast: all of it is read.
@@ -280,7 +280,7 @@ def _mark_read(call: Call) -> Cut | None:
         else:
             _mark_all(node)
     _mark_all((call.args[along_axis:], call.kwargs))
-    return cut
+    return position
 
 
 def _mark_rearranged(call: Call, node: Node) -> None:
@@ -310,7 +310,7 @@ def _mark_all(values: Any) -> None:
         node.read[...] = True
 
 
-def _find_cut(call: Call) -> Cut | None:
+def _find_read_position(call: Call) -> Position | None:
     """Return an axis of a call's result along which later calls read one index, and the index.
 
     Return None if there is no such axis, or if the call cannot be computed at one index alone. It
@@ -382,23 +382,23 @@ def _get_size(value: Any, axis: int) -> int:
     return value.shape[axis]
 
 
-def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
+def _repeat_form(form: Form, position: Position, size: int) -> Form:
     """Expand a form computed at one index of an axis to the size that the model expects.
 
     The slack at all other indices is NaN, so that a bound that reads them is not finite.
 
     Args:
         form: the form, of size 1 along the axis.
-        cut: the axis, and the index that was computed.
+        position: the axis, and the index that was computed.
         size: the size that the model expects.
     """
     quotient = form.pending_quotient
     if quotient:
-        parts = quotient.move(lambda part: _repeat_form(part, cut, size))
+        parts = quotient.move(lambda part: _repeat_form(part, position, size))
         result = Form.from_quotient(parts)
-        result.__dict__["parts"] = {cut: form}
+        result.__dict__["parts"] = {position: form}
         return result
-    axis, index = cut
+    axis, index = position
     shape = list(form.shape)
     shape[axis] = size
     wide: Form = rearrange(form, lambda t: t.expand(shape))
@@ -406,7 +406,7 @@ def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
     wide.slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
     wide.slack.narrow(axis, index, 1).copy_(form.slack)
     # `_narrow` returns the form itself to later calls that read only this index.
-    wide.__dict__["parts"] = {cut: form}
+    wide.__dict__["parts"] = {position: form}
     if form.weights:
         low, high = form.weights
         wide.weights = (low.expand(shape), high.expand(shape))

@@ -203,6 +203,9 @@ class Form(Tensor):
 
     memory: Memory
     seen_writes: int
+    # Only of attention weights, entries >= 0 that sum to one along the last axis: a lower and an
+    # upper bound of each entry, often tighter than `range`.
+    weights: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def __new__(
@@ -227,7 +230,6 @@ class Form(Tensor):
         symbols: Symbols,
         *,
         blocks: Sequence[ErrorBlock] = (),
-        weights: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Store the tensor centre + coefficients . symbols +- slack.
 
@@ -238,15 +240,12 @@ class Form(Tensor):
             symbols: the symbols of the pass; row i of `dense` has the coefficients of symbol i.
             blocks: further coefficients, stored sparsely, of error symbols that act on one group
                 of entries each.
-            weights: only for attention weights, entries >= 0 that sum to one along the last axis:
-                a lower and an upper bound of each entry, often tighter than `range`.
         """
         self.centre = centre
         self.dense = dense
         self.slack = slack
         self.symbols = symbols
         self.blocks = tuple(blocks)
-        self.weights = weights
         self.quotient: Quotient | None = None
 
     @classmethod
@@ -259,7 +258,6 @@ class Form(Tensor):
         like = quotient.numerator
         form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
         form.symbols = like.symbols
-        form.weights = None
         form.quotient = quotient
         return form
 

@@ -57,10 +57,10 @@ def softmax(
 ) -> Form:
     """Bound the softmax over an axis, in place of torch.nn.functional.softmax.
 
-    A form bounds every entry of a tensor over all inputs of the ball:
-    centre + coefficients . symbols +- slack. The form that is returned also stores the lowest and
-    the highest value of each softmax weight (`Form.weights`, for an axis that is the last one). A
-    later product with values uses these ranges to apply that the weights of a row sum to one.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. The form that is returned also stores the lowest and the highest
+    value of each softmax weight (`Form.weights`, for an axis that is the last one). A later
+    product with values uses these ranges to apply that the weights of a row sum to one.
 
     Args:
         input: the form of the scores.
@@ -74,9 +74,9 @@ def softmax(
 def _softmax_rows(rows: Form) -> Form:
     """Return the form of exp(log softmax(rows)) over the last axis, with the range of each weight.
 
-    A form is centre + coefficients . symbols +- slack. `p.weights` stores the lowest and the
-    highest value of each softmax weight. A later product with values uses these ranges, because
-    the weights of a row sum to one.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. `p.weights` stores the lowest and the highest value of each softmax
+    weight. A later product with values uses these ranges, because the weights of a row sum to one.
     """
     log_p, is_masked = _log_softmax(rows)
     low, high = _bound_logarithms(log_p, is_masked)

@@ -30,8 +30,8 @@ def layer_norm(
 ) -> Form:
     """Return LayerNorm of a form: (x - mean) / sqrt(var + eps) weight + bias.
 
-    A form is centre + coefficients . symbols +- slack. It bounds every entry of a tensor over all
-    inputs of a ball.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1].
     """
     shape = _read_shape(input, normalized_shape)
     rows: Any = input
@@ -59,7 +59,8 @@ def rms_norm(
 ) -> Form:
     """Return RMSNorm of a form: x / sqrt(mean x^2 + eps) weight.
 
-    A form is centre + coefficients . symbols +- slack: bounds of a tensor over a ball of inputs.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1].
     """
     if len(_read_shape(input, normalized_shape)) > 1:
         raise NoRuleError(f"a normalisation of the axes {tuple(normalized_shape)}")
@@ -83,9 +84,10 @@ def _read_shape(x: Form, normalized_shape: Any) -> list[int]:
 def _divide_by_root(y: Form, eps: float) -> Form:
     """Return y / sqrt(mean y^2 + eps) over the last axis, as a pending quotient.
 
-    A form is centre + coefficients . symbols +- slack. A pending quotient stores its factors, and
-    computes the product when its numbers are needed. Until then, weights that follow act on the
-    numerator alone, and the bounds are tighter. The factors are:
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. A pending quotient stores its factors, and computes the product
+    when its numbers are needed. Until then, weights that follow act on the numerator alone, and
+    the bounds are tighter. The factors are:
 
     * the numerator y and the inverse 1 / root.
     * root^2, a form. Margins of logits times the root have the signs of the margins, and

@@ -34,10 +34,10 @@ from lipaudit.wings.certificates.symbols import ReluCall
 def relu(input: Form, inplace: bool = False) -> Form:
     """Return max(z, 0) as the form h = a z + m (1 + eps) with z = input.
 
-    A form bounds a tensor over a ball of inputs: centre + coefficients . symbols +- slack. On the
-    ball, z is in [l, u]. If l < 0 < u, max(z, 0) lies between a z and a z + 2 m with
-    a = u / (u - l) and 2 m = max(-a l, (1 - a) u), and eps in [-1, 1] is a new symbol. Otherwise
-    the sign of z is known: a is 0 or 1, and m = 0.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. On the ball, z is in [l, u]. If l < 0 < u, max(z, 0) lies between
+    a z and a z + 2 m with a = u / (u - l) and 2 m = max(-a l, (1 - a) u), and eps in [-1, 1] is a
+    new symbol. Otherwise the sign of z is known: a is 0 or 1, and m = 0.
     """
     symbols = input.symbols
     dtype = symbols.dtype
@@ -66,8 +66,8 @@ def relu(input: Form, inplace: bool = False) -> Form:
 def _record_relus(z: Form, a: Tensor, m: Tensor) -> None:
     """Record the ReLUs a z + m (1 + eps) with m > 0 for branch and bound, which splits their sign.
 
-    Their symbols eps are the newest ones. z is a form (centre + coefficients . symbols +- slack),
-    so branch and bound knows it as a function of the symbols.
+    Their symbols eps (unknowns in [-1, 1]) are the newest ones. z is a form, that is, centre +
+    coefficients . symbols +- slack: so branch and bound knows z as a function of the symbols.
     """
     symbols = z.symbols
     is_mixed = m > 0  # the sign of z is unknown
@@ -181,9 +181,9 @@ def make_extreme(
 def find_largest(x: Form) -> Form:
     """Return the form of the largest value over the last axis, as x_i + [0, h].
 
-    A form is centre + coefficients . symbols +- slack: bounds of a tensor over a ball of inputs.
-    Here i is the index of the largest entry of the centre. h is an upper bound of all x_j - x_i
-    on the ball: 0 if entry i is proven to be the largest everywhere.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. Here i is the index of the largest entry of the centre. h is an
+    upper bound of all x_j - x_i on the ball: 0 if entry i is proven to be the largest everywhere.
     """
     top = x.centre.argmax(-1, keepdim=True)
     chosen: Any = x.gather(-1, top)
@@ -210,8 +210,8 @@ def max_pool2d(
 ) -> Form:
     """Return the largest value of every window of a form, like F.max_pool2d.
 
-    A form bounds a tensor over a ball of inputs: centre + coefficients . symbols +- slack.
-    Padding counts as -inf, so it is never the largest.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. Padding counts as -inf, so it is never the largest.
     """
     if input.ndim != 4 or ceil_mode or return_indices:
         raise NoRuleError("max_pool2d in ceil mode, with indices or without a batch axis")

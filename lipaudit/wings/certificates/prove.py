@@ -24,7 +24,7 @@ from lipaudit.wings.certificates import (
 from lipaudit.wings.certificates.affine import add, has_constant_rows, linear_map
 from lipaudit.wings.certificates.bilinear import mul
 from lipaudit.wings.certificates.curves import SQRT, make_unary, relax
-from lipaudit.wings.certificates.demand import DeviationError, plan_cuts
+from lipaudit.wings.certificates.demand import DeviationError, plan_calls
 from lipaudit.wings.certificates.form import Form, NoRuleError, list_forms
 from lipaudit.wings.certificates.rearrangements import broadcast, make_constant, make_rearrangement
 from lipaudit.wings.certificates.rounding import DOUBLE, cast_up, gamma, round_up
@@ -172,8 +172,8 @@ def ball(
 ) -> Form:
     """Return the form of all inputs within `eps` of x, on which a model can run.
 
-    A form is centre + coefficients . symbols: here one symbol for each entry that may change, in
-    the unit ball of the norm, with the radius as its coefficient.
+    A form is centre + coefficients . symbols: here one symbol (an unknown) for each entry that may
+    change, with the radius as its coefficient. All symbols together are in the unit ball.
 
     Args:
         x: one input, or its token embeddings.
@@ -302,7 +302,7 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
         # `intercept` is called in place of the rule of each operation: it is the plan of the trial
         # run, or None to compute all entries.
         with name_paths(root):
-            x.symbols.intercept = plan_cuts(model, x)
+            x.symbols.intercept = plan_calls(model, x)
         try:
             with name_paths(root):
                 result = model(x.copy())

@@ -27,7 +27,8 @@ def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
 def broadcast(x: Form, other: Sequence[int]) -> Form:
     """Return a form broadcast to the common shape of itself and `other`.
 
-    A form is centre + coefficients . symbols +- slack. Slack of repeated entries becomes symbols.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. Slack of repeated entries becomes symbols.
     """
     shape = broadcast_shapes(x.shape, other)
     if x.shape == shape:
@@ -97,9 +98,10 @@ def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]
 def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
     """Return the form with its entries rearranged by `move`, a function of tensors (*shape).
 
-    A form is centre + coefficients . symbols +- slack. Centre and slack have the shape of the
-    tensor, (*shape), and are moved directly. The coefficients `x.dense`, (symbols, *shape), have
-    one more axis in front: `move_stack` moves the row of each symbol.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. Centre and slack have the shape of the tensor, (*shape), and are
+    moved directly. The coefficients `x.dense`, (symbols, *shape), have one more axis in front:
+    `move_stack` moves the row of each symbol.
 
     The result is a tuple of forms if `move` returns several tensors, such as chunk.
     """
@@ -112,7 +114,8 @@ def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
 def _rearrange_all(x: Form, move: Callable[[Tensor], Sequence[Tensor]]) -> list[Form]:
     """Return a form for each result of `move`, which rearranges entries of tensors (*shape).
 
-    A form is centre + coefficients . symbols +- slack: all of it is rearranged in the same way.
+    A form is centre + coefficients . symbols +- slack: centre, coefficients and slack are all
+    rearranged in the same way.
     """
     centres = move(x.centre)
     slacks = move(x.slack)
@@ -170,8 +173,9 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
 def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
     """Return a form with the constant `value` in the entries where a mask is True.
 
-    A form is centre + coefficients . symbols +- slack. The masked entries get the centre `value`,
-    and their coefficients and slack are 0.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. The masked entries get the centre `value`, and their coefficients
+    and slack are 0.
     """
     mask = mask.bool()
     unchanged = ~mask
@@ -210,7 +214,8 @@ def lift_first_constant(like: Any, *constants: Any) -> tuple[Any, ...]:
 def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None = None) -> Form:  # noqa: A002
     """Add entries at the ends of axes of a form, like F.pad: constants, or copies of entries.
 
-    A form is centre + coefficients . symbols +- slack: bounds of a tensor over a ball of inputs.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1].
     """
     pad = tuple(pad)
     if mode != "constant":

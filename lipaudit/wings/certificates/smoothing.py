@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field
@@ -186,8 +187,8 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
         denoised = add_denoiser(net, options.denoiser)
     # Noise has the shape of its sample. Texts of a batch are padded, so they run one by one.
     size = 1 if net.kind == "text" else SAMPLES_PER_PASS
-    pieces = (piece for batch in batches for piece in batch.split(size))
-    for number, batch in enumerate(pieces):
+    small_batches = chain.from_iterable(batch.split(size) for batch in batches)
+    for number, batch in enumerate(small_batches):
         if number == 0:
             seconds = _time_copy(denoised, batch, options)
             base.report_cost(sum(options.copies), seconds, "noisy copies")

@@ -126,11 +126,35 @@ def _bound_combination(
     shape = list(stacks[0].shape[1:])
     k = shape[axis]
     shape[axis] = 1
-    count = torch.Size(shape).numel()
+    gram, sum_of_shares = _sum_outer_products(stacks, axis, weight, unit=unit)
+    # Rounding and underflow of the vectors and of the sums of their products.
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    trace = round_up(diagonal.sum(-1), k) * (1 + 2 * gamma(_ROWS + 16, dtype))
+    underflow = rows * k * tiny(dtype)
+    roundings = _ROWS + rows // _ROWS + len(stacks) + 32
+    error = gamma(roundings, dtype) * trace + underflow
+    gram_norm = bound_norms((gram + gram.mT) / 2, _SQUARINGS)
+    root = round_up((gram_norm + error).sqrt()) + underflow
+    length = round_up(root * round_up(sum_of_shares, rows).sqrt()) + underflow
+    return length.view(shape)
+
+
+def _sum_outer_products(
+    stacks: list[Tensor], axis: int, weight: Tensor | None, *, unit: bool
+) -> tuple[Tensor, Tensor]:
+    """Return sum_r h_r h_r^T / s_r, (count, k, k), and sum_r s_r, (count,), in float64.
+
+    h_r are the vectors of k coefficients of symbol r, times the weight: `count` vectors for each
+    symbol. s_r is ||h_r||, or 1 if `unit`; the sum of all s_r is then taken as 1. Arguments as in
+    `_bound_combination`.
+    """
+    dtype = stacks[0].dtype
+    shape = stacks[0].shape[1:]
+    k = shape[axis]
+    count = shape.numel() // k
     if weight is not None:
         weight = cast_up(weight.to(DOUBLE), dtype).clamp_min(tiny(dtype))
 
-    # gram = sum h_r h_r^T / s_r and sum_of_shares = sum s_r, for each of `count` vectors.
     gram = torch.zeros(count, k, k, dtype=DOUBLE, device=stacks[0].device)
     sum_of_shares = torch.full((count,), float(unit), dtype=DOUBLE, device=gram.device)
     for stack in stacks:
@@ -147,14 +171,4 @@ def _bound_combination(
                 sum_of_shares += share.to(DOUBLE).sum((1, 2))
                 vectors = vectors / share.sqrt()
             gram += (vectors.mT @ vectors).to(DOUBLE)
-
-    # Rounding and underflow of the vectors and of the sums of their products.
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    trace = round_up(diagonal.sum(-1), k) * (1 + 2 * gamma(_ROWS + 16, dtype))
-    underflow = rows * k * tiny(dtype)
-    roundings = _ROWS + rows // _ROWS + len(stacks) + 32
-    error = gamma(roundings, dtype) * trace + underflow
-    gram_norm = bound_norms((gram + gram.mT) / 2, _SQUARINGS)
-    root = round_up((gram_norm + error).sqrt()) + underflow
-    length = round_up(root * round_up(sum_of_shares, rows).sqrt()) + underflow
-    return length.view(shape)
+    return gram, sum_of_shares

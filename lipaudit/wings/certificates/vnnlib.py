@@ -184,16 +184,12 @@ class _PropertyReader:
         low = [-_round_up(-self.least[name]) for name in inputs]
         high = [_round_up(self.most[name]) for name in inputs]
         values: list[list[Any]] = [low, high, rows, limits]
-        return Property(*map(_make_tensor, values))
+        return Property(*(torch.tensor(numbers, dtype=torch.float64) for numbers in values))
 
 
 def _has_output(clause: list[Condition]) -> bool:
     """Return whether a condition of the clause is about an output, Y_i."""
     return any(name.startswith("Y") for condition in clause for name in condition)
-
-
-def _make_tensor(values: list[Any]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _round_up(value: Fraction) -> float:

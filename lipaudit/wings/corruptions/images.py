@@ -188,12 +188,12 @@ def enlarge(x: Pixels, factor: Number) -> Pixels:
     keeps the first and the last point in place.
     """
     for axis, n in enumerate(x.shape[:2]):  # rows, then columns
-        cut = math.ceil(n / factor)  # length of the middle that is enlarged
-        size = round(cut * factor)  # length of this middle after enlarging
-        zoomed = np.linspace(0, cut - 1, size)
+        middle = math.ceil(n / factor)  # length of the middle that is enlarged
+        size = round(middle * factor)  # length of this middle after enlarging
+        zoomed = np.linspace(0, middle - 1, size)
         # Of the `size` enlarged points keep the n in the middle: their positions in x.
         start = (size - n) // 2
-        positions = (n - cut) // 2 + zoomed[start:][:n]
+        positions = (n - middle) // 2 + zoomed[start:][:n]
         # Interpolate between the two points of x around each position.
         low = positions.astype(int)
         share = positions - low
@@ -355,12 +355,12 @@ def bend(
         sigma: standard deviation of the Gaussian that makes the noise smooth.
         most: largest move, in pixels, of the three points that define the affine map.
     """
-    sides = x.shape[:2]
+    size = x.shape[:2]
     # The parameters are lengths in pixels of the published size: scale them to this image.
-    scale = min(sides) / find_published(max(sides))
+    scale = min(size) / find_published(max(size))
     # Three points (row, column), and where they move.
-    third = max(1, min(sides) // 3)
-    middle = np.array(sides) // 2
+    third = max(1, min(size) // 3)
+    middle = np.array(size) // 2
     points = middle + third * np.array([[1, 1], [-1, 1], [-1, -1]])
     moves = rng.uniform(-most, most, points.shape)
     moved = points + scale * moves
@@ -370,7 +370,7 @@ def bend(
     affine = np.linalg.solve(with_ones, points)  # (3, 2): two rows of a linear map, and a shift
     linear = affine[:2]
     shift = affine[2]
-    grid = np.indices(sides)
+    grid = np.indices(size)
     turned = np.tensordot(linear.T, grid, 1)
     positions = turned + shift[:, None, None]
     x = _interpolate(x, positions, "mirror")

@@ -304,19 +304,19 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
 
     The model runs once on the batch, to find the parameters that hold these weights.
     """
-    sites, weights = _survey_weights(net, batch)
+    layers, weights = _survey_weights(net, batch)
     # Parameters by the address of their memory: a weight may be a view or a slice of a parameter.
     parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
-    for site in sites:
-        where = f"layer {site.index} ({site.module})"
-        if site.structure is None:
-            raise InputError(f"{where}: {site.reason}, so its weights are unknown")
-        if site.inner:
+    for layer in layers:
+        where = f"layer {layer.index} ({layer.module})"
+        if layer.structure is None:
+            raise InputError(f"{where}: {layer.reason}, so its weights are unknown")
+        if layer.inner:
             raise InputError(
                 f"{where} computes queries, keys or values by several linear maps in a row, so "
                 "they have no weight of their own"
             )
-        for projection in filter(None, (site.structure.q, site.structure.k, site.structure.v)):
+        for projection in filter(None, (layer.structure.q, layer.structure.k, layer.structure.v)):
             # Several linear maps may make q together: their columns are numbered one map after
             # the other. `first` is the first column of a map.
             first = 0
@@ -324,7 +324,7 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
                 weight = weights[source]
                 parameter = parameters.get(weight.untyped_storage().data_ptr())
                 if parameter is None:
-                    raise InputError(f"a weight of layer {site.index} is not a parameter")
+                    raise InputError(f"a weight of layer {layer.index} is not a parameter")
                 columns = _select_heads(projection.columns, first, weight.shape[1], where)
                 yield partial(_read_heads, parameter, weight, columns)
                 first += weight.shape[1]
@@ -347,9 +347,9 @@ def _survey_weights(net: Net, batch: Batch) -> tuple[Sequence[Site], dict[Addres
     # Flags and random states are restored: the model may be in training.
     with restore(net.module), trace.fork_random(net):
         net.module.eval().requires_grad_(False)
-        sites = survey(net, batch).sites
+        layers = survey(net, batch).sites
         trace.run(net, batch, trace.Tracer(collect_weights))
-    return sites, weights
+    return layers, weights
 
 
 def _select_heads(columns: Tensor, first: int, count: int, where: str) -> Tensor:

@@ -210,7 +210,8 @@ def test_the_mean_of_the_values_is_subtracted_where_weights_are_off(slack_share)
     """The centre sums to 17 / 16, a row to 1: weights (0.25, 0.75) are at an end of the range."""
     symbols = ball(torch.zeros(1, 1), 1.0, slack_share=slack_share).symbols
     p, off = torch.tensor([[0.3125, 0.75]]).double(), torch.tensor([[0.0625, 0.0]]).double()
-    weights = Form(p, torch.zeros(1, 1, 2).double(), off, symbols, weights=(p - p, p / p))
+    weights = Form(p, torch.zeros(1, 1, 2).double(), off, symbols)
+    weights.weights = (p - p, p / p)
     values = torch.tensor([[0.0], [1.0]]).double()
     still = Form(values, torch.zeros(1, 2, 1).double(), 0 * values, symbols)
     low, high = matmul(weights, still).range()
@@ -226,7 +227,8 @@ def test_what_scales_a_whole_row_of_weights_is_not_seen_behind_attention(order):
     scaled = torch.zeros(symbols.first_error + 1, 1, 2, dtype=torch.float64)
     scaled[-1] = 0.1 * p
     symbols.add_errors(torch.ones(1))
-    weights = Form(p, scaled, torch.full_like(p, off), symbols, weights=(p - p, p / p))
+    weights = Form(p, scaled, torch.full_like(p, off), symbols)
+    weights.weights = (p - p, p / p)
     values = torch.tensor([[0.0], [1.0]]).double()
     still = Form(values, torch.zeros(symbols.first_error, 2, 1).double(), 0 * values, symbols)
     low, high = matmul(weights, still).range()
@@ -354,7 +356,8 @@ def test_what_weights_are_off_by_moves_all_channels_of_a_value(moved, order, dty
     move = torch.zeros(symbols.inputs, 1, 2, dtype=dtype)
     if moved == "input":
         move[:, 0] = 0.1 * torch.eye(2)
-    weights = Form(half, move, off * (moved == "slack"), symbols, weights=(0 * half, 2 * half))
+    weights = Form(half, move, off * (moved == "slack"), symbols)
+    weights.weights = (0 * half, 2 * half)
     rows = torch.zeros(symbols.count, 2, 3)
     first = 0 if moved == "slack" else symbols.first_error
     rows[first : first + 2] = torch.eye(2)[..., None] * torch.tensor([1.0, 1.0, -1.0])

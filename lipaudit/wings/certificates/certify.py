@@ -99,19 +99,15 @@ def _make_part(
     arrays = {}
     for name in values[0]:
         arrays[name] = np.array([of_sample[name] for of_sample in values])
-    exported: dict[str, bytes] = {}
-    if options.export:
-        exported = export_balls(net, brackets, options)
-    proofs: dict[str, bytes] = {}
-    if options.proofs:
-        proofs = encode_proofs(brackets)
-    facts = {
+    facts: dict[str, Any] = {
         "checks": base.read_checks(*(bracket.clean for bracket in brackets)),
         "dtype": str(net.dtype).removeprefix("torch."),
         "classes": base.class_names(net, arrays["label"], arrays["predicted"]),
-        "exported": encode_text(exported),
-        "proofs": encode_text(proofs),
     }
+    if options.export:
+        facts["exported"] = encode_text(export_balls(net, brackets, options))
+    if options.proofs:
+        facts["proofs"] = encode_text(encode_proofs(brackets))
     notes: list[Note] = []
     for bracket in brackets:
         notes += bracket.notes

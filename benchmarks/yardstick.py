@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,8 +26,13 @@ from torch import Tensor, nn
 
 import lipaudit
 from benchmarks.shared.models import minilm
+from lipaudit.measures import layouts
 from lipaudit.report import cells, reference
+from lipaudit.tables import Column, Report
+from lipaudit.tables.columns import finite, log10_ratio, middle
+from lipaudit.tables.trials import WORST
 
+Figure = tuple[float | None, str]
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/reference.md"
 STORED = ROOT / "lipaudit/report" / reference.FILE
@@ -54,6 +60,117 @@ REACTIONS = (
     "CS(=O)(=O)Cl.Nc1ccccc1>>CS(=O)(=O)Nc1ccccc1",
 )
 """Textbook reactions, from an ester to a sulfonamide, written for this table."""
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """A figure of a report that known models have, too.
+
+    Attributes:
+        label: its name.
+        metric: the column that formats it.
+        read: its value in a report (None if the report lacks it), and what has to be equal for a
+            comparison, such as the ball of an attack.
+    """
+
+    label: str
+    metric: str
+    read: Callable[[Report], Figure]
+
+    @property
+    def column(self) -> Column:
+        """Return the column that formats the figure."""
+        measure, _, name = self.metric.rpartition(".")
+        return layouts()[measure].columns[name]
+
+
+def _list_cells(report: Report, measure: str, name: str) -> list[float]:
+    """Return the finite values of a column; none if the section is missing."""
+    section = report.section(measure)
+    if section is None:
+        return []
+    return finite(row.get(name) for row in section.rows)
+
+
+def _read_steepest(report: Report) -> Figure:
+    """Return the norm of the steepest head."""
+    return max(_list_cells(report, "bounds", "exact"), default=None), ""
+
+
+def _read_usual_head(report: Report) -> Figure:
+    """Return the norm of the median head."""
+    return middle(_list_cells(report, "bounds", "exact")), ""
+
+
+def _read_tightness(report: Report) -> Figure:
+    """Return how many times the bound `sharp` is the exact norm, at the median head."""
+    section = report.section("bounds")
+    if section is None:
+        return None, ""
+    # The median of base-10 logarithms, because a bound may be too large for a float.
+    exponent = middle(log10_ratio(row, "sharp") for row in section.rows)
+    if exponent is None:
+        return None, ""
+    return 10**exponent, ""
+
+
+def _read_fragile(report: Report) -> Figure:
+    """Return the share of attention rows that are neither flat nor one-hot (mean over heads)."""
+    shares = _list_cells(report, "attention", "intermediate")
+    if not shares:
+        return None, ""
+    return fmean(shares), ""
+
+
+def _read_sensitivity(report: Report) -> Figure:
+    """Return the norm of the model's Jacobian, output by input (median over samples)."""
+    section = report.section("jacobian")
+    if section is None or not section.rows:
+        return None, ""
+    row = section.rows[0]  # the first row is the Jacobian of the model
+    return middle([row.get("median")]), f"{row.get('from')} to {row.get('to')}"
+
+
+def _read_patterns(report: Report) -> Figure:
+    """Return the share of the sensitivity through attention maps (median over samples)."""
+    section = report.section("jacobian.shares")
+    if section is None:
+        return None, ""
+    return middle(section.samples.get("patterns", ())), ""
+
+
+def _read_robust(report: Report) -> Figure:
+    """Return the accuracy under all attacks together in the smallest ball, if attacks ran."""
+    section = report.section("attack")
+    for row in section.rows if section else ():
+        if row.attack == WORST:
+            return row.robust, row.trial.ball
+    return None, ""
+
+
+YARDSTICKS = (
+    Yardstick("robust accuracy", "attack.robust", _read_robust),
+    Yardstick("model sensitivity, median ||J||", "jacobian.median", _read_sensitivity),
+    Yardstick("sensitivity via attention maps", "jacobian.shares.share", _read_patterns),
+    Yardstick("steepest attention head, ||J||", "bounds.exact", _read_steepest),
+    Yardstick("median attention head, ||J||", "bounds.exact", _read_usual_head),
+    Yardstick("fragile attention rows", "attention.intermediate", _read_fragile),
+    Yardstick("bound sharp / exact norm", "bounds.sharp", _read_tightness),
+)
+
+
+def read_figures(report: Report) -> dict[str, dict[str, Any]]:
+    """Return the figures of a report for the list of known models, by label.
+
+    Only figures of this list (YARDSTICKS) are returned. Each comes with its value and with the
+    condition of a fair comparison (`where`), such as the ball of an attack.
+    """
+    found = {}
+    for yardstick in YARDSTICKS:
+        value, where = yardstick.read(report)
+        if value is not None:  # the report has the section of the figure
+            found[yardstick.label] = {"value": value, "where": where}
+    return found
 
 
 @dataclass(frozen=True)
@@ -187,27 +304,13 @@ def measure(subject: Subject) -> dict[str, Any]:
     }
 
 
-def read_figures(report: lipaudit.Report) -> dict[str, dict[str, Any]]:
-    """Return the figures of a report for the list of known models in the docs, by label.
-
-    Only figures of this list (`reference.YARDSTICKS`) are returned. Each comes with its value and
-    with the condition of a fair comparison (`where`), such as the ball of an attack.
-    """
-    found = {}
-    for yardstick in reference.YARDSTICKS:
-        value = yardstick.read(report)
-        if value is not None:  # the report has the section of the figure
-            found[yardstick.label] = {"value": value, "where": yardstick.where(report)}
-    return found
-
-
 def write_page(models: Sequence[Mapping[str, Any]]) -> None:
     """Write the table of the page between its two marks."""
-    lines = ["| model | data |" + "".join(f" {y.label} |" for y in reference.YARDSTICKS)]
-    lines = [lines[0].replace("||J||", "‖J‖"), "|---|---|" + "--:|" * len(reference.YARDSTICKS)]
+    lines = ["| model | data |" + "".join(f" {y.label} |" for y in YARDSTICKS)]
+    lines = [lines[0].replace("||J||", "‖J‖"), "|---|---|" + "--:|" * len(YARDSTICKS)]
     for model in models:
         row = f"| **{model['name']}**: {model['about']} | {model['data']} |"
-        for yardstick in reference.YARDSTICKS:
+        for yardstick in YARDSTICKS:
             figure = model["figures"].get(yardstick.label)
             text = "–"
             if figure is not None:

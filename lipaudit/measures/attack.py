@@ -66,7 +66,8 @@ ATTACK_TABLE = Layout(
     ),
     display=Display(
         about="Share of the samples that stay correct under each attack, with 95% limits. A "
-        "stronger attack can only lower it.",
+        "stronger attack can only lower it. eps is the radius in this norm: in units of the pixel "
+        "range 0 to 1, of embeddings, or a number of changes.",
         columns=(
             *("attack", "norm", "eps_text", "clean", "robust", "samples"),
             *("untried", "robust_class", "class", "ece_clean", "ece", *COSTS),

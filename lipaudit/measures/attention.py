@@ -155,7 +155,8 @@ ATTENTION_TABLE = Layout(
             name="fragile_rows",
             column="intermediate",
             label="fragile attention rows",
-            meaning="Share of rows neither flat nor one-hot, where softmax reacts.",
+            meaning="Share of rows neither flat nor one-hot, where softmax reacts. It says where, "
+            "not how robust: demo and demo:robust both have 81%.",
             place=70,
             read=read_fragile,
             over_heads="mean",

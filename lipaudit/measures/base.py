@@ -500,7 +500,7 @@ def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
 def lower_estimates(within: float) -> Iterator[Note]:
     """Note how far norms may be too low: `within` is their relative error, 0 if they are exact."""
     if within > 0:
-        text = f"norms may be up to {100 * within:.2g}% too low (99.9% confidence)"
+        text = f"norms ‖J‖ are at most {100 * within:.2g}% too low (99.9% confidence)"
         yield Note.info("lower-estimates", text)
 
 

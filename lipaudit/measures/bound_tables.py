@@ -14,10 +14,9 @@ from lipaudit.tables.columns import (
     NEAR,
     NORM_OF,
     WITHIN_COLUMN,
-    find_bounds,
     finite,
     largest,
-    log10_ratio,
+    list_ratios,
 )
 from lipaudit.tables.formats import format_significant, format_value
 from lipaudit.tables.summary import Headline, count_measured
@@ -33,37 +32,45 @@ def _list_bounds() -> dict[str, Column]:
     return {name: columns[name] for name in names}
 
 
-# Number of heads that the scorecard lists.
-STEEPEST = 3
-RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
+# Number of heads that the scorecard lists behind the steepest one.
+NEXT = 2
+RATIO = Column(label="bound / ||J||", meaning="1 is tight.", unit="×", domain="")
 
 
 def read_steepest(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the figure of the steepest head: its norm.
 
-    The text adds the share of this head in the model's sensitivity, if shares were measured, the
-    next heads, and the median of all heads.
+    The text adds the heads that may be as steep, as norms may be too low, the share of the head in
+    the model's sensitivity, if shares were measured, the next heads, and the median of all heads.
     """
-    norms = finite(row.exact for row in section.rows)
-    if not norms:
-        return
     rows = [row for row in section.rows if finite([row.exact])]
-    first, *others = largest(rows, "exact", STEEPEST)
-    text = f"head {first.layer}.{first.head}"
+    if not rows:
+        return
+    first, *others = largest(rows, "exact", len(rows))
+    errors = finite(row.within for row in others if _can_reach(row, first.exact))
+    name = f"{first.layer}.{first.head}"
+    if errors:
+        name += f" and {len(errors)} more within {max(errors):.1%}"
+    text = f"head {name}"
     shares = report.section("jacobian.shares")
     shares_of_heads = shares.rows if shares else ()  # the measure of shares may not have run
     for row in shares_of_heads:
         if (row.layer, row.head) == (first.layer, first.head) and finite([row.share]):
-            text += f" (share {row.share:.1%})"
+            text += f" (carries {row.share:.1%})"
     if others:
-        listed = [f"{row.layer}.{row.head} ({format_significant(row.exact)})" for row in others]
-        text += f"; next {', '.join(listed)}; median {format_significant(median(norms))}"
+        listed = []
+        for row in others[:NEXT]:
+            listed.append(f"{row.layer}.{row.head} ({format_significant(row.exact)})")
+        middle = format_significant(median(row.exact for row in rows))
+        text += f"; next {', '.join(listed)}; median {middle}"
     text += count_measured(section, report)
-    norm = format_significant(first.exact)
-    sentence = (
-        f"Layer {first.layer}, head {first.head} amplifies a small change most (‖J‖ {norm})."
-    )
+    sentence = f"Steepest attention head: {name} (‖J‖ {format_significant(first.exact)})."
     yield headline.row(section, first.exact, text=text, sentence=sentence)
+
+
+def _can_reach(row: Row, norm: float) -> bool:
+    """Say whether the norm of a head may be this large, given its proven error."""
+    return bool(row.within) and row.exact * (1 + row.within) >= norm
 
 
 def read_tightest(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
@@ -71,21 +78,16 @@ def read_tightest(headline: Headline, section: Section, report: Report) -> Itera
 
     The text adds the tightest certified bound: one that also holds for inputs other than X.
     """
-    log_ratios = {}  # log10 of bound / exact of each head, by bound
-    for name in find_bounds(section.columns):
-        logs = finite(log10_ratio(row, name) for row in section.rows)
-        if logs:
-            log_ratios[name] = logs
-    if not log_ratios:
+    found = list_ratios(section.columns, section.rows)
+    if not found:
         return
-    tightest_first = sorted(log_ratios, key=lambda name: median(log_ratios[name]))
-    best = tightest_first[0]
-    logs = log_ratios[best]
-    text = f"of exact, {len(logs)} heads, largest {_write_ratio(max(logs))}"
-    for name in tightest_first:
+    best = next(iter(found))
+    logs = found[best]
+    text = f"of ‖J‖, {len(logs)} heads, largest {_write_ratio(max(logs))}"
+    for name, of_bound in found.items():
         column = section.columns[name]
         if column.status == "certified":
-            text += f"; certified: {column.label} {_write_ratio(median(log_ratios[name]))}"
+            text += f"; certified: {column.label} {_write_ratio(median(of_bound))}"
             break
     label = f"{headline.label}, {section.columns[best].label}"
     value = raise_ten(median(logs))
@@ -107,14 +109,16 @@ def raise_ten(exponent: float) -> float:
 
 BOUNDS_TABLE = Layout(
     name="bounds",
-    title="Which heads amplify a small change most?",
+    title="Which attention heads are the steepest?",
     headlines=(
         Headline(
             name="steepest_head",
             column="exact",
             label="steepest attention head, ‖J‖",
             words="head norm",
-            meaning="The head with the largest exact norm ||J|| (sample median).",
+            meaning="The head with the largest norm ||J||: the factor by which a small change of "
+            "its own input can grow (sample median). Another head may carry more of the model's "
+            "sensitivity. Head 1.3 is head 3 of layer 1, both from 0.",
             place=60,
             read=read_steepest,
             rule="bounds.exact:each <= +20%",
@@ -123,18 +127,19 @@ BOUNDS_TABLE = Layout(
             name="tightest_bound",
             column="exact",
             label="tightest bound",
-            meaning="The bound closest to the exact norm: bound / exact at the median head.",
+            meaning="The upper bound closest to ||J||: bound / ||J|| at the median head.",
             place=80,
             read=read_tightest,
         ),
     ),
     display=Display(
-        about="Exact norm ‖J‖ of each head: how much a small change of the head's own input can "
-        "grow in its output (median over the samples). Later layers may shrink it again.",
+        about="Norm ‖J‖ of each head: how much a small change of the head's own input can grow in "
+        "its output (median over the samples). Later layers may shrink it again, so the steepest "
+        "head need not carry most of the model's sensitivity (jacobian --shares).",
         columns=("head", "input", "exact", "exact_max"),
         by="exact",
         maps=("exact",),
-        titles={"exact": "How much each head amplifies (norm ‖J‖)"},
+        titles={"exact": "How steep each head is (norm ‖J‖)"},
         drawings=("tightness",),
         folded=False,
     ),
@@ -156,7 +161,7 @@ LAYERS_TABLE = Layout(
         "layer": HEAD["layer"],
         "module": HEAD["module"],
         "exact": Column.norm(
-            "exact",
+            "before W_O",
             "Norm with the heads concatenated, before W_O (--concat).",
             "exact",
             reading=NORM_OF.format("the layer's input", "the outputs of its heads"),
@@ -192,7 +197,7 @@ BALLS_TABLE = Layout(
         "r": Column(
             "r", "Radius: ||X' - X||_F over all tokens of a sample.", domain="", needed=True
         ),
-        "exact": Column("exact", "||J|| at X.", reading=NEAR),
+        "exact": Column("||J|| at X", "The norm at X.", reading=NEAR),
         "ball_norm": Column.norm(
             "norm found",
             "Largest ||J|| that gradient ascent finds in the ball.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
@@ -117,6 +118,7 @@ class JacobianOptions(NormOptions):
     )
 
 
+RADIUS = "radius_first_order"
 # Smallest number of samples for which the scorecard has the 95th percentile.
 FEWEST = 20
 
@@ -215,7 +217,7 @@ JACOBIAN_TABLE = Layout(
             "predicted next token). Misclassified samples have no radius.",
         ),
         "radius_first_order": Column(
-            "first-order radius",
+            "first-order radius, l2",
             "First-order distance to another class: min_j (f_y - f_j) / ||grad(f_y - f_j)||. "
             "A lower limit of it if `complete` is no. Not a certificate.",
             better="higher",
@@ -322,6 +324,11 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     section = base.make_section(
         JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=of_norms
     )
+    if options.norm == "inf":
+        columns_of_samples = dict(section.sample_columns)
+        radius = replace(columns_of_samples[RADIUS], label="first-order radius, linf")
+        columns_of_samples[RADIUS] = radius
+        section = section.model_copy(update={"sample_columns": columns_of_samples})
     output = "margin" if options.direction == "margin" else parts[0].facts["to"]
     return [section, *summarise_shares(parts, options, arrays["norm"], output)]
 
@@ -414,7 +421,7 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
             yield Note.warn("no-shares", UNSHARED.format(reason))
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
     yield from base.lower_estimates(max(np.nanmax(values, initial=0.0) for values in within))
-    if "radius_first_order" in arrays:
+    if RADIUS in arrays:
         yield from _note_radii(arrays["complete"], arrays["rivals"])
     for prefix, what in (("", "norms of the model"), ("block_", "norms of blocks")):
         if f"{prefix}norm" in arrays:
@@ -437,7 +444,7 @@ def _note_radii(complete: Values, rivals: Values) -> Iterator[Note]:
     """
     yield Note.info(
         "indicative",
-        "radius_first_order is a first-order estimate at each sample, not a certificate",
+        "the first-order radius is an estimate at each sample, not a certificate",
     )
     if not complete.all():
         yield Note.warn(

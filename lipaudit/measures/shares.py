@@ -76,7 +76,7 @@ def read_sources(headline: Headline, section: Section, report: Report) -> Iterat
     # Medians over the samples of the shares of all parts of one kind together.
     attention, patterns, mlps = (middle(list_unrepeated(section, name)) for name in OF_ALL)
     first = largest(rows, "share", 1)[0]
-    texts = [f"head {first.layer}.{first.head} alone {format_value(first.share, column)}"]
+    texts = [f"head {first.layer}.{first.head} carries most ({format_value(first.share, column)})"]
     if mlps is not None:
         texts.insert(0, f"MLPs {format_value(mlps, column)}")
     if patterns is not None:
@@ -101,8 +101,8 @@ HEADS_TABLE = Layout(
             column="patterns",
             label="sensitivity via attention maps",
             meaning="Share of the most sensitive direction that passes any attention map, then "
-            "any MLP, then one head alone. A path may pass several, so these shares do not add "
-            "up.",
+            "any MLP, then the head that carries most. A path may pass several, so the shares do "
+            "not add up.",
             place=52,
             read=read_sources,
         ),

@@ -27,7 +27,7 @@ from lipaudit.report.sections import (
 from lipaudit.tables import Column, Note, Report, Section, model_labels, summary
 from lipaudit.tables.columns import finite, middle, wilson
 from lipaudit.tables.columns import order as order_values
-from lipaudit.tables.formats import CHARACTERS, describe_places, name_sample
+from lipaudit.tables.formats import CHARACTERS, STATUSES, describe_places, name_sample
 from lipaudit.tables.report import Example
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
 from lipaudit.tables.weakest import SHOWN as MOST
@@ -40,7 +40,7 @@ WORDS = Chapter(
     "words",
     "What do the words mean?",
     (
-        Card([*cells.STATUS.items()]),
+        Card([(STATUSES.get(name, name), text) for name, text in cells.STATUS.items()]),
         Paragraph("lipaudit explain WORD explains any word of this page."),
     ),
     folded=True,
@@ -70,7 +70,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     figures = summarise(report)
     chapters = [_open_report(report, figures, facts, notes), *opening.show_scorecard(figures)]
     chapters += blocks.list_steps(opening.suggest_steps(report, figures))
-    chapters += compare_with_known(report)
+    chapters += compare_with_known(report, figures)
     # The top of the page shows these notes, so the chapters leave them out.
     shown = opening.list_common_notes(report)
     for section in report.sections:

@@ -13,7 +13,7 @@ from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
 from lipaudit.settings import DATA, spell_options
 from lipaudit.tables import Note, Report, Row, Run, Section
-from lipaudit.tables.columns import group_values, order
+from lipaudit.tables.columns import group_values, order, wilson
 from lipaudit.tables.formats import CHARACTERS, describe_places, name_sample
 from lipaudit.tables.summary import (
     describe_figure,
@@ -96,17 +96,14 @@ def describe_gaps(report: Report) -> str:
 
 def list_top_notes(report: Report) -> list[Note]:
     """Return the notes for the top of a page: all warnings, then the notes of all measures."""
-    notes = [*list_warnings(report)]
-    notes += [note for note in list_common_notes(report) if note.level != "warning"]
-    return notes
+    return [*list_warnings(report), *list_common_notes(report)]
 
 
 def list_common_notes(report: Report) -> list[Note]:
-    """Return the notes that all measures share; for a single measure, only the warnings."""
-    notes = list_shared_notes(report)
-    if len(report.main_sections) < 2:  # the chapter of the single measure has its other notes
-        notes = [note for note in notes if note.level == "warning"]
-    return notes
+    """Return the notes that all of several measures share, without warnings."""
+    if len(report.main_sections) < 2:  # the chapter of the single measure has its notes
+        return []
+    return [note for note in list_shared_notes(report) if note.level != "warning"]
 
 
 def open_page(
@@ -136,13 +133,17 @@ def show_scorecard(summary: Section) -> list[Chapter]:
     marks, notes = cells.list_footnotes(columns)
     # The meaning of a figure is more than that of its column.
     known = {each.name: each.meaning for _, each in list_headlines() if each.meaning}
+    norms = cells.read_words()["words"]["Norms of attacks"]
     rows = []
     meanings = []
     for row, column, mark in zip(summary.rows, columns, marks, strict=True):
         label = cells.write_math(row.figure) + mark
         figure = cells.format_value(row.value, column)
         rows.append((label, figure, cells.write_math(row.text)))
-        meanings.append(cells.write_math(known.get(row.name) or row.meaning))
+        meaning = known.get(row.name) or row.meaning
+        if row.norm in norms:
+            meaning += f" {row.norm}: {norms[row.norm]}"
+        meanings.append(cells.write_math(meaning))
     card = Card(rows, "; ".join(notes), meanings)
     return [Chapter("scorecard", summary.title, (card,))]
 
@@ -152,6 +153,7 @@ def show_scorecard(summary: Section) -> list[Chapter]:
 
 CLEAN = "clean_accuracy"
 ATTACKED = "attacked_accuracy"
+CERTIFIED = "certified_accuracy"
 NORM = "jacobian_norm"
 """Names of the figures that the answer and the next steps depend on."""
 
@@ -180,6 +182,9 @@ def write_answer(summary: Section) -> Paragraph | None:
     text = " ".join(texts)
     if broken or at_chance:
         return Paragraph(text, "broken")
+    certified = figures.get(CERTIFIED, [])
+    if clean and certified and certified[-1].value >= clean[0].value > 0:
+        return Paragraph(text, "kept")  # every correct sample is proven to be robust
     return Paragraph(text, "open" if attacked else "answer")
 
 
@@ -253,6 +258,8 @@ FILE = "report.json"
 """File name of the report in commands on its page, if its own command names none; of an audit."""
 RESUME = " --resume"
 MERGES = ("lipaudit merge ", "lipaudit.merge(")
+MEASURES = re.compile(r"lipaudit (?!gate |compare |merge )")
+"""Beginning of a command that measures samples of its own choice."""
 NOISE = {
     "random-weights": "Load trained weights: the current ones are random.",
     "random-data": "Measure on real samples: the current ones are noise.",
@@ -264,6 +271,9 @@ NO_BASELINE = {
     CHANCE: "Check the labels and the order of the classes: clean accuracy is at chance.",
 }
 """Advice for reports that cannot be a baseline."""
+FEW = 30
+"""With fewer samples, the next step is to take more: as many as `ENOUGH`."""
+ENOUGH = 64
 SMALL_BALL = {"pixels": "2/255", "embeddings": "0.1"}
 """Radius of a suggested attack, by the space that it attacks."""
 
@@ -309,6 +319,8 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
         resume = f"{command.removesuffix(RESUME)}{RESUME}"
         yield "", "Measure the missing results.", resume
     obstacles = list_obstacles(report)
+    if not obstacles:
+        yield from _suggest_more(report, summary)
     steps = [
         *_suggest_measurement(report, summary, obstacles),
         *_suggest_samples(report),
@@ -374,6 +386,23 @@ def _suggest_radii(report: Report, summary: Section) -> Iterator[_Step]:
             words = ("attack", *_spell_model(report), *_spell_data(report), "--attack", "pgd")
             radii = ("--norm", row.norm, "--eps", f"0:{row.radius}:9")
             yield "Find the radius at which attacks begin to succeed.", (*words, *radii)
+
+
+def _suggest_more(report: Report, summary: Section) -> Iterator[tuple[str, str, str]]:
+    """Yield the step to take more samples, if few leave wide limits of an accuracy."""
+    command = report.run.command
+    clean = find_figures(summary, CLEAN)
+    if not clean or clean[0].samples >= FEW or not MEASURES.match(command):
+        return
+    widths = []
+    for count in (clean[0].samples, ENOUGH):
+        low, high = wilson(count / 2, count)
+        widths.append(f"{100 * (high - low):.0f} points apart with {count} samples")
+    text = f"Measure more samples: 95% limits of an accuracy are up to {', '.join(widths)}."
+    command = re.sub(r" (-n|--samples)[ =]*\d+", "", command)
+    if any(note.code == "fewer-samples" for note in list_shared_notes(report)):
+        command = re.sub(r" --data[ =]\S+", " --data LARGER", command)
+    yield "", text, f"{command} -n {ENOUGH}"
 
 
 def _suggest_attack(report: Report, summary: Section) -> Iterator[_Step]:

@@ -29,18 +29,18 @@ from lipaudit.tables.trials import WORST, find_layer, is_repeat
 VISIBLE = 0.005
 """Smaller parts of a bar are not drawn."""
 FAR = 1000
-"""Bounds of which every value is so many times above the largest exact norm are not drawn: beside
+"""Bounds of which every value is so many times above the largest norm are not drawn: beside
 them, all other points would lie on one line."""
 
 
-# Bounds beside exact norms
+# Bounds beside norms
 
 
 def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
-    """Plot every bound of every head over the exact norm of the head.
+    """Plot every bound of every head over the norm of the head.
 
     A valid bound is never below the line y = x. The table of the picture lists how many times each
-    bound is above the exact norm, for every model.
+    bound is above the norm, for every model.
     """
     columns = find_columns(sections)
     rows = read_rows(sections)
@@ -57,7 +57,7 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
             lines.append(_measure_tightness(bound, column, model, section))
     if not lines:
         return
-    title = "How many times is each bound above the exact norm?"
+    title = "How many times ‖J‖ is each bound?"
     names = ("bound", "status", "model", "holds", "heads", "median", "largest")
     (table,) = tabulate_rows(cells.pick_columns(*names), lines, title, folded=bool(series))
     if not series:
@@ -67,14 +67,14 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
     ends = (min(norms), max(norms))
     series.append(blocks.Series("y = x", ends, ends, guide=True))
     limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
-    title = "How far is each bound above the exact norm?"
+    title = "How far is each bound above ‖J‖?"
     if far:
         title += f" Not drawn, over {FAR} times the largest norm: {', '.join(far)}"
     yield Curve(title, columns["exact"], limit, series, log=True, joined=False, table=table)
 
 
 def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
-    """Return a point for each head: its exact norm and a bound."""
+    """Return a point for each head: its norm and a bound."""
     exact = []
     bounds = []
     names = []
@@ -89,7 +89,7 @@ def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
 
 
 def _measure_tightness(bound: str, column: Column, model: str, section: Section) -> Cells:
-    """Return a table row: how many times a bound is above the exact norm, median and maximum.
+    """Return a table row: how many times a bound is above the norm, median and maximum.
 
     Args:
         bound: name of the column of the bound.
@@ -276,7 +276,7 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
 
 
 def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[blocks.Heatmap]:
-    """Map the exact norms of heads and their shares beside each other, on one scale.
+    """Map the norms of heads and their shares beside each other, on one scale.
 
     Each value is divided by the largest value of the map, so the scale ends at 1. The scale starts
     at 0, or at the smallest value below 0: a share is negative if the contribution of a head
@@ -285,7 +285,7 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
     figures, or without a positive norm and a positive share.
 
     Args:
-        bounds: the section with the exact norms; None if they were not measured.
+        bounds: the section with the norms; None if they were not measured.
         shares: the section with the share of each head in the sensitivity of the model.
     """
     if bounds is None or "exact" not in bounds.columns:
@@ -295,8 +295,8 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
     carried = {(row.layer, row.head): row.share for row in shares.rows}
     known = [head for head in norms if head in carried]
     titles = {
-        "How steep is every head? Exact norm, of the largest": norms,
-        "How much does it carry? Share, of the largest": carried,
+        "How steep is each head? Norm ‖J‖, of the largest": norms,
+        "How much does each head carry? Share, of the largest": carried,
     }
     maps = []
     low = 0.0  # start of the scale of both maps

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.measures import find_headline
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import Table
 from lipaudit.tables import Column, Row, Section
-from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, naming, order
+from lipaudit.tables.columns import group_values, list_ratios, naming, order
 from lipaudit.tables.trials import WORST
 
 if TYPE_CHECKING:
@@ -269,15 +267,8 @@ def find_closest_bounds(columns: Mapping[str, Column], rows: Sequence[Row]) -> d
     only. The closest bound has the smallest median, over heads, of bound / exact norm.
     """
     closest: dict[str, str] = {}
-    smallest: dict[str, float] = {}
-    for name, column in find_bounds(columns).items():
-        ratios = finite(log10_ratio(row, name) for row in rows)  # logarithms
-        if not ratios:
-            continue
-        ratio = median(ratios)
-        if ratio < smallest.get(column.status, math.inf):
-            smallest[column.status] = ratio
-            closest[column.status] = name
+    for name in list_ratios(columns, rows):  # the closest bound comes first
+        closest.setdefault(columns[name].status, name)
     return closest
 
 

@@ -25,7 +25,7 @@ from lipaudit.report.rows import (
     tabulate,
 )
 from lipaudit.tables import Display, Note, Section
-from lipaudit.tables.columns import finite, log10_ratio
+from lipaudit.tables.columns import finite, list_ratios
 
 
 def name_chapter(section: Section) -> str:
@@ -96,13 +96,14 @@ def show_brief(section: Section) -> Iterator[Block]:
 
 
 def describe_closeness(section: Section) -> str:
-    """Say how close the closest bounds are to the exact norm; empty without bounds."""
+    """Say how close the closest bounds are to the norm; empty without bounds."""
     columns = section.columns
     if "exact" not in columns:
         return ""
     sentences = []
+    found = list_ratios(columns, section.rows)
     for name in find_closest_bounds(columns, section.rows).values():
-        ratios = [10**ratio for ratio in finite(log10_ratio(row, name) for row in section.rows)]
+        ratios = [10**ratio for ratio in found[name]]
         middle = cells.format_significant(median(ratios))
         label = cells.write_math(columns[name].label)
         spread = f"at most {cells.format_significant(max(ratios))}"
@@ -111,7 +112,7 @@ def describe_closeness(section: Section) -> str:
         else:
             lead = "The closest bound"
             spread = f"median of {len(ratios)} heads, {spread}"
-        sentences.append(f"{lead}, {label}, is {middle} times the exact norm ({spread}).")
+        sentences.append(f"{lead}, {label}, is {middle} times ‖J‖ ({spread}).")
     return " ".join(sentences)
 
 
@@ -204,9 +205,7 @@ def _tabulate_all(section: Section, tables: Sequence[blocks.Table]) -> Iterator[
     shown = {n: c for n, c in columns if any(row.get(n) != "" for row in rows)}
     if tables and len(tables[0].columns) == len(shown) and len(tables[0].rows) == len(rows):
         return
-    lines = []
-    for row in rows:
-        lines.append([row.get(name) for name in shown])
+    lines = [[*map(row.get, shown)] for row in rows]
     keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
     yield blocks.Table(blocks.ALL_COLUMNS, [*shown.values()], lines, keys, folded=True)
 

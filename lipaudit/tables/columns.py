@@ -358,6 +358,20 @@ def log10_ratio(row: Row, bound: str) -> float | None:
     return None
 
 
+def list_ratios(columns: Mapping[str, Column], rows: Iterable[Row]) -> dict[str, list[float]]:
+    """Return log10(bound / exact norm) of the heads for each bound that has some.
+
+    The closest bound comes first: its median over the heads is the smallest.
+    """
+    heads = list(rows)
+    found = {
+        name: finite(log10_ratio(row, name) for row in heads) for name in find_bounds(columns)
+    }
+    known = [name for name, ratios in found.items() if ratios]
+    known.sort(key=lambda name: median(found[name]))
+    return {name: found[name] for name in known}
+
+
 def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
     """Return limits of the median with at least 95% confidence, for every distribution.
 
@@ -498,15 +512,15 @@ HEAD_NORMS = {
     ),
     "tokens": Column.count("tokens", "Tokens of the longest sample."),
     "exact": Column.norm(
-        "exact",
+        "||J||",
         "||J||, the norm of the head's Jacobian.",
         "exact",
         reading=NORM_OF.format("the layer's input", "the head's output"),
     ),
-    "exact_max": Column.norm("exact max", "Largest ||J|| over the samples.", "exact", "max"),
+    "exact_max": Column.norm("max ||J||", "Largest ||J|| over the samples.", "exact", "max"),
     "sharp_ratio_max": Column(
-        "sharp/exact",
-        "Largest sharp / exact over samples.",
+        "sharp/||J||",
+        "Largest sharp / ||J|| over samples.",
         reduction=Reduction("max", "sharp", per="exact"),
     ),
     "p_norm": Column("||P||", "Spectral norm of the attention matrix."),
@@ -522,7 +536,7 @@ HEAD_NORMS = {
         "head. 1: duplicating tokens does not help.",
     ),
     "upper": Column(
-        "upper", "Probabilistic upper limit of exact (eta 1e-3).", status="estimate", reading=UPPER
+        "upper", "Probabilistic upper limit of ||J|| (eta 1e-3).", status="estimate", reading=UPPER
     ),
     "within": WITHIN_COLUMN,
     "forward_error": Column(
@@ -551,7 +565,9 @@ def limit_columns(name: str) -> dict[str, Column]:
 
 # Columns of a ball: radius as typed, and accuracies with and without attack.
 ACCURACY = {
-    "eps_text": Column.text("eps", "The radius as it was typed."),
+    "eps_text": Column.text(
+        "eps", "The radius as typed: of pixels from 0 to 1, of embeddings, or a number of changes."
+    ),
     "samples": Column.count("samples", "Number of samples."),
     "clean": Column.share(
         "clean",

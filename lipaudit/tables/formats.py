@@ -30,6 +30,8 @@ DOMAINS = {
     "the weights": "of the weights",
 }
 """Where a figure holds, in words, by the domain of its column."""
+STATUSES = {"exact": "computed"}
+"""Words of pages for a status: `exact` may be too low by the error of the solver."""
 BRIEF_DOMAINS = {"all inputs, every ||x_i|| <= R": "for all inputs as short"}
 """The same for a cell, where the words of `DOMAINS` have no room."""
 
@@ -95,13 +97,14 @@ def describe_domain(column: Column, *, brief: bool = False) -> str:
 
 
 def describe_standing(column: Column) -> str:
-    """Return status and domain of a column: `exact, at the measured samples`.
+    """Return status and domain of a column: `certified, in the ball`.
 
     Columns of names, counts and truth values have neither: the result is empty.
     """
     if column.format in UNMEASURED or not column.domain:
         return ""
-    return f"{column.status}, {describe_domain(column)}"
+    status = STATUSES.get(column.status, column.status)
+    return f"{status}, {describe_domain(column)}"
 
 
 def join_texts(texts: Iterable[str]) -> str:

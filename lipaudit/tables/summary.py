@@ -21,7 +21,7 @@ from lipaudit.tables.columns import (
 )
 from lipaudit.tables.formats import format_limits, format_value, join_texts
 from lipaudit.tables.report import Layout, Note, Report, Section
-from lipaudit.tables.trials import WORST, TrialKey, is_repeat, parse_radius
+from lipaudit.tables.trials import WHOLE, WORST, TrialKey, is_repeat, parse_radius
 from lipaudit.tables.weakest import find_contradictions
 
 # Largest number of attacks that a sentence names.
@@ -68,8 +68,8 @@ class Headline:
         place: its place on scorecards, in rankings and among default rules. Figures with the same
             tens are sorted by their balls.
         read: yields rows of the summary, by `row`; by default one for each row of the section.
-        sentence: what the answer of a page says, with {value} and {ball}; of several balls the
-            last with a positive value.
+        sentence: what the answer of a page says, with {value}, {ball} and {text} (limits and
+            samples); of several balls the last with a positive value.
         rule: the default rule of the gate; empty for none.
         ranks: whether models are ranked by it.
         labelled: whether only labelled samples have it.
@@ -124,8 +124,7 @@ class Headline:
         }
         if limits is not None:
             known["low"], known["high"] = limits
-            ends = f"95% CI {format_limits(*limits, column)}"
-            known["text"] = join_texts([ends, text])
+            known["text"] = join_texts([f"95% CI {format_limits(*limits, column)}", text])
         ball = ""
         if trial is not None:
             ball = trial.ball
@@ -133,7 +132,7 @@ class Headline:
             known["metric"] += f"@{replace(trial, attack='')}"
             known["figure"] += f", {ball}"
         if self.sentence:
-            known["sentence"] = self.sentence.format(value=value, ball=ball)
+            known["sentence"] = self.sentence.format(value=value, ball=ball, text=known["text"])
         return SUMMARY.row(**(known | cells))
 
 
@@ -271,25 +270,33 @@ def read_worst(headline: Headline, section: Section, report: Report) -> Iterator
                 remarks = ["same attacks"]
         for row in rows:
             for found in read_row(headline, section, row, *remarks):
-                yield describe_survivors(found, attacks)
+                yield describe_survivors(found, attacks, report)
             before = attacks
 
 
-def describe_survivors(figure: Row, attacks: Sequence[str]) -> Row:
+def describe_survivors(figure: Row, attacks: Sequence[str], report: Report) -> Row:
     """Return an accuracy under attacks with a sentence for the answer of a page.
 
     The sentence has no full stop, because the page adds how many samples were broken.
     """
+    scale = ""
+    if figure.norm not in WHOLE:
+        # Only images have a mean.
+        is_image = "mean" in report.run.preprocess
+        scale = " of the pixel range 0 to 1" if is_image else " in the space of embeddings"
     attackers = f"all {len(attacks)} attacks"
     if len(attacks) <= FEW:
         attackers = ", ".join(attacks)
-    sentence = f"{figure.value:.1%} survive {attackers} at {figure.ball}"
+    sentence = f"{figure.value:.1%} survive {attackers} at {figure.ball}{scale}"
     # The attacks `words`, `characters` and `patch` have the name of their norm: the ball, such as
     # "2 words", says everything.
     if attackers == figure.norm and attackers != "suffix":
         sentence = f"{figure.value:.1%} survive attacks that change {figure.ball}"
     if figure.low is None and figure.high is not None:  # an upper limit alone: not all attacks ran
         sentence = f"At most {sentence}"
+    elif figure.low is not None:
+        limits = format_limits(figure.low, figure.high, describe_figure(figure))
+        sentence += f" (95% CI {limits})"
     return figure.replace(sentence=sentence)
 
 
@@ -315,7 +322,7 @@ def declare_clean(place: int, rule: str = "") -> Headline:
         meaning="Share of samples right without attack. CI: 95% (Wilson 1927).",
         place=place,
         read=read_clean,
-        sentence="Clean accuracy {value:.1%}.",
+        sentence="Clean accuracy {value:.1%} ({text}).",
         rule=rule,
         labelled=True,
     )

@@ -236,11 +236,11 @@ def test_text_of_a_value(value, how, text):
 
 def test_columns_that_stand_alike_share_one_note_and_others_are_marked():
     alike = [column(format="s"), column(), column(unit="s", domain="")]
-    assert cells.list_footnotes(alike) == (["", "", ""], ["exact, at the measured samples"])
+    assert cells.list_footnotes(alike) == (["", "", ""], ["computed, at the measured samples"])
     apart = [column(), column(status="empirical", domain="ball"), column(format="d"), column()]
     marks, notes = cells.list_footnotes(apart)
     assert marks == ["ᵃ", "ᵇ", "", "ᵃ"]
-    assert notes == ["ᵃ exact, at the measured samples", "ᵇ empirical, in the ball"]
+    assert notes == ["ᵃ computed, at the measured samples", "ᵇ empirical, in the ball"]
 
 
 @pytest.mark.parametrize("kind", layouts().values(), ids=layouts())

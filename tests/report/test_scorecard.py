@@ -14,6 +14,7 @@ from lipaudit.report import of_reports, render, terminal
 from lipaudit.report.cells import format_significant
 from lipaudit.tables import Note
 from lipaudit.tables.columns import Status, finite, median_limits, wilson
+from lipaudit.tables.formats import STATUSES
 from lipaudit.tables.summary import find_figures
 from lipaudit.tables.weakest import find_worst
 from lipaudit.wings.certificates.certificate_tables import CERTIFY_TABLE
@@ -161,7 +162,7 @@ def test_tightness_is_one_figure_with_the_tightest_certified_bound_beside_it(rep
     ratios = [row.sharp / row.exact for row in known if row.sharp]
     certified = [row.castin / row.exact for row in known if row.castin]
     assert figure.value == pytest.approx(10 ** median(map(log10, ratios)))
-    text = f"of exact, {len(ratios)} heads, largest {max(ratios):.3g}×"
+    text = f"of ‖J‖, {len(ratios)} heads, largest {max(ratios):.3g}×"
     middle = 10 ** median(map(log10, certified))
     assert figure.text == f"{text}; certified: castin {middle:.1f}×"
 
@@ -176,7 +177,8 @@ def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):
     assert "jacobian: 2 of 24 samples did not converge." in texts
     assert "--details" in first.chapters[2].blocks[0].text
     facts, more = find_chapter(page, "words").blocks  # how far figures are proven
-    assert [name for name, _ in facts.rows] == [*get_args(Status)]
+    words = [STATUSES.get(name, name) for name in get_args(Status)]
+    assert [name for name, _ in facts.rows] == words
     assert "lipaudit explain WORD" in more.text
 
 
@@ -185,11 +187,11 @@ def test_a_screen_of_one_measure_begins_with_its_table(report):
     opening, *_, end = of_reports(alone).page(short=True).chapters
     table, closeness = opening.blocks
     labels = [column.label for column in table.columns]
-    assert labels == ["head", "exact", "exact max", "sharp", "castin"]
+    assert labels == ["head", "||J||", "max ||J||", "sharp", "castin"]
     rows = alone.section("bounds").rows
     known = [row for row in rows if len(finite([row.exact, row.sharp])) == 2]
     ratio = format_significant(median(row.sharp / row.exact for row in known))
-    assert closeness.text.startswith(f"The closest bound, sharp, is {ratio} times the exact norm")
+    assert closeness.text.startswith(f"The closest bound, sharp, is {ratio} times ‖J‖ (")
     assert "--details" in end.blocks[-1].text
     printed = terminal.render(of_reports(alone).page(short=True), width=80)
     assert len(printed.splitlines()) <= 30
@@ -283,14 +285,69 @@ def test_noise_calls_for_a_model_in_use(report, code, advice):
 def test_steps_name_the_report_that_the_command_wrote_and_no_verdict(report, command, file):
     run = report.run.model_copy(update={"command": f"lipaudit {command}"})
     chosen = report.model_copy(update={"run": run})
-    inspect, attack, gate = map(split, steps(chosen))
+    # Few samples: a command that measures is offered with more of them.
+    few, other = [], steps(chosen)
+    if not command.startswith("gate"):
+        few = [next(iter(other))]
+        assert few[0].startswith("lipaudit ")
+        assert few[0].endswith(" -n 64")
+        assert "-n 4" not in few[0]
+        other.pop(few[0])
+    inspect, attack, gate = map(split, other)
     how = ["--data", "demo", "--attack", "pgd", "--norm", "linf", "--eps", "0:1/255:9"]
     assert (attack[1], attack[3:]) == ("attack", how)
     assert (inspect[1:3], gate[1], gate[-1]) == (["inspect", file], "gate", file)
     # No file of this name was written.
     missing = file == "report.json" and not command.startswith("audit")
-    hints = ["saves the report" in text for text in steps(chosen).values()]
+    hints = ["saves the report" in text for text in other.values()]
     assert hints == [missing, False, missing]
+
+
+@pytest.mark.parametrize(
+    ("samples", "code", "words"),
+    [
+        (24, "other", ["--data", "x.csv", "-n", "64"]),
+        (24, "fewer-samples", ["--data", "LARGER", "-n", "64"]),
+        (30, "other", None),
+    ],
+)
+def test_more_samples_are_offered_where_few_leave_wide_limits(report, samples, code, words):
+    note = Note(level="info", code=code, text="")
+    attack = report.section("attack").model_copy(update={"notes": (note,)})
+    ids = tuple(f"{i:016x}" for i in range(samples))
+    flags = {"ids": ids, "correct": (1,) * samples}
+    few = keep(report, attack.model_copy(update={"samples": flags}))
+    run = report.run.model_copy(update={"command": "lipaudit attack m --samples=9 --data x.csv"})
+    more = [each for each in steps(few.model_copy(update={"run": run})) if "-n 64" in each]
+    assert [split(each) for each in more] == (
+        [["lipaudit", "attack", "m", *words]] if words else []
+    )
+
+
+@pytest.mark.parametrize(("certified", "tone"), [(1.0, "kept"), (0.5, "open")])
+def test_an_answer_is_green_only_where_every_correct_sample_is_certified(report, certified, tone):
+    ball = {"norm": "linf", "eps": 2 / 255, "eps_text": "2/255", "samples": 4, "clean": 1.0}
+    figures = {"robust": 1.0, "robust_low": 0.51, "robust_high": 1.0, "certified": certified}
+    ids = tuple(f"{i:016x}" for i in range(4))
+    section = layouts()["certify"].section(
+        rows=(CERTIFY_TABLE.row(**ball, **figures),), samples={"ids": ids, "correct": (1,) * 4}
+    )
+    answer = of_reports(keep(report, section)).page().chapters[0].blocks[0]
+    assert answer.tone == tone
+    assert answer.text.startswith("Clean accuracy 100.0% (95% CI 51.0 to 100.0%, 4 samples).")
+
+
+def test_heads_within_the_proven_error_are_counted_beside_the_steepest(report):
+    section = report.section("bounds")
+    norms = {(0, 0): 4.0, (0, 1): 3.9, (1, 0): 3.89, (1, 1): 3.0}
+    first = section.rows[0]
+    rows = []
+    for (layer, head), norm in norms.items():
+        rows.append(first.replace(layer=layer, head=head, exact=norm, within=0.027))
+    tied = keep(report, section.model_copy(update={"rows": tuple(rows)}))
+    figure = find_figure(tied, "steepest_head")
+    assert figure.text.startswith("head 0.0 and 1 more within 2.7%; next 0.1 (3.90), 1.0 (3.89);")
+    assert figure.sentence == "Steepest attention head: 0.0 and 1 more within 2.7% (‖J‖ 4.00)."
 
 
 def test_steps_are_commands_of_the_tool_each_listed_once(report):

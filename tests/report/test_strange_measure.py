@@ -83,7 +83,7 @@ def test_its_columns_say_how_they_are_written(name):
     shown = ["spread", "Settings: k 3.", "‖S‖", "1.23 nat", "–", "50.0%", "trunk", "One stage"]
     assert [words for words in shown if words not in text] == []
     assert re.search(r"[ᵃᵇᶜ] estimate, in the ball", text)
-    assert re.search(r"[ᵃᵇᶜ] exact, at the measured samples", text)
+    assert re.search(r"[ᵃᵇᶜ] computed, at the measured samples", text)
     assert "How hot heads are" in text
     assert re.search(r"^(## |<h2>)?spread( <a .*</h2>)?$", text, re.MULTILINE)
     beside = render(of_reports(build(), build()), name).decode()

@@ -42,7 +42,7 @@ def read_attacked(headline: Headline, section: Section, report: Report) -> Itera
     attacks = str(section.settings.get("attack")).split(",")
     for row in section.rows:
         for found in read_row(headline, section, row):
-            yield describe_survivors(found, attacks)
+            yield describe_survivors(found, attacks, report)
 
 
 def read_certified(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
@@ -75,14 +75,15 @@ CERTIFY_TABLE = Layout(
             meaning="Share of the samples proven correct for every input of the ball.",
             place=30,
             read=read_certified,
-            sentence="{value:.1%} are certified at {ball}.",
+            sentence="{value:.1%} are certified at {ball} ({text}).",
             rule="certify.certified >= -2pp",
             ranks=True,
         ),
     ),
     display=Display(
         about="The true robust accuracy is between the certified share (proven) and the robust "
-        "share (not broken by the attacks).",
+        "share (not broken by the attacks). eps is the radius in this norm: in units of the pixel "
+        "range 0 to 1, of embeddings, or a number of changes.",
         columns=(
             *("norm", "eps_text", "clean", "certified", "robust", "undecided", "places"),
             "samples",

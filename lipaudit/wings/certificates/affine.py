@@ -22,7 +22,7 @@ from lipaudit.wings.certificates.rearrangements import (
     broadcast_shapes,
     masked_fill,
 )
-from lipaudit.wings.certificates.rounding import DOUBLE, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, round_up, tiny
 
 Linear = Callable[..., Tensor]
 
@@ -76,7 +76,7 @@ def linear_map(
         # s covers the rounding of W c, but not the rounding of the sum W c + b. An infinite
         # constant (a mask) is added exactly.
         size = constant.abs() + absolute_op(x.centre.abs()[None], *sizes)[0]
-        rounding = gamma(4, DOUBLE) * size
+        rounding = bound_rounding(4, DOUBLE) * size
         slack = round_up(slack + rounding.nan_to_num(posinf=0.0))
         centre = centre + constant
     return Form(centre, dense, slack, symbols, blocks=blocks)
@@ -151,7 +151,7 @@ def _add_constant(form: Form, value: Any, *, is_rounded: bool = False) -> Form:
     size = centre.abs()
     if is_rounded:
         size = size + constant.abs()
-    rounding = gamma(1, DOUBLE) * size
+    rounding = bound_rounding(1, DOUBLE) * size
     slack = round_up(form.slack + rounding.nan_to_num(posinf=0.0))  # a mask of -inf is exact
     result = Form(centre, form.dense, slack, form.symbols, blocks=form.blocks)
     result.radii = form.radii  # cached: the coefficients are the same

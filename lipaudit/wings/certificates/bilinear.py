@@ -33,7 +33,7 @@ from lipaudit.wings.certificates.curves import RECIPROCAL, relax
 from lipaudit.wings.certificates.error_blocks import ErrorBlock, join_blocks
 from lipaudit.wings.certificates.form import Form, NoRuleError
 from lipaudit.wings.certificates.remainders import Bilinear, Remainder, bound_remainder
-from lipaudit.wings.certificates.rounding import DOUBLE, cast_up, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, cast_up, round_up, tiny
 from lipaudit.wings.certificates.symbols import Symbols
 
 _WORTHWHILE_SHARE = 0.02
@@ -220,13 +220,13 @@ def _add_rounding(
     x_size = x.shifted_centre.abs()
     y_size = y.shifted_centre.abs()
     # Coefficients have the precision of their dtype, centres float64.
-    of_coefficients = gamma((2 * terms + 8) * symbols.order, dtype) * radius
-    slack = slack + (of_coefficients + gamma(terms + 4, DOUBLE) * f(x_size, y_size))
+    of_coefficients = bound_rounding((2 * terms + 8) * symbols.order, dtype) * radius
+    slack = slack + (of_coefficients + bound_rounding(terms + 4, DOUBLE) * f(x_size, y_size))
     # Underflow: each product with a coefficient may be off by the smallest normal number.
     count = max(x.symbol_count, y.symbol_count, symbols.first_error)
     sizes = 1 + x_size.sum() + y_size.sum()
     slack = slack + 8 * count * terms * tiny(dtype) * sizes
-    slack = slack + gamma(4, DOUBLE) * shift.abs()
+    slack = slack + bound_rounding(4, DOUBLE) * shift.abs()
     return round_up(slack, terms + 16)
 
 
@@ -345,7 +345,7 @@ def _add_product_symbols(
     radius_of_block = block.coefficients.to(DOUBLE).abs().sum(0)
     slack = (radius - radius_of_block).clamp_min(0.0)  # of the products without a symbol
     # The radii, and their products with the rows, were rounded: by a share of the whole radius.
-    rounding = gamma(8, dtype) + gamma(layers + 8, DOUBLE)
+    rounding = bound_rounding(8, dtype) + bound_rounding(layers + 8, DOUBLE)
     return block, slack + rounding * radius + 4 * layers * tiny(dtype)
 
 
@@ -357,7 +357,15 @@ def _count_product_symbols(
     They do not if few fit into memory, if the sum of all products is below `worthwhile`, or if the
     pass is to add few symbols (`many_symbols` is False). Nor do they for balls other than boxes:
     new symbols in [-1, 1] would lose that the coordinates of the input cannot all be largest at
-    once. Arguments as in `_add_product_symbols`.
+    once.
+
+    Args:
+        symbols: the symbols (unknowns in [-1, 1]) of the pass.
+        pairs: one or two pairs of radii of attention weights, (*b, i, j), and coefficients of the
+            values, (symbols, *b, j, d), for queries i, keys j and channels d. A product of a
+            radius and a coefficient may get a symbol.
+        radius: (*b, i, d), an upper bound of the sum of all products and of any other error.
+        worthwhile: symbols pay off only if the sum of `radius` is larger than this.
     """
     queries, keys = pairs[0][0].shape[-2:]
     width = radius.shape[-1]
@@ -470,7 +478,9 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     size = 1 + x.centre.abs().sum(-1, keepdim=True)
     size = size * constant + product.centre.abs()
     slack = product.slack + x.slack.sum(-1, keepdim=True) * constant
-    slack = slack + gamma(keys + 4, dtype) * radius + gamma(keys + 8, DOUBLE) * size
+    slack = (
+        slack + bound_rounding(keys + 4, dtype) * radius + bound_rounding(keys + 8, DOUBLE) * size
+    )
     slack = slack + 2 * x.symbol_count * keys * tiny(dtype) * (1 + constant)
     return Form(centre, product.dense, round_up(slack, keys + 8), product.symbols, blocks=blocks)
 

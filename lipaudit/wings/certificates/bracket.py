@@ -73,9 +73,9 @@ class Bracket:
         with torch.no_grad():
             self.predicted = int(self.net.output(self.sample).argmax())
         self.label = -1 if self.sample.y is None else int(self.sample.y)
-        self.clean = next(self._run_attacks(()))
+        self.clean = next(self._run_attacks(()))  # the first outcome is without an attack
         self.example = self.clean.x_adv
-        self.correct = bool(self.clean.robust)
+        self.correct = bool(self.clean.robust)  # without an attack: whether the class is right
 
     @property
     def label_to_prove(self) -> int:

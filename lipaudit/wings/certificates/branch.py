@@ -30,7 +30,7 @@ from torch import Tensor
 from lipaudit.theory import NODES
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.problem import Problem, make_problem, restrict_to_face
-from lipaudit.wings.certificates.rounding import DOUBLE, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, round_up, tiny
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -145,7 +145,7 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     size = problem.margin_magnitude[nodes.which] + multipliers @ problem.relu_magnitude
     # The longest sums are over ReLUs and over columns; the coefficients themselves are rounded.
     roundings = sum(problem.relus.slopes.shape) + 64
-    return bounds - round_up(gamma(roundings, DOUBLE) * size, roundings)
+    return bounds - round_up(bound_rounding(roundings, DOUBLE) * size, roundings)
 
 
 def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:

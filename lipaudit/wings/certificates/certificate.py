@@ -372,7 +372,13 @@ def _count_coefficients(net: Net, sample: Batch, order: int, inputs: int) -> int
 
     Every tensor has a row of coefficients for each symbol (unknown) that exists so far. Symbols
     are the inputs (at order 2 also pairs of inputs), and at most one error for each number that an
-    innermost module returns. Arguments as in `require_room`.
+    innermost module returns.
+
+    Args:
+        net: a classifier.
+        sample: one sample.
+        order: order of the proof.
+        inputs: number of entries of the sample that change at once.
     """
     numbers: list[int] = []  # of entries that each innermost module returns
 

@@ -31,7 +31,13 @@ from torch import Tensor
 
 from lipaudit.wings.certificates.affine import add, scale
 from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError, require_finite
-from lipaudit.wings.certificates.rounding import DOUBLE, LIBRARY_ULPS, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import (
+    DOUBLE,
+    LIBRARY_ULPS,
+    bound_rounding,
+    round_up,
+    tiny,
+)
 
 GRID_POINTS = 65
 
@@ -124,7 +130,7 @@ def _bound_between_points(
     at_middle = (bend - 2 * parabola.b).abs() * (1 + 2.0**-30) + 2.0**-30 * bend_bound
     nearby = at_middle + f.third(low, high) * (high - low) * 0.51
     bend_bound = torch.minimum(bend_bound + 2 * parabola.b.abs(), nearby)
-    rounding = gamma(8, DOUBLE) * torch.maximum(low.abs(), high.abs())
+    rounding = bound_rounding(8, DOUBLE) * torch.maximum(low.abs(), high.abs())
     h = round_up((high - low) / (GRID_POINTS - 1) + rounding)
     return round_up(h.square() / 8 * bend_bound)
 
@@ -204,7 +210,7 @@ def _bound_at_points(
         d = value - linear - square
         size = value.abs() + linear.abs() + square.abs() + f.offset(x).abs()
         # LIBRARY_ULPS bounds the error of torch's functions, in units in the last place.
-        rounding = gamma(4 * LIBRARY_ULPS, DOUBLE) * size
+        rounding = bound_rounding(4 * LIBRARY_ULPS, DOUBLE) * size
         least = torch.minimum(least, d - rounding)
         largest = torch.maximum(largest, d + rounding)
     return least, largest
@@ -220,7 +226,7 @@ def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor)
     dtype = symbols.dtype
     slope = a.abs()
     dense, blocks = z.map_coefficients(lambda t: t * a.to(dtype))
-    slack = slope * z.slack + gamma(2, dtype) * slope * z.symbol_radius
+    slack = slope * z.slack + bound_rounding(2, dtype) * slope * z.symbol_radius
     slack = radius + slack + z.symbol_count * tiny(dtype)
     if symbols.order == 2:
         # z - c = L + R, L linear in the input: b L^2 becomes coefficients.
@@ -231,9 +237,9 @@ def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor)
         offset = offset + b * second / 2 - shift
         slack = slack + b.abs() * (first + second / 2)
         # Rounding and underflow of the offset, the squares and the quadratic part.
-        slack = slack + gamma(8, DOUBLE) * (offset.abs() + shift.abs())
-        slack = slack + gamma(8, dtype) * b.abs() * z.radii.linear.square()
-        slack = slack + gamma(1, dtype) * slope * z.radii.quadratic
+        slack = slack + bound_rounding(8, DOUBLE) * (offset.abs() + shift.abs())
+        slack = slack + bound_rounding(8, dtype) * b.abs() * z.radii.linear.square()
+        slack = slack + bound_rounding(1, dtype) * slope * z.radii.quadratic
         slack = slack + 4 * symbols.first_error * tiny(dtype) * (1 + b.abs())
     return Form(offset, dense, round_up(slack, 16), symbols, blocks=blocks)
 
@@ -334,7 +340,7 @@ def square(input: Form) -> Form:
         radius = round_up(reach.square() / 2)
     # a is the rounded 2 c: the term a (x - c) has an error of |2 c - a| |x - c|.
     rounding = (2 * c - a).abs() * (reach + input.centre_shift.abs())
-    rounding = rounding + gamma(4, DOUBLE) * (offset.abs() + c.square())
+    rounding = rounding + bound_rounding(4, DOUBLE) * (offset.abs() + c.square())
     return _apply_parabola(input, Parabola(a, b), offset, round_up(radius + rounding))
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lipaudit.errors import EvaluationError, InputError
 from lipaudit.wings.certificates.error_blocks import ErrorBlock
-from lipaudit.wings.certificates.rounding import DOUBLE, cast_up, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, cast_up, round_up, tiny
 from lipaudit.wings.certificates.symbols import PartRadii, Symbols
 
 PARTS = ("centre", "dense", "blocks", "slack")
@@ -421,7 +421,7 @@ class Form(Tensor):
             radius = round_up(radii.linear + radii.errors + self.slack)
         # The rounding of a few float64 sums of terms that are no larger than this size.
         size = self.centre.abs() + radius + high - low
-        rounding = round_up(gamma(16, DOUBLE) * size)
+        rounding = round_up(bound_rounding(16, DOUBLE) * size)
         low = self.centre - radius + low - rounding
         high = self.centre + radius + high + rounding
         if self.weights is None:
@@ -469,9 +469,11 @@ class Form(Tensor):
             roundings: number of roundings of an entry of W x, such as the terms of its sum.
         """
         dtype = self.symbols.dtype
-        of_symbols = gamma(roundings + 1, dtype) * self.symbol_radius
+        of_symbols = bound_rounding(roundings + 1, dtype) * self.symbol_radius
         # Only the score of a masked key has an infinite centre, and it has no rounding error.
-        of_centre = (gamma(roundings + 2, DOUBLE) * self.centre.abs()).nan_to_num(posinf=0.0)
+        of_centre = (bound_rounding(roundings + 2, DOUBLE) * self.centre.abs()).nan_to_num(
+            posinf=0.0
+        )
         # A device may take tiny coefficients for zero.
         underflow = self.symbol_count * tiny(dtype)
         return round_up(self.slack + of_symbols + of_centre + underflow)

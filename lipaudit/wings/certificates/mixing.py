@@ -40,7 +40,7 @@ from torch import Tensor
 
 from lipaudit.wings.certificates import affine, curves, rearrangements
 from lipaudit.wings.certificates.form import Form, NoRuleError, require_finite
-from lipaudit.wings.certificates.rounding import DOUBLE, LIBRARY_ULPS, gamma, round_up
+from lipaudit.wings.certificates.rounding import DOUBLE, LIBRARY_ULPS, bound_rounding, round_up
 from lipaudit.wings.certificates.vector_lengths import Lengths, bound_lengths
 
 _MASKED_GAP = 1000.0
@@ -86,7 +86,7 @@ def _softmax_rows(rows: Form) -> Form:
         p.slack = p.slack + _MASKED_WEIGHT * is_masked
     # exp is within LIBRARY_ULPS units in the last place, and a unit counts as two roundings. The
     # product and the sum below are rounded once each.
-    error = gamma(2 * LIBRARY_ULPS + 2, DOUBLE)
+    error = bound_rounding(2 * LIBRARY_ULPS + 2, DOUBLE)
     low_weight = low.exp() * (1 - error) - _MASKED_WEIGHT
     low_weight = low_weight.clamp_min(0.0).masked_fill(is_masked, 0.0)
     high_weight = high.exp() * (1 + error) + _MASKED_WEIGHT
@@ -153,7 +153,7 @@ def _bound_logarithms(log_p: Form, is_masked: Tensor) -> tuple[Tensor, Tensor]:
     # the other keys. The largest float64 is then a valid lower bound, too.
     low_sum = low_sum.clamp_max(torch.finfo(DOUBLE).max)
     # The roundings of exp, of the sum, and of the logarithm.
-    error = gamma(2 * LIBRARY_ULPS + log_p.shape[-1] + 2, DOUBLE)
+    error = bound_rounding(2 * LIBRARY_ULPS + log_p.shape[-1] + 2, DOUBLE)
     low_sum = (low_sum * (1 - error)).log()
     high_sum = (high_sum * (1 + error)).log()
     low_sum = low_sum - error * low_sum.abs()
@@ -217,7 +217,7 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     p = s.centre.softmax(-1)
     # The relative rounding error of softmax and log softmax in float64: a shift, exp, a sum, and
     # a quotient or a logarithm.
-    error = gamma(4 * LIBRARY_ULPS + 2 * s.shape[-1], DOUBLE)
+    error = bound_rounding(4 * LIBRARY_ULPS + 2 * s.shape[-1], DOUBLE)
     d = _subtract_mean(s, p)
     r = round_up(d.radii.linear + d.nonlinear_radius)  # |d_j| <= r_j on the ball
     # In exact arithmetic sum_j p_j d_j = 0. `mean_error` bounds the sum after rounding.
@@ -337,9 +337,9 @@ def _bound_log_mean_order1(deviation: Deviation, top: Tensor) -> Form:
     ratio = torch.sinh(r) / r.clamp_min(1e-9)
     m = p * torch.where(r > 1e-6, ratio, 1 + r.square() / 6)
     a = round_up(_sum_row(p * torch.cosh(r)), keys)
-    tilted = (m / a - p).abs() + gamma(8 * LIBRARY_ULPS + keys, DOUBLE) * p
+    tilted = (m / a - p).abs() + bound_rounding(8 * LIBRARY_ULPS + keys, DOUBLE) * p
     of_keys = round_up(_sum_row(tilted * r), keys)
-    by_chords = a.log() + 4 * LIBRARY_ULPS * gamma(1, DOUBLE) + of_keys
+    by_chords = a.log() + 4 * LIBRARY_ULPS * bound_rounding(1, DOUBLE) + of_keys
     widest = r.amax(-1, keepdim=True)
     hoeffding = round_up(widest.square() / 2)
     high = torch.minimum(torch.minimum(by_chords, hoeffding), top)
@@ -380,7 +380,7 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     slack = first / 2 + second / 4 + error
     # Rounding of the quadratic part, and of p, which is not exactly the softmax.
     radius = d.radii.linear + d.nonlinear_radius
-    rounding = gamma(2 * keys + 4 * LIBRARY_ULPS, dtype) * _sum_row(p * radius.square())
+    rounding = bound_rounding(2 * keys + 4 * LIBRARY_ULPS, dtype) * _sum_row(p * radius.square())
     linear = d.dense[:n]
     half = (p / 2).to(dtype)
     squares = torch.einsum("a...j,c...j->ac...", linear * half, linear)

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from lipaudit.wings.certificates import affine, curves
 from lipaudit.wings.certificates.form import Form, NoRuleError, Quotient, UnboundedError
-from lipaudit.wings.certificates.rounding import DOUBLE, LIBRARY_ULPS, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import (
+    DOUBLE,
+    LIBRARY_ULPS,
+    bound_rounding,
+    round_up,
+    tiny,
+)
 from lipaudit.wings.certificates.vector_lengths import bound_lengths
 
 
@@ -129,8 +135,8 @@ def _mean_square(y: Form) -> Form:
     # Rounding: two sums of n products, their weights, and the sum of both.
     centre = _average_row(y.centre.square())
     radius_of_square = 2 * y_size * y_radius + y_radius.square()
-    of_symbols = gamma(2 * n + 16, dtype) * _average_row(radius_of_square)
-    of_centre = gamma(n + 8, DOUBLE) * (centre + shift)
+    of_symbols = bound_rounding(2 * n + 16, dtype) * _average_row(radius_of_square)
+    of_centre = bound_rounding(n + 8, DOUBLE) * (centre + shift)
     underflow = 8 * n * y.symbol_count * tiny(dtype) * (1 + y_size.amax())
     slack = _average_row(2 * y_size * y.slack) + radius
     slack = round_up(slack + of_symbols + of_centre + underflow, n + 16)

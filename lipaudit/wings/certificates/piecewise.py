@@ -27,7 +27,7 @@ from torch import Tensor
 from lipaudit.wings.certificates.affine import add, as_pair, neg, read_axes, scale, sub
 from lipaudit.wings.certificates.curves import round_to
 from lipaudit.wings.certificates.form import Form, NoRuleError, require_finite
-from lipaudit.wings.certificates.rounding import DOUBLE, cast_up, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, cast_up, round_up, tiny
 from lipaudit.wings.certificates.symbols import ReluCall
 
 
@@ -57,8 +57,8 @@ def relu(input: Form, inplace: bool = False) -> Form:
         blocks = [*blocks, symbols.add_errors(m)]
         _record_relus(input, a, m)
     centre = a * input.centre + m
-    rounding = gamma(2, DOUBLE) * (centre.abs() + m)
-    rounding = rounding + gamma(1, dtype) * a * input.symbol_radius * is_mixed
+    rounding = bound_rounding(2, DOUBLE) * (centre.abs() + m)
+    rounding = rounding + bound_rounding(1, dtype) * a * input.symbol_radius * is_mixed
     slack = round_up(a * input.slack + rounding + symbols.count * tiny(dtype) * is_mixed)
     return Form(centre, dense, slack, symbols, blocks=blocks)
 

@@ -27,7 +27,7 @@ from lipaudit.wings.certificates.curves import SQRT, make_unary, relax
 from lipaudit.wings.certificates.demand import DeviationError, plan_calls
 from lipaudit.wings.certificates.form import Form, NoRuleError, list_forms
 from lipaudit.wings.certificates.rearrangements import broadcast, make_constant, make_rearrangement
-from lipaudit.wings.certificates.rounding import DOUBLE, cast_up, gamma, round_up
+from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, cast_up, round_up
 from lipaudit.wings.certificates.symbols import SLACK_SHARE, Norm, Symbols
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _find_centre(
         centre = (low + high) / 2
     radius = torch.maximum(high - centre, centre - low)
     # The ends and the centre are rounded: the radius is enlarged by these rounding errors.
-    return centre, radius + gamma(4, DOUBLE) * (x.abs() + radius)
+    return centre, radius + bound_rounding(4, DOUBLE) * (x.abs() + radius)
 
 
 def hull(
@@ -278,7 +278,9 @@ def hull(
     rows = moves.to(dtype)
     x = x.detach().to(DOUBLE)
     # Slack for the rounding of the differences and the coefficients, of `max_words` moves at once.
-    rounding = (moves - rows.to(DOUBLE)).abs() + gamma(4, DOUBLE) * (moves.abs() + x.abs())
+    rounding = (moves - rows.to(DOUBLE)).abs() + bound_rounding(4, DOUBLE) * (
+        moves.abs() + x.abs()
+    )
     return Form(x, rows, round_up(max_words * rounding.amax(0)), symbols)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lipaudit.wings.certificates import affine
 from lipaudit.wings.certificates.form import Form
-from lipaudit.wings.certificates.rounding import DOUBLE, gamma, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, round_up, tiny
 from lipaudit.wings.certificates.symbols import Symbols
 from lipaudit.wings.certificates.vector_lengths import bound_lengths
 
@@ -106,7 +106,7 @@ def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
 
 def _subtract_centre(x: Form) -> Form:
     """Return x minus its shifted centre (centre + middle of the range of the quadratic part)."""
-    slack = x.slack + gamma(4, DOUBLE) * x.centre_shift.abs()
+    slack = x.slack + bound_rounding(4, DOUBLE) * x.centre_shift.abs()
     return Form(-x.centre_shift, x.dense, slack, x.symbols, blocks=x.blocks)
 
 
@@ -177,7 +177,7 @@ def _bound_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
     size = size + _one_norm_distance(u[..., n:], v[..., n:])
     # The roundings of a sum, and of u and v.
     underflow = 4 * (rows * tiny(dtype)) ** 0.5
-    return size * (1 + gamma(rows + 8, dtype)) + gamma(16, dtype) + underflow
+    return size * (1 + bound_rounding(rows + 8, dtype)) + bound_rounding(16, dtype) + underflow
 
 
 def _bound_input_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:

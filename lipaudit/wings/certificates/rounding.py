@@ -26,12 +26,12 @@ LIBRARY_ULPS = 8
 DOUBLE = torch.float64
 
 
-def gamma(n: int, dtype: torch.dtype) -> float:
-    """Return gamma_n = n u / (1 - n u), a bound of the relative error of n roundings.
+def bound_rounding(n: int, dtype: torch.dtype) -> float:
+    """Return a bound of the relative error of n roundings, gamma_n = n u / (1 - n u).
 
-    u is the unit roundoff of the dtype.
+    u is the unit roundoff of the dtype: 2^-53 for float64.
 
-    >>> gamma(1, torch.float64) > 2.0**-53
+    >>> bound_rounding(1, torch.float64) > 2.0**-53
     True
     """
     unit_roundoff = torch.finfo(dtype).eps / 2
@@ -51,12 +51,12 @@ def round_up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*
     """Raise numbers >= 0, computed in float64 from numbers >= 0, above their true values.
 
     Sums, products, quotients and roots of numbers >= 0 keep their relative accuracy, so
-    `roundings` of them in a row change the result by at most a share gamma.
+    `roundings` of them in a row change the result by at most a share `bound_rounding`.
 
     >>> round_up(torch.tensor(0.1, dtype=torch.float64) * 3) > 0.3
     tensor(True)
     """
-    raised = 1 + 2 * gamma(roundings + 2, DOUBLE)
+    raised = 1 + 2 * bound_rounding(roundings + 2, DOUBLE)
     return x * raised + 2.0**-1000  # the sum covers underflow
 
 
@@ -77,7 +77,7 @@ def round_up_sum(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*
     The sums may have been computed in a lower precision, that of `total`.
     """
     dtype = total.dtype
-    rounding = 1 + gamma(terms + 1, dtype)
+    rounding = 1 + bound_rounding(terms + 1, dtype)
     underflow = terms * tiny(dtype)
     return round_up(total.to(DOUBLE)) * rounding + underflow
 
@@ -88,7 +88,7 @@ def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tenso
     ||Q|| <= ||Q^k||_F^(1/k) with k = 2^squarings. The power is computed by repeated squaring, and
     `error` bounds its rounding error: the computed power A is the true power plus some E with
     ||E|| <= error. A squaring adds the errors A E + E A + E^2, and a rounding error of the product
-    A A of at most gamma ||A||_F^2.
+    A A of at most a share (`bound_rounding`) of ||A||_F^2.
     """
     n = matrices.shape[-1]
     dtype = matrices.dtype
@@ -98,9 +98,11 @@ def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tenso
     divisor = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
     power = matrices / divisor[:, None, None]
     size = round_up(size / divisor.to(DOUBLE))
-    error = gamma(4, dtype) * size + underflow
+    error = bound_rounding(4, dtype) * size + underflow
     for _ in range(squarings):
-        error = (2 * error + gamma(n + 8, dtype) * size) * size + error.square() + underflow
+        error = (
+            (2 * error + bound_rounding(n + 8, dtype) * size) * size + error.square() + underflow
+        )
         error = round_up(error)
         power = torch.bmm(power, power)
         size = _bound_row_norms(power.flatten(1))
@@ -113,6 +115,6 @@ def _bound_row_norms(rows: Tensor) -> Tensor:
     terms = rows.shape[1]
     dtype = rows.dtype
     norms = torch.linalg.vector_norm(rows, dim=1).to(DOUBLE)
-    norms = norms * (1 + gamma(terms + 8, dtype))
+    norms = norms * (1 + bound_rounding(terms + 8, dtype))
     # Squares may underflow to zero.
     return round_up(norms + (terms * tiny(dtype)) ** 0.5)

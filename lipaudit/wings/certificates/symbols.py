@@ -20,7 +20,7 @@ from lipaudit.wings.certificates.error_blocks import ErrorBlock, create_errors
 from lipaudit.wings.certificates.rounding import (
     DOUBLE,
     bound_norms,
-    gamma,
+    bound_rounding,
     round_up,
     round_up_sum,
     tiny,
@@ -287,7 +287,9 @@ class Symbols:
         norms = bound_norms(torch.cat((q + shift, shift - q)), _SQUARINGS).view(2, -1)
         largest = (norms - m).clamp_min(0)
         # The rounding of weights and shifts is a share of the Frobenius norm, m / _SHIFT.
-        rounding = gamma(8 + self.inputs, dtype) * 8 * m + self.inputs * tiny(dtype) ** 0.5
+        rounding = (
+            bound_rounding(8 + self.inputs, dtype) * 8 * m + self.inputs * tiny(dtype) ** 0.5
+        )
         return round_up((largest + rounding) * sum_of_weights)
 
     def pack_quadratic(self, form: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:

@@ -23,8 +23,8 @@ from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.rounding import (
     DOUBLE,
     bound_norms,
+    bound_rounding,
     cast_up,
-    gamma,
     round_up,
     tiny,
 )
@@ -129,10 +129,10 @@ def _bound_combination(
     gram, sum_of_shares = _sum_outer_products(stacks, axis, weight, unit=unit)
     # Rounding and underflow of the vectors and of the sums of their products.
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    trace = round_up(diagonal.sum(-1), k) * (1 + 2 * gamma(_ROWS + 16, dtype))
+    trace = round_up(diagonal.sum(-1), k) * (1 + 2 * bound_rounding(_ROWS + 16, dtype))
     underflow = rows * k * tiny(dtype)
     roundings = _ROWS + rows // _ROWS + len(stacks) + 32
-    error = gamma(roundings, dtype) * trace + underflow
+    error = bound_rounding(roundings, dtype) * trace + underflow
     gram_norm = bound_norms((gram + gram.mT) / 2, _SQUARINGS)
     root = round_up((gram_norm + error).sqrt()) + underflow
     length = round_up(root * round_up(sum_of_shares, rows).sqrt()) + underflow
@@ -145,8 +145,14 @@ def _sum_outer_products(
     """Return sum_r h_r h_r^T / s_r, (count, k, k), and sum_r s_r, (count,), in float64.
 
     h_r are the vectors of k coefficients of symbol r, times the weight: `count` vectors for each
-    symbol. s_r is ||h_r||, or 1 if `unit`; the sum of all s_r is then taken as 1. Arguments as in
-    `_bound_combination`.
+    symbol. s_r is ||h_r||, the choice that is exact for one direction; with `unit` it is 1, and
+    the sum of all s_r counts as 1.
+
+    Args:
+        stacks: coefficients (symbols, *shape); the vectors h_r lie along `axis` of the shape.
+        axis: axis of the vectors, without that of the symbols.
+        weight: w >= 0, (*shape); None for 1.
+        unit: whether the symbols are a vector of norm <= 1; otherwise each is in [-1, 1].
     """
     dtype = stacks[0].dtype
     shape = stacks[0].shape[1:]
@@ -165,7 +171,7 @@ def _sum_outer_products(
             vectors = vectors.movedim(axis + 1, -1).reshape(len(part), count, k)
             vectors = vectors.transpose(0, 1)  # (count, symbols, k)
             if not unit:
-                # s_r = ||h_r||, the choice that is exact for one direction.
+                # s_r = ||h_r||
                 share = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
                 share = share.clamp_min(tiny(dtype))
                 sum_of_shares += share.to(DOUBLE).sum((1, 2))

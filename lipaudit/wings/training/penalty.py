@@ -90,10 +90,11 @@ class _PenaltyObserver:
     """The penalties of the layers observed so far.
 
     Attributes:
-        k: as in `attention_penalty`.
-        reduction: as in `attention_penalty`.
+        k: of the JaSMin penalty: 0 lowers log g_1, and k > 1 lowers log(g_1 / g_k), where g_k
+            depends on the k-th largest entry of an attention row.
+        reduction: how the rows of an attention map are reduced, "max" or "mean".
         mask: True at real tokens, (batch, tokens); None: all.
-        entries: as in `attention_penalty`.
+        entries: number of map entries in memory at a time.
         batch: number of samples of the model's input.
         masked: whether the mask fitted a layer.
         layers: the penalty of each layer.
@@ -166,7 +167,8 @@ def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Te
 
     Args:
         call: a call of attention in the model, with its q and k.
-        k: as in `attention_penalty`.
+        k: of the JaSMin penalty: 0 lowers log g_1, and k > 1 lowers log(g_1 / g_k), where g_k
+            depends on the k-th largest entry of an attention row.
         entries: number of entries of the attention map in memory at a time.
     """
     form = call.form
@@ -205,7 +207,8 @@ def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Te
         q: scaled queries, (..., queries, d).
         keys: (..., keys, d).
         bias: added to the logits; None: nothing.
-        k: as in `attention_penalty`.
+        k: of the JaSMin penalty: 0 lowers log g_1, and k > 1 lowers log(g_1 / g_k), where g_k
+            depends on the k-th largest entry of an attention row.
     """
     rows = _Rows(bias, k)
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
@@ -217,7 +220,8 @@ class _Rows:
 
     Attributes:
         bias: added to the logits; None: nothing.
-        k: as in `attention_penalty`.
+        k: of the JaSMin penalty: 0 lowers log g_1, and k > 1 lowers log(g_1 / g_k), where g_k
+            depends on the k-th largest entry of an attention row.
         largest: indices of the largest entries of each row, found in the forward pass: the
             backward pass, which computes P again, uses the same ones.
     """

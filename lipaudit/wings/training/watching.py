@@ -122,7 +122,11 @@ def watch(
 
 
 def _plan_measurement(measures: Measures, options: dict[str, Any]) -> Request:
-    """Return the request of one measurement; arguments as in `watch`.
+    """Return the request of one measurement of a model in training.
+
+    Args:
+        measures: as in `lipaudit.audit`; the default is few samples and the attack pgd.
+        options: further options of `lipaudit.audit`.
 
     Raises:
         UsageError: an option is unknown, invalid, or has no meaning for a training.

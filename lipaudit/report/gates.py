@@ -36,9 +36,15 @@ MOST = 8
 """Largest number of verdicts listed line by line for a rule, and of failures on a page."""
 PASSED = ("pass (proven)", "pass", "unchanged")
 TEXTS = pick_columns(
-    "baseline", "current", "change", paired="paired change", limits="limits", samples="samples"
+    "baseline",
+    "current",
+    paired="paired change",
+    limits="limits",
+    samples="samples",
+    change="change",
+    rule="rule",
 )
-VERDICTS = pick_columns("verdict", "figure", "rule") | TEXTS
+VERDICTS = pick_columns("verdict", "figure") | TEXTS
 IN_GATE = {1: "regressed", 2: "improved", GREY: "neither"}
 """What a picture calls the verdicts on changes, by colour: like the table below it."""
 
@@ -108,8 +114,8 @@ def make_judgement_page(
     text = f"{ending.upper()} (exit code {judgement.exit_code}): {reason}."
     if judgement.outcome != "pass":
         text += f" Verdicts: {judgement.counts}."
-    confidence = f"{1 - judgement.alpha:.4g} over all rules together"
-    text += f" Confidence {confidence}{count_samples(judgement.verdicts)}."
+    confidence = f"{100 * (1 - judgement.alpha):.4g}% over all rules together"
+    text += f" Confidence: {confidence}{count_samples(judgement.verdicts)}."
     if judgement.strict:
         confidence += ", and rules that are not proven fail"
     answer = Paragraph(text, tone)
@@ -190,7 +196,7 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
     for rule, _, passed in groups:
         for status, count in passed.items():
             row = {"verdict": status, "rule": rule, "figure": f"{count} rows"}
-            rows.append(row | dict.fromkeys(TEXTS, ""))
+            rows.append(dict.fromkeys(TEXTS, "") | row)
     found = draw_changes(((v.subject, v) for v in verdicts), words=IN_GATE)
     if found:
         found.insert(0, Paragraph(OF_PAIRED))

@@ -111,7 +111,7 @@ OF_FIGURES = (
     "takes the steepest head of each sample, and the scorecard's steepest head is one for all "
     "samples."
 )
-OF_HEADS = "p (Holm), corrected over all heads, is at most 5% (column stands)."
+OF_HEADS = "A proven change (column stands) has p (Holm), corrected over all heads, of at most 5%."
 
 
 def make_comparison_page(
@@ -274,7 +274,7 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
                 row[key] = same and getattr(same, when)
         maps.append(_map_changes(metric, heads))
     proven = sum(head.stands for head in changes)
-    found: list[Block] = [Paragraph(f"{proven} of {len(changes)} changes are proven: {OF_HEADS}")]
+    found: list[Block] = [Paragraph(f"{proven} of {len(changes)} changes are proven. {OF_HEADS}")]
     strong = {i for i, head in enumerate(shown) if head.stands}
     title = f"Heads that moved most{count_part(shown, ranked)}, by {find_words(first)}"
     found += tabulate_rows(columns, rows, title, strong=strong)
@@ -364,8 +364,12 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
     if ranking.criterion:
         title = "Which model is the most robust?"
         keys = 2
-        text = f"Ranked by {ranking.criterion}; rank 1 has the best model and every one that is "
-        text += "not distinguishable from it. Limits of differences: 95%, paired"
+        differences = [model.difference for model in ranking.models if model.difference]
+        text = (
+            f"Ranked by {ranking.criterion}{count_samples(differences)}; rank 1 has the best "
+            "model and every one that is not distinguishable from it. Limits of differences: 95%, "
+            "paired"
+        )
         if ranking.compared > 1:
             text += f", each corrected for {ranking.compared} comparisons"
         criterion.append(Paragraph(f"{text}."))

@@ -90,13 +90,17 @@ def _settle(
     needed = verdict.samples_needed or 0
     if not 0 < needed <= MOST * verdict.samples:
         return
-    text = f"Measure both models on at least {needed} samples. That would settle "
-    text += f"the change of {verdict.subject}, which has {verdict.samples}."
+    text = (
+        f"Measure both models on at least {needed} samples. That would settle the change of "
+        f"{verdict.subject}, which has {verdict.samples}."
+    )
     command = ""
     if reports:
         old, new = reports
-        # All measures get the same samples: no measure gets fewer than before.
-        command, file = repeat_command(old, max(needed, old.run.data.samples))
+        count = max(needed, old.run.data.samples)
+        if count > needed:
+            text += f" Here {count}, so that no measure gets fewer than before."
+        command, file = repeat_command(old, count)
         if command:
             model = shlex.quote(new.run.model.spec)
             command += f" && lipaudit {judge.format(new=model, file=file)}"

@@ -162,7 +162,7 @@ def test_a_pass_says_whether_all_of_it_is_proven():
         return of_judgement(judgement).page().chapters[0].blocks[0]
 
     same = judge(report(jacobian()), report(jacobian()))
-    sure = "Confidence 0.95 over all rules together"
+    sure = "Confidence: 95% over all rules together"
     assert answer(same) == Paragraph(f"PASSED (exit code 0): 1 unchanged. {sure}.", "kept")
     wide = NORMS * np.exp(np.random.default_rng(0).normal(0, 0.5, NORMS.size))
     noisy = judge(new(jacobian(wide)), report(jacobian()), rules("jacobian.norm:median <= +5%"))

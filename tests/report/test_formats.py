@@ -56,7 +56,8 @@ def test_a_format_is_a_function_and_an_entry(folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # a narrower screen gets the table in parts
     table = invoke(*GATE, "-f", "table").stdout
     # Absolute limits have no baseline and no change: columns without values are left out.
-    assert ["verdict", "rule", "row", "current"] in [line.split() for line in table.splitlines()]
+    heads = ["verdict", "figure", "current", "rule"]
+    assert heads in [line.split() for line in table.splitlines()]
     gated = invoke(*GATE, "-o", "g.org")
     assert gated.stdout.endswith("(exit code 0)\n")
     assert (
@@ -309,11 +310,11 @@ def test_a_stream_gets_its_width_and_its_colours(report, env, is_terminal, how, 
 
 
 def test_names_that_rows_go_by_are_not_broken(report, other):
-    """A comparison is wider than 80 columns: its metrics stand whole in every piece of it."""
+    """A comparison is wider than 80 columns: its figures stand whole in every piece of it."""
     comparison = compare([report, other])
     page = of_comparison(comparison, [report, other]).page()
     lines = terminal.render(page, width=80).decode().splitlines()
-    names = {v.metric for pair in comparison.pairs for v in pair.verdicts if not v.reason}
+    names = {v.subject for pair in comparison.pairs for v in pair.verdicts if not v.reason}
     assert max(map(len, names)) > 80 // 3
     for name in names:
         assert sum(name in line for line in lines) >= 2, name

@@ -98,10 +98,9 @@ def _settle(
     if reports:
         old, new = reports
         count = max(needed, old.run.data.samples)
-        if count > needed:
-            text += f" Here {count}, so that no measure gets fewer than before."
         command, file = repeat_command(old, count)
         if command:
+            text += f" With {count}, no measure gets fewer than before."
             model = shlex.quote(new.run.model.spec)
             command += f" && lipaudit {judge.format(new=model, file=file)}"
     yield "", text, command

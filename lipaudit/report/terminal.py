@@ -286,9 +286,9 @@ def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> lis
         return [*names, width - sum(names) - gaps]
     for i, side in enumerate(grid.align):  # text may wrap, numbers never do
         if side == "l":
-            # The only name of a row gets half of the width, any other text a third.
-            parts = 2 if i == 0 and grid.keys == 1 else 3
-            widths[i] = min(widths[i], width // parts)
+            # The only name of a row gets two thirds of the width, any other text a third.
+            thirds = 2 if i == 0 and grid.keys == 1 else 1
+            widths[i] = min(widths[i], thirds * width // 3)
     # Each piece of a split table repeats the names: they must leave room for the widest column.
     names = [i for i in range(grid.keys) if grid.align[i] == "l"]
     room = width - max(widths[grid.keys :], default=0) - GAP * grid.keys

@@ -152,6 +152,64 @@ def test_a_change_alone_is_not_drawn(subject):
     assert len(draw_changes([("robust accuracy", robust), ("the same again", robust)])) == 1
 
 
+def test_every_figure_that_is_called_better_or_worse_is_drawn(before, after):
+    """Also a figure in units of its own, a figure alone, and one without a test."""
+    (pair,) = compare([before, after]).pairs
+    margin = Verdict(
+        rule="jacobian.margin:median", metric="jacobian.margin:median", status="regressed",
+        old=8.0, new=5.0, paired=-2.0, low=-4.0, high=-1.0, samples=64,
+    )  # fmt: skip
+    untested = margin.model_copy(
+        update={"metric": "a.b:each", "unit": "%", "paired": None, "low": None, "high": None}
+    )
+    page = show_pair([before, after], verdicts=(margin, untested, *pair.verdicts))
+    drawn = {bar.label: bar for forest in blocks(page, "change", Forest) for bar in forest.bars}
+    proven = {row["figure"] for row in figures(page).values() if row["verdict"] != "not proven"}
+    assert {"margin", "b", "Jacobian norm"} <= proven <= drawn.keys()
+    bar = drawn["margin"]
+    assert (bar.value, bar.low, bar.high) == (-25.0, -50.0, -12.5)  # percent of the old value
+    assert bar.text == "8 → 5, paired -2"
+    assert (drawn["b"].value, drawn["b"].low) == (5 / 8, None)
+
+
+def test_a_figure_that_several_measures_have_is_shown_once(before, after):
+    (pair,) = compare([before, after]).pairs
+    (clean,) = [v for v in pair.verdicts if v.metric == "attack.correct:mean"]
+    fewer = clean.model_copy(update={"metric": "jacobian.correct:mean", "samples": 16})
+    page = show_pair([before, after], verdicts=(fewer, *pair.verdicts))
+    shown = [row for row in figures(page).values() if row["figure"] == "clean accuracy"]
+    assert [row["samples"] for row in shown] == [64]
+    assert page.chapters[0].blocks[0].text.count("of 8 figures") == 1
+
+
+def test_next_steps_have_the_paths_of_the_run_and_enough_samples(before, after):
+    command = "lipaudit audit demo --only 'bounds' -n 8 --run-dir 'a b' -q"
+    before = before.model_copy(update={"run": before.run.model_copy(update={"command": command})})
+    reports = [before, after]
+    files = ["old one.json", "new.json"]
+    page = of_comparison(compare(reports), reports, files).page()
+    (points,) = find_chapter(page, "next-steps").blocks
+    (_, settle, again), (_, _, inspect), (_, _, gated) = points.points
+    robust = next(v for v in compare(reports).pairs[0].verdicts if v.metric.startswith("attack.r"))
+    needed = robust.samples_needed
+    assert 64 < needed < 6400
+    assert settle.startswith(f"Measure both models on at least {needed} samples. ")
+    assert again == (
+        f"lipaudit audit demo --only 'bounds' -q -n {needed} --run-dir {needed}-samples && "
+        f"lipaudit compare {needed}-samples/report.json new"
+    )
+    worst = max(range(3), key=lambda i: NORMS[i])
+    assert inspect == f"lipaudit inspect new.json {cases.sample_ids(64)[worst][:12]}"
+    assert gated == "lipaudit gate new.json --baseline 'old one.json'"
+    page = of_judgement(judge(after, before), reports, files).page()
+    (points,) = find_chapter(page, "next-steps").blocks
+    assert points.points[-1][2] == "lipaudit compare 'old one.json' new.json"
+    other = before.model_copy(update={"run": before.run.model_copy(update={"command": "x.py"})})
+    page = of_comparison(compare([other, after]), [other, after]).page()
+    (points,) = find_chapter(page, "next-steps").blocks
+    assert [command for _, _, command in points.points] == [""]  # no file and no command is known
+
+
 def test_a_forest_plot_has_each_interval_where_its_axis_says():
     bars = (Bar("a", 10.0, 5.0, 20.0, "up", 1), Bar("b", 1.0, None, None, "same", 6, limit=2.0))
     column = Column("new / old", "", "×")

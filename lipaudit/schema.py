@@ -46,14 +46,7 @@ def loads(text: str, *, name: str = "report") -> Report:
     Raises:
         InputError: the text is not a report of this or the previous major version.
     """
-    try:
-        # This reader refuses NaN, lone surrogates and deep nesting, the second one integers that
-        # are too large for a float.
-        document = from_json(text, allow_inf_nan=False)
-        json.loads(text, parse_int=_read_integer)
-    except ValueError as error:
-        advice = "Check that the file is complete."
-        raise InputError(f"{name} is not JSON: {error}", advice) from None
+    document = _parse(text, name)
     if not isinstance(document, dict) or document.get("schema") != REPORT:
         raise InputError(f"{name} is not a lipaudit report", "Name a file written with -f json.")
     version = document.get("schema_version")
@@ -76,6 +69,23 @@ def loads(text: str, *, name: str = "report") -> Report:
         where = ".".join(map(str, first["loc"]))
         text = f"{name} is damaged: {where}: {first['msg']}"
         raise InputError(text, "Write the report again.") from None
+
+
+def _parse(text: str, name: str) -> Any:
+    """Return the values of a JSON text.
+
+    Raises:
+        InputError: the text is not strict JSON; the message calls it by `name`.
+    """
+    try:
+        # This reader refuses NaN, lone surrogates and deep nesting, the second one integers that
+        # are too large for a float.
+        document = from_json(text, allow_inf_nan=False)
+        json.loads(text, parse_int=_read_integer)
+    except ValueError as error:
+        advice = "Check that the file is complete."
+        raise InputError(f"{name} is not JSON: {error}", advice) from None
+    return document
 
 
 def to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,6 +169,7 @@ def evaluate_chunk(
     else:
         clean = _examine_clean(oracle, chunk, logits, seed)
         yield clean
+    prepare = partial(_AttackRun, f, chunk, logits, box, patch, target, batch_size)
     finished = earlier[1:]
     outcome = clean  # the outcome of the previous step: its robust samples are attacked next
     # By norm and attacks: the outcome at the largest radius so far. Radii increase.
@@ -181,19 +182,8 @@ def evaluate_chunk(
         if number < len(finished):  # known from the interrupted run
             outcome = finished[number]
         else:
-            run = _AttackRun(
-                f,
-                chunk=chunk,
-                logits=logits,
-                trial=trial,
-                attack=attack,
-                box=box,
-                patch=patch,
-                target=target,
-                batch_size=batch_size,
-                meter=Meter(check=check),
-                seed=derive_seed(seed, attack.name, chunk.number),
-            )
+            attack_seed = derive_seed(seed, attack.name, chunk.number)
+            run = prepare(trial, attack, Meter(check=check), attack_seed)
             # COUNTED: words, characters and suffix, whose attacks change texts.
             search = run.rewrite if trial.norm in COUNTED else run.search
             outcome = search(outcome)
@@ -245,12 +235,12 @@ class _AttackRun:
     f: Classifier | ByRow
     chunk: Chunk
     logits: Tensor
-    trial: Trial
-    attack: Attack
     box: tuple[float, float] | None
     patch: tuple[int, int] | None
     target: int | None
     batch_size: int
+    trial: Trial
+    attack: Attack
     meter: Meter
     seed: int
 

@@ -209,24 +209,16 @@ def note_masking(
     signs = {}
     for trial in sorted(trials, key=lambda trial: trial.radius.value):
         ball = (trial.norm, trial.radius)
-        # Columns of `robust`: all trials in this ball, and all trials with iterative gradient
-        # attacks ("steps"). Without iterative attacks there is nothing to compare with.
-        in_ball = [i for i, other in enumerate(trials) if (other.norm, other.radius) == ball]
-        iterative = [i for i in in_ball if "steps" in _list_efforts(trials[i])]
-        if not iterative:
+        columns = [i for i, other in enumerate(trials) if (other.norm, other.radius) == ball]
+        in_ball = [trials[i] for i in columns]
+        # Without iterative gradient attacks ("steps") there is nothing to compare with.
+        if not any("steps" in _list_efforts(other) for other in in_ball):
             continue
         where = f"{trial.norm} {trial.radius.text}"
-        broken = ~robust[:, trials.index(trial)]
-        if _list_efforts(trial) == {"points"}:  # examples of another model
-            own_attacks = [i for i in in_ball if _list_efforts(trials[i]) != {"points"}]
-            excess = (robust[:, own_attacks].all(1) & broken).sum()
-            rest = "that no attack on this model broke"
-        else:
-            excess = broken.sum() - (~robust[:, iterative].all(1)).sum()
-            rest = f"more than {', '.join(trials[i].label for i in iterative)}"
+        excess, rest = _count_excess(trial, in_ball, robust[:, columns])
         if excess > lucky:
             signs[trial.label] = f"{trial.label} broke {excess} samples {rest} ({where})"
-        survivors = robust[:, in_ball].all(1).sum()
+        survivors = robust[:, columns].all(1).sum()
         has_center = box is not None and 2 * float(trial.radius) >= box[1] - box[0]
         if has_center and trial.norm == "linf" and survivors > largest_class + lucky:
             signs["survivors"] = (
@@ -237,6 +229,30 @@ def note_masking(
         return ()
     text = "gradients may be masked, so the true robust accuracy may be far lower: "
     return (Note.warn("gradient-masking", text + "; ".join(signs.values())),)
+
+
+def _count_excess(
+    trial: Trial, in_ball: Sequence[Trial], robust: Bool[np.ndarray, "samples trials"]
+) -> tuple[int, str]:
+    """Return how many samples a trial broke beyond stronger attacks, and the end of the sentence.
+
+    For examples of another model, these are the samples that no attack on this model broke. For
+    all other attacks, their number of broken samples is compared with that of iterative attacks.
+
+    Args:
+        trial: the trial.
+        in_ball: all trials in the same ball.
+        robust: whether each sample survived each of them.
+    """
+    broken = ~robust[:, in_ball.index(trial)]
+    if _list_efforts(trial) == {"points"}:  # examples of another model
+        own = [i for i, other in enumerate(in_ball) if _list_efforts(other) != {"points"}]
+        excess = (broken & robust[:, own].all(1)).sum()
+        return int(excess), "that no attack on this model broke"
+    iterative = [i for i, other in enumerate(in_ball) if "steps" in _list_efforts(other)]
+    broken_by_iterative = ~robust[:, iterative].all(1)
+    excess = broken.sum() - broken_by_iterative.sum()
+    return int(excess), f"more than {', '.join(in_ball[i].label for i in iterative)}"
 
 
 def _list_efforts(trial: Trial) -> set[str]:

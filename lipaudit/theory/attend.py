@@ -136,6 +136,23 @@ def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored
     return Anchored(o, key, gap, largest * gap, share)
 
 
+def weighted_differences(
+    p: Float[Tensor, "batch heads n m"],
+    v: Float[Tensor, "batch heads m dv"],
+    rows: Anchored,
+    queries: slice = slice(None),
+) -> Float[Tensor, "batch heads queries m dv"]:
+    """Return c_ij = P_ij (v_j - o_i) of some queries i and all keys j.
+
+    For the largest P_ij of each row, `rows` has it computed without cancellation.
+    """
+    c = v[:, :, None] - rows.o[:, :, queries, None]
+    c = p[:, :, queries, :, None] * c
+    key = rows.key[:, :, queries, :, None]
+    key = key.expand(-1, -1, -1, -1, v.shape[-1])
+    return c.scatter_(3, key, rows.c[:, :, queries, None])
+
+
 class MapRows(NamedTuple):
     """Some rows of P: those of a chunk of queries, on all keys that they can see.
 

@@ -556,15 +556,9 @@ def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tenso
     t = torch.empty_like(at.p[..., 0])
     per_query = t[..., 0].numel() * m * (2 * d + dv)
     for i in heads.policy.chunks(t.shape[-1], per_query):
-        # c_ij, (batch, heads, queries, m, d_v); in the largest entry of each row the one computed
-        # without cancellation.
-        c = at.v[:, :, None] - rows.o[:, :, i, None]
-        c = at.p[:, :, i, :, None] * c
-        largest = rows.key[:, :, i, :, None]
-        largest = largest.expand(-1, -1, -1, -1, dv)
-        c.scatter_(3, largest, rows.c[:, :, i, None])
+        c = attend.weighted_differences(at.p, at.v, rows, i)
         a = attend.logit_gradients(heads, "q", i)
-        images = c.mT @ a @ select_tokens(phi, i)
+        images = c.mT @ a @ select_tokens(phi, i)  # s T_i Phi^q_i
         # t_i is the Schatten-4 norm: ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, which is at
         # most rank^1/4 times as large.
         t[..., i] = matrix_norm(images @ images.mT).sqrt()

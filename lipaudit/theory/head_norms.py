@@ -409,8 +409,7 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
     + max ||a|| max_i sum_j ||c_ij|| ||Phi^q||: the parts of J through values, keys and queries.
     The Phi are the Jacobians of the projections, b and a the gradients of the logits in keys and
     queries, and c_ij = P_ij (v_j - o_i). T(d) is the same formula with d_ij in place of c_ij.
-    gamma is the relative error of sums of products (`_sum_error`), and gamma d_ij bounds the
-    rounding error of c_ij.
+    d_ij bounds the rounding error of c_ij (`_bound_differences`).
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)
@@ -429,15 +428,8 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
         else:
             sink_rows = sink[:, :, start:stop]
         rows = attend.anchor_outputs(p, v, sink_rows)
-        # ||c_ij|| = P_ij ||v_j - o_i||, from differences: products would lose half of the digits.
-        # In the largest entry of each row (key a) `anchor_outputs` has c_ij without cancellation.
-        c = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
-        c = c.scatter(-1, rows.key, vector_norm(rows.c, dim=-1, keepdim=True))
-        # d_ij = 2 P_ij max ||v||, at key a 2 (1 - P_ia) max ||v||
-        d = p.scatter(-1, rows.key, rows.share)
-        d = 2 * _longest(v)[..., None, None] * d
         column_sums += p.sum(-2)
-        for part, norms in enumerate((c, d)):
+        for part, norms in enumerate(_bound_differences(p, v, rows)):
             squares[part] += norms.square().sum((-2, -1))
             row_sums = norms.sum(-1)
             largest_row_sum[part] = torch.maximum(largest_row_sum[part], row_sums.amax(-1))
@@ -446,6 +438,24 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
     by_keys = in_keys * squares.sqrt() * phi_k
     t_c, t_d = by_values + by_keys + in_queries * largest_row_sum * phi_q
     return t_c, t_d
+
+
+def _bound_differences(p: Tensor, v: Tensor, rows: attend.Anchored) -> tuple[Tensor, Tensor]:
+    """Return ||c_ij|| for c_ij = P_ij (v_j - o_i), and d_ij, both (batch, heads, rows, m).
+
+    gamma d_ij bounds the rounding error of c_ij, for any gamma: d_ij is 2 P_ij max ||v||, and
+    2 (1 - P_ia) max ||v|| at the key a with the largest P_ia.
+
+    Args:
+        p: some rows of P.
+        v: the values.
+        rows: the outputs o_i, and c_ia without cancellation.
+    """
+    # From differences: products would lose half of the digits.
+    c = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
+    c = c.scatter(-1, rows.key, vector_norm(rows.c, dim=-1, keepdim=True))
+    d = p.scatter(-1, rows.key, rows.share)
+    return c, 2 * _longest(v)[..., None, None] * d
 
 
 def _bound_projections(heads: Heads) -> list[Tensor]:

@@ -124,8 +124,7 @@ class Heads:
     def fits_memory(self) -> bool:
         """Return whether P of all heads of a sample has at most `map_limit` entries.
 
-        P is then stored. Otherwise its rows are computed again, chunk by chunk, wherever they are
-        needed.
+        P is then stored. Otherwise its rows are computed chunk by chunk, wherever they are needed.
         """
         entries = self.q.shape[1] * self.q.shape[2] * self.k.shape[2]
         return entries <= self.policy.map_limit
@@ -150,17 +149,9 @@ class Heads:
                 constant logit beside the logits of the keys. With a sink, a row without this
                 column sums to less than 1.
         """
-        q = self.q[..., start:stop, :]
-        if self.pairs is None:
-            scale = self.scale[..., None, None]
-            logits = (scale * q) @ self.k.mT  # (batch, heads, rows, m)
-        else:  # The model computes other logits than s q k^T: `bias`, added below, holds them all.
-            logits = q.new_zeros(*q.shape[:-1], self.k.shape[2])
-        if self.causal:
-            logits = logits.masked_fill(self._future(start, stop), -torch.inf)
+        logits = self._logits(start, stop)
         sees_nothing = None  # which rows have every key masked; only a bias can do this
         if self.bias is not None:
-            logits = logits + self.bias_rows(start, stop)
             sees_nothing = logits.amax(-1, keepdim=True) == -torch.inf
         if self.sink is not None:
             sink = self.sink
@@ -179,6 +170,19 @@ class Heads:
         if self.valid is not None:  # False for padded queries
             p = p * self.valid[:, None, start:stop, None]
         return p
+
+    def _logits(self, start: int, stop: int) -> Tensor:
+        """Return s q k^T + bias of the queries start..stop-1, -inf where a key is masked."""
+        q = self.q[..., start:stop, :]
+        if self.pairs is None:
+            logits = (self.scale[..., None, None] * q) @ self.k.mT  # (batch, heads, rows, m)
+        else:  # the model computes other logits than s q k^T: `bias`, added below, holds them all
+            logits = q.new_zeros(*q.shape[:-1], self.k.shape[2])
+        if self.causal:
+            logits = logits.masked_fill(self._future(start, stop), -torch.inf)
+        if self.bias is not None:
+            logits = logits + self.bias_rows(start, stop)
+        return logits
 
     def attention(self, *, whole: bool = False) -> Float[Tensor, "batch heads n keys"]:
         """Return the attention map P of all queries, and store it for the next call.
@@ -214,9 +218,8 @@ class Heads:
 
         A large map is filled chunk by chunk: the temporaries of softmax stay small.
         """
-        n = self.q.shape[2]
         if self.fits_memory:
-            return self.rows(0, n, whole=True)
+            return self.rows(0, self.q.shape[2], whole=True)
         keys = self.k.shape[2]
         if self.sink is not None:
             keys += 1

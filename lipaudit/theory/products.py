@@ -28,6 +28,7 @@ from lipaudit.theory.attend import (
     logit_gradients,
     map_rows,
     mean_value,
+    weighted_differences,
 )
 from lipaudit.theory.heads import Heads, local_map, projections
 from lipaudit.theory.spectral import Products, random_starts, spectral_norms
@@ -414,12 +415,7 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     if heads.sink is None:  # rows of P sum to 1: J stays the same, and v_j - o_i cancels less
         v = v - mean_value(p, v)
     rows = anchor_outputs(p, v, heads.sink_share())
-    # c_ij; in the largest entry of each row as `anchor_outputs` computes it, without cancellation.
-    w = v[:, :, None] - rows.o[:, :, :, None]
-    c = p[..., None] * w
-    anchors = rows.key[..., None]
-    anchors = anchors.expand(*rows.key.shape, v.shape[-1])
-    c = c.scatter(3, anchors, rows.c[:, :, :, None])
+    c = weighted_differences(p, v, rows)
     # Phi^q, Phi^k, Phi^v, each (#batch, heads, #tokens, d, D); zero for a constant.
     phi = []
     for projection in projections(heads):

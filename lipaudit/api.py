@@ -84,15 +84,15 @@ def audit_request(
         raise UsageError("no measure was given", f"There are: {', '.join(load_measures())}.")
     # Options of the audit, and of every run.
     of_audit, of_run = _split_options(options, AuditOptions, RunOptions)
-    names: tuple[str, ...] | None = None
+    only = None
     if isinstance(measures, str):
-        names = (measures,)
-    elif measures is not None:
-        names = tuple(measures)
-    audit_options = AuditOptions.parse({**of_audit, "only": names})
+        measures = [measures]
+    if measures is not None:
+        only = tuple(measures)
+    audit_options = AuditOptions.parse({**of_audit, "only": only})
     run = RunOptions.parse(of_run)
     request = plan_audit(model, audit_options, run, demo=demo, command=command)
-    plan = {name: request.measures[name] for name in names or request.measures}
+    plan = {name: request.measures[name] for name in only or request.measures}
     if isinstance(measures, Mapping):
         # The given options of a measure replace those of the audit.
         for name, given in measures.items():

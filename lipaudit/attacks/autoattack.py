@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,9 +57,6 @@ class UnitCube:
         settled: whether each sample of the chunk is clearly broken.
     """
 
-    can_leave: ClassVar = frozenset({"fab-t"})
-    """Attacks whose points may be outside of the ball, as all may in l1; those do not count."""
-
     def __init__(self, f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> None:
         """Map samples and radius to the cube [0, 1]^n, in which the package searches.
 
@@ -91,12 +87,12 @@ class UnitCube:
         self.eps = ball.eps / self.width
         # The largest distance at which a misclassified point counts as an adversarial example.
         self.reach = self.eps
-        # Some attacks also return points outside of the ball, which must not count.
-        self.may_leave = turn.attack.name in self.can_leave
         if ball.norm == "l1":
             # Points that an attack projects onto the l1 sphere are outside by rounding.
             self.reach = self.eps * (1 + SPHERE)
-            self.may_leave = True
+        # FAB, and in l1 balls every attack, also evaluates points outside of the ball, which must
+        # not count.
+        self.may_leave = turn.attack.name == "fab-t" or ball.norm == "l1"
         self.adversarial = self.unit.clone()
         self.broken = torch.zeros_like(y, dtype=torch.bool)
         # True for each sample that is clearly broken in one of its rows: its other rows (of other
@@ -139,8 +135,9 @@ class UnitCube:
         # Clearly broken: rounding could not make the label win again.
         rounding = CLEAR * scores.abs().amax(1)
         clear = wrong & (margins(scores, y) < -rounding)
-        self.adversarial[rows[wrong]] = points[wrong].to(self.adversarial)
-        self.broken[rows[wrong]] = True
+        broken = rows[wrong]
+        self.adversarial[broken] = points[wrong].to(self.adversarial)
+        self.broken[broken] = True
         self.settled[sample_of_row[rows[clear]]] = True
         # (all rows, classes). `index_copy` is differentiable, so the package gets gradients.
         all_logits = logits.new_zeros(len(u), logits.shape[1])

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     Samples = Float[Tensor, " batch *sample"]
     Labels = Int[Tensor, " batch"]
 
+# The smallest and the largest value of the attacked space.
+Box = tuple[float, float]
+# Height and width of a patch, in pixels.
+PatchSize = tuple[int, int]
 # Share of the radius by which an attack may leave its ball.
 SLACK = 1e-3
 # Further tolerance, in units of float32 rounding.
@@ -41,9 +45,9 @@ class Ball:
 
     norm: Norm
     eps: float
-    box: tuple[float, float] | None = (0.0, 1.0)
+    box: Box | None = (0.0, 1.0)
     mask: Bool[Tensor, " batch *positions"] | None = None
-    patch: tuple[int, int] | None = None
+    patch: PatchSize | None = None
 
     def __getitem__(self, rows: Shaped[Tensor, " rows"]) -> Ball:
         """Return the balls of a selection of samples."""
@@ -214,7 +218,7 @@ def distance(
     z: Samples,
     x: Samples,
     norm: Norm,
-    patch: tuple[int, int] | None = None,
+    patch: PatchSize | None = None,
 ) -> Float[Tensor, " batch"]:
     """Return ||z - x|| of each sample in a norm; for patches, how many patches differ."""
     if patch is not None:
@@ -226,7 +230,7 @@ def distance(
 
 
 def sum_patches(
-    values: Float[Tensor, "batch channels height width"], patch: tuple[int, int]
+    values: Float[Tensor, "batch channels height width"], patch: PatchSize
 ) -> Float[Tensor, "batch places"]:
     """Return the sum of the values in each patch of the grid; patches are numbered row by row."""
     pixels = values.sum(1, keepdim=True)
@@ -237,7 +241,7 @@ def sum_patches(
 def select_places(
     places: Int[Tensor, "batch k"],
     x: Float[Tensor, "batch channels height width"],
-    patch: tuple[int, int],
+    patch: PatchSize,
 ) -> Bool[Tensor, "batch 1 height width"]:
     """Return a mask that is True at the pixels of the given patches.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.attacks import balls
-from lipaudit.attacks.balls import Ball, distance
+from lipaudit.attacks.balls import Ball, Box, PatchSize, distance
 from lipaudit.attacks.kinds import CHUNK, Attack, Trial, adapt, list_steps
 from lipaudit.attacks.oracle import (
     AttackFunction,
@@ -122,10 +122,10 @@ def evaluate_chunk(
     chunk: Chunk,
     plan: Sequence[Trial],
     *,
-    box: tuple[float, float] | None = (0.0, 1.0),
+    box: Box | None = (0.0, 1.0),
     seed: int = 0,
     batch_size: int = CHUNK,
-    patch: tuple[int, int] | None = None,
+    patch: PatchSize | None = None,
     earlier: Sequence[Outcome] = (),
     check: Callable[[], None] = lambda: None,
     target: int | None = None,
@@ -235,8 +235,8 @@ class _AttackRun:
     f: Classifier | ByRow
     chunk: Chunk
     logits: Tensor
-    box: tuple[float, float] | None
-    patch: tuple[int, int] | None
+    box: Box | None
+    patch: PatchSize | None
     target: int | None
     batch_size: int
     trial: Trial
@@ -462,9 +462,9 @@ def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
 
 def require_radius(
     trial: Trial,
-    box: tuple[float, float] | None,
+    box: Box | None,
     shape: Sequence[int],
-    patch: tuple[int, int] | None = None,
+    patch: PatchSize | None = None,
 ) -> None:
     """Refuse a radius larger than the attacked space, such as 8 in place of 8/255.
 
@@ -492,7 +492,7 @@ def require_radius(
         )
 
 
-def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | None) -> None:
+def require_grid(k: Fraction, shape: Sequence[int], patch: PatchSize | None) -> None:
     """Refuse patches that do not form a grid of the image, or more patches than it has.
 
     Args:

@@ -540,9 +540,7 @@ def spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[st
         if len(text) > 1:
             words[i] = text
     # The letters of the text; if one of them is Latin, all Latin letters.
-    letters: set[str] = set()
-    for text in words.values():
-        letters.update(letter for letter in text.lower() if letter.isalnum())
+    letters = {letter for text in words.values() for letter in text.lower() if letter.isalnum()}
     if not letters.isdisjoint(string.ascii_lowercase):
         letters.update(string.ascii_lowercase)
     return words, sorted(letters)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.attacks import balls
-from lipaudit.attacks.balls import Ball
+from lipaudit.attacks.balls import Ball, Box
 from lipaudit.attacks.kinds import Trial
 from lipaudit.tables import Note, Notes
 
@@ -183,7 +183,7 @@ def note_masking(
     trials: Sequence[Trial],
     robust: Bool[np.ndarray, "samples trials"],
     y: Int[np.ndarray, " samples"],
-    box: tuple[float, float] | None,
+    box: Box | None,
 ) -> Notes:
     """Warn of signs that the iterative gradient attacks were weak because gradients are masked.
 

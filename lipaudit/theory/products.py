@@ -417,11 +417,7 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     rows = anchor_outputs(p, v, heads.sink_share())
     c = weighted_differences(p, v, rows)
     # Phi^q, Phi^k, Phi^v, each (#batch, heads, #tokens, d, D); zero for a constant.
-    phi = []
-    for projection in projections(heads):
-        weight = projection.weight.mT[:, None]
-        phi.append(local_map(projection) @ weight)
-    phi_q, phi_k, phi_v = phi
+    phi_q, phi_k, phi_v = (local_map(to) @ to.weight.mT[:, None] for to in projections(heads))
     # P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j)
     over_keys = torch.einsum("bhij,bhjax->bhiajx", p, phi_v)
     b = logit_gradients(heads, "k", slice(None))

@@ -168,9 +168,9 @@ class WorstHead:
                 radii = self._choose_radii()
                 lengths = self.options.lengths
             for masked, radius in product(self.masks, radii):
-                cells: Cells = {"mode": mode, "masked": masked, "radius": radius}
-                # The number of tokens n_max up to which norms at this radius grow like sqrt n.
-                cells["n_max"] = self.worst.n_max(radius)
+                # The number of tokens up to which norms at this radius grow like sqrt n.
+                n_max = self.worst.n_max(radius)
+                cells: Cells = {"mode": mode, "masked": masked, "radius": radius, "n_max": n_max}
                 for n, norms in measure(radius, lengths, masked=masked):
                     yield self.name | cells | {"n": n} | norms
 

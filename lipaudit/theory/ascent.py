@@ -16,7 +16,7 @@ from lipaudit.theory.pullback import pull_back
 from lipaudit.theory.spectral import random_starts
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from lipaudit.theory.heads import PerHead
 
 AT_X = 20
 UPHILL = 12
@@ -24,7 +24,7 @@ UPHILL = 12
 
 
 @torch.inference_mode(False)
-def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, "batch heads"]:
+def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> PerHead:
     """Return the largest ||J(X')|| found with ||X' - X||_F <= r, for each head; a lower bound.
 
     Each step replaces the unit vector u by J J^T u (a power iteration), and moves X' along the

@@ -43,11 +43,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
     from lipaudit.theory.heads import PerHead
+    from lipaudit.theory.ingredients import Maps, OfRows
 
     Rows = Float[Tensor, "batch heads n"]
-    Maps = Float[Tensor, "batch heads n m"]
     OfHeads = Float[Tensor, "batch heads 1 1"]
-    OfRows = Float[Tensor, "batch heads n 1"]
 
 
 @dataclass(frozen=True)

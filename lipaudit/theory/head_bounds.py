@@ -45,8 +45,9 @@ from lipaudit.theory.matrix_norms import spectral_norm
 if TYPE_CHECKING:
     from jaxtyping import Bool
 
-    from lipaudit.theory.block_norms import Maps, OfHeads, OfRows
+    from lipaudit.theory.block_norms import OfHeads
     from lipaudit.theory.heads import PerHead
+    from lipaudit.theory.ingredients import Maps, OfRows
 
     Flags = Bool[Tensor, "batch heads n 1"]
 

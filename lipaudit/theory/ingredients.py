@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from lipaudit.theory.heads import PerHead
 
+    Maps = Float[Tensor, "batch heads n m"]
+    OfRows = Float[Tensor, "batch heads n 1"]
     Norm = Float[Tensor, " heads"]
 
 T = TypeVar("T")
@@ -52,7 +54,7 @@ class Centred:
         s: scale of the logits.
     """
 
-    p: Float[Tensor, "batch heads n m"]
+    p: Maps
     seen: Float[Tensor, "batch heads m 1"]
     k: Float[Tensor, "batch heads m d"]
     v: Float[Tensor, "batch heads m dv"]
@@ -65,7 +67,7 @@ class Centred:
         return Centred(*(tensor[index] for tensor in tensors))
 
     @cached_property
-    def o2(self) -> Float[Tensor, "batch heads n 1"]:
+    def o2(self) -> OfRows:
         """||o_i||^2."""
         return self.o.square().sum(-1, keepdim=True)
 
@@ -80,7 +82,7 @@ class Centred:
         return self.v @ self.v.mT
 
     @cached_property
-    def w2(self) -> Float[Tensor, "batch heads n m"]:
+    def w2(self) -> Maps:
         """||v_j - o_i||^2, raised by more than its rounding error."""
         return squared_distances(self.o, self.v, self.o2, self.v2)
 
@@ -448,9 +450,7 @@ def sum_spread(
     return power, terms, total
 
 
-def bound_token_spread(
-    p: Float[Tensor, "batch heads n m"], gram: Float[Tensor, "batch m m"]
-) -> PerHead:
+def bound_token_spread(p: Maps, gram: Float[Tensor, "batch m m"]) -> PerHead:
     """Bound max_i ||X^T M(P_i)|| over the rows of P, M(p) = diag(p) - p p^T.
 
     The bound is the Schatten-4 norm, from three products with the Gram matrix for all rows

@@ -36,6 +36,8 @@ from lipaudit.theory.spectral import Products, random_starts, spectral_norms
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+    from lipaudit.theory.heads import PerHead
+
 _DEAD = 1e-30
 """Heads with smaller gradients are zero: float32 ends at 1e-38."""
 _TOKEN_STEPS = 4
@@ -346,7 +348,7 @@ def _token_images(attend: Attend, sizes: Tensor) -> Tensor:
 def sketched_vjp_x(
     heads: Heads,
     u: Float[Tensor, "batch heads n dv"],
-    size: Float[Tensor, "batch heads"],
+    size: PerHead,
     sketches: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Backpropagate a gradient through a layer; return it in a few directions of the channels.

@@ -22,6 +22,8 @@ from lipaudit.theory.products import dense_jacobian
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+    from lipaudit.theory.heads import PerHead
+
 
 @dataclass(frozen=True)
 class Adversary:
@@ -173,7 +175,7 @@ def move_heads(
     )
 
 
-def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> Float[Tensor, "batch heads"]:
+def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> PerHead:
     """Return ||J|| if token i stands for w_i copies that change together.
 
     In the softmax, w_j copies of a key are a bias log w_j of its logits. Lengths of inputs and
@@ -200,7 +202,7 @@ def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> Float[Tensor, "
     return spectral_norm(outputs * jacobian / inputs)
 
 
-def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, "batch heads"]:
+def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> PerHead:
     """Return ||J|| of the long sequence in which token i is repeated counts_i >= 1 times.
 
     Every move of the tokens is the sum of a move in which all copies of a token move alike, and a

@@ -249,11 +249,12 @@ def plan_calls(model: Callable[[Any], Any], x: Form) -> Plan | None:
 
 
 def _mark_read(call: Call) -> Position | None:
-    """Mark which entries of its arguments a recorded call reads.
+    """Mark which entries of its arguments a recorded call of a torch function reads.
 
-    The results of the call already have masks of the entries that later calls read. Three cases: a
-    rearrangement reads the entries that were moved to read ones; a call whose result is read at
-    one index of an axis reads this index of its arguments; any other call reads everything.
+    In the record, a `Node` stands for each tensor: a mask of the entries that later calls read.
+    The nodes of the results are already complete. Three cases: a rearrangement reads the entries
+    that were moved to read ones; a call whose result is read at one index of an axis reads this
+    index of its arguments; any other call reads everything.
 
     Returns:
         The axis and the index in the second case, else None.
@@ -272,10 +273,8 @@ def _mark_read(call: Call) -> Position | None:
     axis, index = position
     for node in call.args[:along_axis]:
         if isinstance(node, Node) and node.read.ndim >= -axis:
-            # An argument of size 1 along the axis is broadcast: all of it is read.
-            read_index = index
-            if node.read.shape[axis] == 1:
-                read_index = 0
+            # An argument of size 1 along the axis is broadcast: its index 0 is read.
+            read_index = min(index, node.read.shape[axis] - 1)
             node.read.narrow(axis, read_index, 1)[...] = True
         else:
             _mark_all(node)
@@ -329,10 +328,7 @@ def _find_read_position(call: Call) -> Position | None:
     if not read.numel():
         return None
     for axis in _list_axes(call, read):
-        if read.ndim > 1:
-            by_index = read.movedim(axis, 0).flatten(1)
-        else:
-            by_index = read[:, None]
+        by_index = read.movedim(axis, 0).reshape(read.shape[axis], -1)
         read_indices = by_index.any(1).nonzero()[:, 0]
         if len(read_indices) == 1 and read.shape[axis] > 1:
             return axis, int(read_indices)
@@ -342,8 +338,8 @@ def _find_read_position(call: Call) -> Position | None:
 def _list_axes(call: Call, read: Tensor) -> list[int]:
     """Return the axes along which each index of a call's result can be computed alone.
 
-    Axes count from the last, as -1, -2, ... They depend on the function: a softmax, for example,
-    mixes the entries along its axis. `read` has the shape of the result.
+    Axes count from the last, as -1, -2, ... They depend on the torch function of the call: a
+    softmax, for example, mixes the entries along its axis. `read` has the shape of the result.
     """
     axes = list(range(-1, -read.ndim - 1, -1))
     if call.name in ELEMENTWISE:

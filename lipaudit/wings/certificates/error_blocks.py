@@ -97,12 +97,9 @@ class ErrorBlock:
             return None
         row_count, m = groups_of_row.shape
         # Every old layer becomes m new layers. An entry keeps its coefficient in only one of them:
-        # its index is the position of the entry's group among the m groups of the row.
+        # the one of its group among the m groups of the row.
         is_group = groups[..., None] == groups_of_row[:, None]  # (rows, width, m)
-        new_layer = is_group.long().argmax(-1).view(shape)
-        layer = torch.arange(m, device=groups.device)
-        layer = layer.view(-1, *[1] * new_layer.ndim)
-        is_in_layer = (new_layer == layer)[:, None]  # (m, 1, *shape)
+        is_in_layer = is_group.view(*shape, m).movedim(-1, 0)[:, None]  # (m, 1, *shape)
         coefficients = (self.coefficients * is_in_layer).flatten(0, 1)
         numbers = self.numbers[:, groups_of_row].permute(2, 0, 1)  # (m, layers, rows)
         group = torch.arange(row_count, device=groups.device)

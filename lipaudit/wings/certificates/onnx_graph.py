@@ -62,20 +62,12 @@ class Graph:
             self.dtype = CASTS[kind.elem_type]
             self.ends = start.name, end.name
         self.shape = [size.dim_value or 1 for size in kind.shape.dim]  # 0: any batch size
-
-        advice = f"Export the network with other operators, in version 17 (not {version})."
-        self.steps = []
+        self.steps = [_read_step(node, path, version) for node in graph.node]
         # Index of the last step that uses a value. After this step the value is deleted, because
         # forms take much memory.
         self.last_step: dict[str, int] = {}
         for i, node in enumerate(graph.node):
-            attributes = _read_attributes(node)
-            unread = _find_unread(node, attributes, version)
-            if unread:
-                raise InputError(f"{path}: the operator {unread} is not read", advice)
-            self.steps.append((OPERATORS[node.op_type], node.input, node.output, attributes))
-            for name in node.input:
-                self.last_step[name] = i
+            self.last_step |= dict.fromkeys(node.input, i)
 
     def __call__(self, x: Any) -> Any:
         """Run the network on tensors or forms (batch, inputs); return (batch, outputs).
@@ -117,6 +109,25 @@ def _read_value(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode()
     return value
+
+
+def _read_step(node: Any, path: Path, version: int) -> tuple[Any, ...]:
+    """Return a step of the network: operator, names of inputs and of outputs, and attributes.
+
+    Args:
+        node: the step in the ONNX file.
+        path: the file, for messages.
+        version: version of the operators (opset).
+
+    Raises:
+        InputError: the operator or one of its attributes is not supported.
+    """
+    attributes = _read_attributes(node)
+    unread = _find_unread(node, attributes, version)
+    if unread:
+        advice = f"Export the network with other operators, in version 17 (not {version})."
+        raise InputError(f"{path}: the operator {unread} is not read", advice)
+    return OPERATORS[node.op_type], node.input, node.output, attributes
 
 
 def _read_attributes(node: Any) -> dict[str, Any]:

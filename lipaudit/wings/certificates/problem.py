@@ -75,9 +75,10 @@ class Problem:
 
     @cached_property
     def column_norms(self) -> Tensor:
-        """Return the norm of each column of the ReLUs' rows, (columns,).
+        """Return the norm of each column of the coefficients of all ReLU inputs, (columns,).
 
-        A change of the multipliers changes the coefficient of each symbol about in proportion.
+        A column belongs to a symbol, an unknown in [-1, 1]. A change of the multipliers changes
+        the coefficient of the symbol in a bound about in proportion to this norm.
         """
         norms = torch.linalg.vector_norm(self.relus.slopes, dim=0)
         return norms.clamp_min(tiny(norms.dtype))
@@ -147,8 +148,9 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
 def _list_needed_relus(margins: Form) -> list[ReluCall]:
     """Return the ReLUs of unknown sign that margins depend on, directly or through other ReLUs.
 
-    The output of such a ReLU has an error symbol of its own. A margin or ReLU that depends on this
-    output has a nonzero coefficient of the symbol. The calls of the model are in their order.
+    The output of such a ReLU has an error symbol (an unknown in [-1, 1]) of its own. A margin or
+    ReLU that depends on this output has a nonzero coefficient of the symbol. The ReLUs are in the
+    order of the calls of the model.
     """
     symbols = margins.symbols
     is_read = torch.zeros(symbols.count, dtype=torch.bool, device=margins.device)

@@ -151,7 +151,7 @@ class Symbols:
         self.restart(many_symbols=True)
 
     def restart(self, *, many_symbols: bool) -> None:
-        """Forget all error symbols, for another pass over the ball.
+        """Forget all error symbols (unknown errors in [-1, 1]), for another pass over the ball.
 
         With `many_symbols`, rules may add optional symbols: bounds are tighter, and the pass is
         slower.
@@ -165,7 +165,7 @@ class Symbols:
     def bound_parts(
         self, coefficients: Float[Tensor, "rows ..."], blocks: Sequence[ErrorBlock] = ()
     ) -> PartRadii:
-        """Bound the change of each entry by input symbols, by products of them, and by errors.
+        """Bound the change of each entry by the input e, by products e_i e_j, and by errors.
 
         On the L2 ball |sum g_i e_i| <= ||g||_2, and |sum q_ij e_i e_j| <= ||q||_2, because the
         products e_i e_j of a unit vector have norm <= 1. On boxes both are bounded by 1-norms.
@@ -188,10 +188,11 @@ class Symbols:
         return PartRadii(linear_radius, _sum_absolute(quadratic), error_radius)
 
     def maximise_over_words(self, linear: Float[Tensor, "n ..."]) -> Float[Tensor, "*shape"]:
-        """Return the largest value >= 0 of linear parts if at most `max_words` words change.
+        """Return the largest value >= 0 of linear functions if at most `max_words` words change.
 
-        Each word has a group of coefficients, one per replacement. A changed word is a convex
-        combination of its replacements, so it adds at most its largest coefficient.
+        The functions are of a text, in which words may be replaced by near words. `linear` has a
+        coefficient for each replacement of each word: what it adds to the function. A changed word
+        is a convex combination of its replacements, so it adds at most its largest coefficient.
         """
         if not len(linear):  # a constant
             return torch.zeros(linear.shape[1:], dtype=DOUBLE, device=linear.device)
@@ -200,10 +201,11 @@ class Symbols:
         return round_up_sum(largest_of_words.topk(count, 0).values.sum(0), count)
 
     def find_best_words(self, linear: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
-        """Return the symbols at which linear parts are largest if `max_words` words may change.
+        """Return the replacements at which linear functions are largest; `max_words` words change.
 
-        A symbol is 1 for the best replacement of each of the best words, else 0. At these symbols
-        the linear parts have the values of `maximise_over_words`.
+        `linear` has a coefficient for each of n replacements of words in a text, for each of m
+        functions. The result is 1 for the best replacement of each of the best words, else 0. With
+        these, the functions have the values of `maximise_over_words`.
         """
         groups, largest_of_words = self._split_words(linear)
         count = min(self.max_words, len(largest_of_words))
@@ -292,14 +294,15 @@ class Symbols:
         )
         return round_up((largest + rounding) * sum_of_weights)
 
-    def pack_quadratic(self, form: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:
-        """Return the coefficients of e_i e_j, i <= j, in the sum of form_ij e_i e_j over all i, j.
+    def pack_quadratic(self, matrix: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:
+        """Return the coefficients of the products e_i e_j, i <= j, in sum_ij matrix_ij e_i e_j.
 
-        form_ij and form_ji belong to the same product, so they are added.
+        e are the n coordinates of the input. matrix_ij and matrix_ji belong to the same product,
+        so they are added.
         """
-        i, j = self.pairs.to(form.device)
-        is_square = (i == j).view(-1, *[1] * (form.ndim - 2))
-        return torch.where(is_square, form[i, j], form[i, j] + form[j, i])
+        i, j = self.pairs.to(matrix.device)
+        is_square = (i == j).view(-1, *[1] * (matrix.ndim - 2))
+        return torch.where(is_square, matrix[i, j], matrix[i, j] + matrix[j, i])
 
     def add_products(
         self,
@@ -308,9 +311,10 @@ class Symbols:
         y: Tensor,
         multiply: Callable[..., Tensor],
     ) -> None:
-        """Add the product of the linear parts sum x_i e_i and sum y_j e_j to a stack, in place.
+        """Add the product of sum_i x_i e_i and sum_j y_j e_j to a stack of coefficients, in place.
 
-        e_i^2 gets the coefficient x_i y_i, and e_i e_j with i < j gets x_i y_j + x_j y_i.
+        e are the coordinates of the input. The square e_i^2 gets the coefficient x_i y_i, and
+        e_i e_j with i < j gets x_i y_j + x_j y_i.
 
         Args:
             stack: coefficients of the product, one row per symbol.
@@ -324,9 +328,10 @@ class Symbols:
             rows[1:] += multiply(x[i + 1 :], y[i : i + 1])
 
     def add_squares(self, stack: Float[Tensor, "rows ..."], x: Tensor, weight: Tensor) -> None:
-        """Add weight (sum_i x_i e_i)^2, entry by entry, to a stack, in place.
+        """Add weight (sum_i x_i e_i)^2, entry by entry, to a stack of coefficients, in place.
 
-        e_i^2 gets the coefficient weight x_i^2, and e_i e_j with i < j gets 2 weight x_i x_j.
+        e are the coordinates of the input. The square e_i^2 gets the coefficient weight x_i^2, and
+        e_i e_j with i < j gets 2 weight x_i x_j.
         """
         double = 2 * weight * x
         for i, rows in enumerate(self._split_products(stack)):

@@ -442,13 +442,17 @@ def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., For
 
 
 def variance(
-    input: Form, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **options: Any
+    input: Form,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
 ) -> Form:
     """Return the variance over axes: the sum of squares around the mean over n - correction."""
     if isinstance(dim, bool):  # x.var(unbiased) of all entries
         unbiased = dim
         dim = None
-    correction = options.get("correction")
     if correction is None:
         correction = int(unbiased)
     centred: Any = input - reduce_axes(input, dim, True, mean=True)

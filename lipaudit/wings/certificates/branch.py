@@ -102,9 +102,9 @@ def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
     split = is_split.nonzero()[:, 0]
     if not len(state) or not len(split):
         return False
-    relu = split[:1]  # any ReLU that all parts split
-    signs = state[:, split[0]]
-    others = state.index_fill(1, relu, 0)  # the parts within the inputs with one sign of it
+    relu = split[0]  # any ReLU that all parts split
+    signs = state[:, relu]
+    others = state.index_fill(1, relu, 0)  # without this ReLU
     return _covers_ball(others[signs == 1]) and _covers_ball(others[signs == -1])
 
 

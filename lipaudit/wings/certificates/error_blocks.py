@@ -99,8 +99,8 @@ class ErrorBlock:
         # Every old layer becomes m new layers. An entry keeps its coefficient in only one of them:
         # the one of its group among the m groups of the row.
         is_group = groups[..., None] == groups_of_row[:, None]  # (rows, width, m)
-        is_in_layer = is_group.view(*shape, m).movedim(-1, 0)[:, None]  # (m, 1, *shape)
-        coefficients = (self.coefficients * is_in_layer).flatten(0, 1)
+        is_in_layer = is_group.view(*shape, m).movedim(-1, 0).contiguous()  # (m, *shape)
+        coefficients = (self.coefficients * is_in_layer[:, None]).flatten(0, 1)
         numbers = self.numbers[:, groups_of_row].permute(2, 0, 1)  # (m, layers, rows)
         group = torch.arange(row_count, device=groups.device)
         group = group.view(*shape[:-1], 1).expand(shape)

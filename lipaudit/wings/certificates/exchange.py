@@ -132,11 +132,11 @@ def _write_example(example: Sequence[Tensor]) -> str:
 
     Each line has a variable and its value, as in (X_0 0.5); Y are the outputs.
     """
-    lines: list[str] = []
-    for letter, values in zip("XY", example, strict=False):
-        lines += (f"({letter}_{i} {value!r})" for i, value in enumerate(values.tolist()))
-    if not lines:
+    if not example:
         return ""
+    lines = []
+    for letter, values in zip("XY", example, strict=True):
+        lines += [f"({letter}_{i} {value!r})" for i, value in enumerate(values.tolist())]
     content = "\n".join(lines)
     return f"({content})\n"
 

@@ -94,8 +94,7 @@ class SmoothingOptions(MeasureOptions):
             raise UsageError("smoothing needs noise", "Use lipaudit certify --smooth 0.25.")
         eps = self.eps
         if not eps:  # in units of the noise
-            radii = (share * self.smooth for share in (0.5, 1, 2))
-            eps = tuple(parse_radius(f"{radius:.4g}") for radius in radii)
+            eps = tuple(parse_radius(f"{share * self.smooth:.4g}") for share in (0.5, 1, 2))
         digest = None
         if self.denoiser:
             digest = hash_denoiser(self.denoiser)

@@ -162,8 +162,10 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     from lipaudit.measures.rounds import ROUND, Round, make_part, prepare_chunks
 
     steps = kinds.list_steps(options.trials())
-    target = options.find_target(net)
-    notes = (*map(note_source, options.transfer), *texts.note_target(net, target))
+    notes = (
+        *map(note_source, options.transfer),
+        *texts.note_target(net, options.find_target(net)),
+    )
     # Parts of an interrupted run. None: this run cannot be resumed, so incomplete parts are not
     # yielded below.
     incomplete = find_unfinished(batches)
@@ -178,16 +180,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         for run in Round(group, steps, net.classes or 2, prefix).attack():
             complete = len(run.outcomes) > len(steps)  # the clean samples, and one per attack
             if continues and complete:
-                run.outcomes += texts.move_losses(
-                    net,
-                    run.batch,
-                    run.chunk,
-                    tuple(run.outcomes),
-                    target,
-                    box=net.box,
-                    seed=options.seed,
-                    batch_size=options.batch_size,
-                )
+                run.outcomes += list(texts.move_losses(net, run, options))
             if complete or (incomplete is not None and not continues):
                 yield make_part(net, run, options, notes)
 

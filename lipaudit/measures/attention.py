@@ -293,7 +293,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     parts = by_layer(net, batches, reader.read, layers=options.layers, projections=False)
     for number, part in enumerate(parts):
         if reader.windowed:  # layers whose attention stays within windows of a sample (Swin)
-            layers = few([str(index) for index in reader.windowed])
+            layers = few([*reader.windowed])
             note = Note.info(
                 "windows",
                 f"layers {layers} attend within windows of a sample: p_norm is the largest of all "

@@ -415,7 +415,7 @@ def make_section(
         arrays: the values of each sample that rows summarise, (samples, rows).
         others: other attributes of the section.
     """
-    columns: dict[str, tuple[Any, ...]] = {"ids": sample_ids(parts)}
+    columns: dict[str, Any] = {"ids": sample_ids(parts)}
     for name, values in samples.items():
         if hasattr(values, "tolist"):
             # A column of whole numbers stores booleans as 0 and 1.

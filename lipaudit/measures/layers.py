@@ -81,6 +81,7 @@ def by_layer(
             sites = find_layers(net, find_first(batches, batch))
             selected = choose_layers(sites, layers)
             notes = tuple(_note_layers(net, sites, selected))
+        # One piece: the whole batch. If a layer differs between samples: a piece per sample.
         pieces, changes = _read_pieces(read, sites, batch)
         values = {}
         for name in pieces[0]:
@@ -160,9 +161,7 @@ def _join_samples(pieces: Sequence[Tensor]) -> Tensor:
     for piece, lengths in zip(pieces, missing.tolist(), strict=True):
         if any(lengths):
             # `F.pad` takes two numbers for each axis, before and behind, the last axis first.
-            padding: list[int] = []
-            for length in reversed(lengths):
-                padding += [0, length]
+            padding = [n for length in reversed(lengths) for n in (0, length)]
             piece = F.pad(piece, padding, value=torch.nan)
         padded.append(piece)
     return torch.cat(padded)
@@ -185,7 +184,7 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
     for partners, site in calls.items():
         yield Note.warn(
             "in-parts",
-            f"layers {few([str(index) for index in partners])} ({_name_module(site)}, "
+            f"layers {few(partners)} ({_name_module(site)}, "
             f"{site.line}) are separate calls on the same input. They may be parts of one "
             "attention; each table row is one call",
         )
@@ -243,12 +242,9 @@ def _name_layers(sites: Sequence[Site]) -> str:
 
 def note_unread(net: Net, sites: tuple[Site, ...]) -> Iterator[Note]:
     """Note which modules have attention that no layer covers; layer numbers skip them."""
-    modules: Sequence[str] = ()
     # A survey is the search for the attention layers of a model. A model may have several surveys.
     # Take the one that returned this very tuple of layers (`sites`): it also lists such modules.
-    for survey in net.surveys:
-        if survey.sites is sites:
-            modules = survey.unread
+    modules = next((survey.unread for survey in net.surveys if survey.sites is sites), ())
     if modules:
         yield Note.warn(
             "attention-unread",
@@ -354,8 +350,12 @@ def _list_claims(
     balls: Mapping[str, Tensor],
     radii: Sequence[Radius],
 ) -> Iterator[Claim]:
-    """Yield every claim that `require_bounds_hold` checks; the arguments are the same."""
-    exact = values["exact"]
+    """Yield every claim "a norm is at most its bound" that `require_bounds_hold` checks.
+
+    The arguments are the same. Bounds of layers and balls follow from the bound `sharp` of heads,
+    so its record says what to do if one of them is wrong.
+    """
+    exact = values["exact"]  # norms of heads at X, (samples, heads)
 
     # Cached, because all bounds of heads at one radius share it.
     @cache
@@ -365,6 +365,7 @@ def _list_claims(
         A radius r > 0 adds the rounding of bounds in the ball of that radius.
         """
         double = heads.to(torch.float64)
+        # A sample may have several windows: `heads.sample` is the sample of each window.
         error = bound_error(double, exact[heads.sample.cpu()])
         if r:
             error = error + ball_error(double, r)
@@ -384,11 +385,14 @@ def _list_claims(
         errors = bound_rounding().square().sum(1, keepdim=True).sqrt()
         return values["out_norm"] * errors + relative * values["layer_sharp_rss"]
 
+    # Bounds of heads at X.
     for name, record in load_bounds().items():
         yield Claim(name, values[name], exact, bound_rounding, record)
+    # The bound of the layer, the root of the sum of squares (rss) times ||W_O||.
     rss = values["layer_sharp_rss"]
     yield Claim("sharp_rss", rss, values["layer_exact_out"], bound_layer_rounding, SHARP)
-    for name, constants in balls.items():  # (samples, heads, radii)
+    # Bounds in balls, at least the largest norm found there: (samples, heads, radii).
+    for name, constants in balls.items():
         for i, radius in enumerate(radii):
             label = f"{name} at r = {radius.text}"
             rounding = partial(bound_rounding, float(radius))

@@ -41,6 +41,7 @@ def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> 
     """
     import numpy as np
 
+    # The classes, the position of each sample's class among them, and the samples of each class.
     numbers, index, counts = np.unique(label, return_inverse=True, return_counts=True)
     # The class with the most samples first: among classes of equal accuracy, `argmin` takes it.
     order = [i for i in np.argsort(-counts, kind="stable") if counts[i] >= FEWEST_OF_CLASS]

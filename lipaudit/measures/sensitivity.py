@@ -78,7 +78,7 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
     around = inside
     if from_layers:
         around = find_residuals(net, batch, sites, entire=True)
-    cuts: dict[str, Residual] = {}
+    cuts = {}
     for site in chosen:
         block = around[site.index]
         # Several attention layers in one block share the block's output. The output is named after
@@ -214,6 +214,7 @@ def measure_batch(
         "norm": options.norm,
         "seeds": options.list_seeds(batch.ids),
     }
+    # The Jacobian at each sample, with its norm.
     graph = _CutGraph(net, at, cuts)
     linear = graph.whole
     start = at.start
@@ -245,6 +246,7 @@ def measure_batch(
         "around": graph.bypassed,
         "ends": ends,
     }
+    # The loss, or the margins between classes, and the gradients that a page draws.
     labels = batch.y if net.classes is not None else None
     if end.what == "loss":
         values["loss"] = linear.output[:, 0].double().cpu().numpy()
@@ -258,6 +260,7 @@ def measure_batch(
         gradient = steepest.view_as(linear.x)
         of = "margin" if has_margins else "direction"
         facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of)
+    # The shares of heads and blocks in the change of the output along one direction.
     if options.shares:
         if norms.gap is not None:
             values["gap"] = norms.gap.numpy()

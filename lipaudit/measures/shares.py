@@ -233,6 +233,8 @@ def measure_shares(
     modules = {site.index: site.module for site in sites}
     facts = {
         "heads": list_heads(sites),
+        # Branches with a skip connection; layers whose heads could not be separated, and why;
+        # layers whose attention map could not be read.
         "steps": [[step.part, step.layer, step.module] for step in shares.steps],
         "uncut": [[layer, modules[layer], why] for layer, why in shares.missing.items()],
         "whole": list(shares.unsplit),
@@ -409,8 +411,7 @@ def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
         )
     whole = parts[0].facts["whole"]
     if whole:
-        numbers = few([str(layer) for layer in whole])
         yield Note.info(
             "no-pattern",
-            f"attention layers {numbers}: shares of whole heads only, as P could not be read",
+            f"attention layers {few(whole)}: shares of whole heads only, as P could not be read",
         )

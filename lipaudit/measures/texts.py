@@ -6,10 +6,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,6 +34,10 @@ from lipaudit.models.net import Net
 from lipaudit.models.requirements import agree
 from lipaudit.tables import Note
 from lipaudit.tables.trials import COSTS, COUNTED, parse_column
+
+if TYPE_CHECKING:
+    from lipaudit.measures.attack_options import AttackOptions
+    from lipaudit.measures.rounds import ChunkRun
 
 # Column names in a file of changed texts (the second for pairs), as --data reads them.
 COLUMNS = ("text", "text_b")
@@ -186,44 +189,59 @@ def _draft_prompts(
         InputError: the characters of a prompt are unknown, or packing them again gives other ids.
     """
     lexicon = reader.lexicon
-    read = lexicon.read
-    if read is None or not batch.continuations:
+    if lexicon.read is None or not batch.continuations:
         raise _make_mismatch(len(batch))
     # `kinds` has an entry for every token id, so its length is the size of the vocabulary.
     packer = Packer(tokenize, len(lexicon.kinds), batch.limit)
     drafts = []
-    for row, texts, continuations in zip(rows, batch.texts, batch.continuations, strict=True):
-        (prompt,) = texts
-        prompt_ids, continuation_ids = packer.encode(prompt, continuations)
-        # `encode` gives ids only. `read` tokenizes the prompt again and gives the span of every
-        # token, too. White space at the end of a prompt is packed as part of the continuations, so
-        # this space is removed here. WHOLE is more than any number of tokens: nothing is cut.
-        tokens, spans = read((prompt.rstrip(),), WHOLE)
-        ids = tuple(prompt_ids)
-        packed = row.tolist()
-        # The spans belong to `ids` only if both calls found the same tokens. Compare the beginning
-        # only: a tokenizer may end every text with a special token, and a prompt is packed without
-        # this token.
-        if tokens[: len(ids)] != ids or packed != list(packer.pack(prompt, continuations)):
-            continue  # the missing draft is an error below
-        words = lexicon.words(ids, spans[: len(ids)])
-        # Group the spans by word: each word takes as many of the next spans as it has tokens.
-        unused_spans = iter(spans)
-        spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
-        room = packer.find_room(continuation_ids)  # largest number of tokens of the prompt
-        prompt_length = len(ids[-room:])  # packing cuts off the beginning of a long prompt
-        tail = tuple(packed[prompt_length:])  # the ids of the continuations
-        pack = partial(_pack_prompt, packer, continuations)
-        behind = Continuations(continuations, tail, room, pack)
-        drafts.append(Draft(words, source=Source(texts, spans_of_words, batch.limit, behind)))
+    for row, (prompt,), continuations in zip(rows, batch.texts, batch.continuations, strict=True):
+        draft = _draft_prompt(lexicon, packer, prompt, continuations, row.tolist())
+        if draft is not None:
+            drafts.append(draft)
     if len(drafts) < len(rows):
         raise _make_mismatch(len(rows) - len(drafts))
     return drafts
 
 
-def _pack_prompt(packer: Packer, continuations: Sequence[str], prompt: str) -> tuple[int, ...]:
-    """Return the packed ids of a prompt and its continuations."""
-    return tuple(packer.pack(prompt, continuations))
+def _draft_prompt(
+    lexicon: Lexicon,
+    packer: Packer,
+    prompt: str,
+    continuations: tuple[str, ...],
+    packed: Sequence[int],
+) -> Draft | None:
+    """Return a prompt as a draft; None if packing the prompt again does not give its ids.
+
+    Args:
+        lexicon: the vocabulary, with a tokenizer.
+        packer: tokenizes and packs the prompt.
+        prompt: the characters of the prompt.
+        continuations: what a language model scores behind the prompt.
+        packed: the ids of the prompt and its continuations.
+    """
+    assert lexicon.read is not None
+    prompt_ids, continuation_ids = packer.encode(prompt, continuations)
+    ids = tuple(prompt_ids)
+    # `encode` gives ids only. `read` tokenizes the prompt again and gives the span of every token,
+    # too. White space at the end of a prompt is packed as part of the continuations, so this space
+    # is removed here. WHOLE is more than any number of tokens: nothing is cut.
+    tokens, spans = lexicon.read((prompt.rstrip(),), WHOLE)
+    # The spans belong to `ids` only if both calls found the same tokens. Compare the beginning
+    # only: a tokenizer may end every text with a special token, and a prompt is packed without
+    # this token.
+    if tokens[: len(ids)] != ids or list(packed) != list(packer.pack(prompt, continuations)):
+        return None
+    words = lexicon.words(ids, spans[: len(ids)])
+    # Group the spans by word: each word takes as many of the next spans as it has tokens.
+    unused_spans = iter(spans)
+    spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
+    room = packer.find_room(continuation_ids)  # largest number of tokens of the prompt
+    prompt_length = len(ids[-room:])  # packing cuts off the beginning of a long prompt
+    tail = tuple(packed[prompt_length:])  # the ids of the continuations
+    behind = Continuations(
+        continuations, tail, room, lambda text: tuple(packer.pack(text, continuations))
+    )
+    return Draft(words, source=Source((prompt,), spans_of_words, packer.limit, behind))
 
 
 def count_units(texts: Texts) -> dict[str, list[int]]:
@@ -427,34 +445,27 @@ def score_outcome(net: Net, batch: Batch, chunk: Chunk, outcome: Outcome, size: 
     return TextOracle(reader, size)([reader.read(draft) for draft in outcome.drafts])
 
 
-def move_losses(
-    net: Net,
-    batch: Batch,
-    chunk: Chunk,
-    outcomes: Sequence[Outcome],
-    target: int | None,
-    **how: Any,
-) -> Iterator[Outcome]:
+def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Outcome]:
     """Increase the loss of every continuation, right or wrong, with the attacks of each trial.
 
     The attacks that ran before lower the margin, not the loss, and skip samples that are wrong
     already. So each trial gets one more outcome from attacks on the loss. Its points or texts are
     those that broke the sample, or else those with the higher loss. A sample stays robust only if
-    the attacks on the loss do not break it either. With a target, the attacks decrease the loss.
+    the attacks on the loss do not break it either. With a target, the continuation, the attacks
+    decrease the loss.
 
     Args:
         net: the model, which scores continuations (see `models.sources.classifiers`): the first
             score is log p, the log-probability of the continuation.
-        batch: the samples.
-        chunk: the samples, to be attacked.
-        outcomes: outcomes of the attacks before, the clean samples first.
-        target: the class that the attacks aim at: 0, the continuation, or None.
-        how: box, seed and batch size of the attacks.
+        run: a chunk of samples, and the outcomes of all attacks before.
+        options: the options of the attacks.
     """
-    sign = 1 if target is None else -1
-    size = how["batch_size"]
-    correct = outcomes[0].robust
-    last_of_trial = {outcome.trial: outcome for outcome in outcomes if outcome.trial is not None}
+    batch = run.batch
+    chunk = run.chunk
+    sign = 1 if options.target is None else -1
+    size = options.batch_size
+    clean, *attacked = run.outcomes
+    last_of_trial = {outcome.trial: outcome for outcome in attacked if outcome.trial is not None}
     # `end` is the outcome of the attacks that ran before, `top` that of the attacks on the loss.
     for trial, end in last_of_trial.items():
         texts = chunk.texts
@@ -465,7 +476,9 @@ def move_losses(
         # Attacks need a classifier. In this one, the label of all samples is class 0.
         relabelled = replace(chunk, y=torch.zeros_like(chunk.y), texts=texts)
         # The first outcome is that of the clean samples.
-        _, *climbs = evaluate_chunk(model, relabelled, [trial], **how)
+        _, *climbs = evaluate_chunk(
+            model, relabelled, [trial], box=net.box, seed=options.seed, batch_size=size
+        )
         top = climbs[-1]
         scores = score_outcome(net, batch, chunk, end, size)
         top_scores = score_outcome(net, batch, chunk, top, size)
@@ -473,14 +486,16 @@ def move_losses(
         # If only `top` broke the sample, `top` always replaces `end`.
         right = top_scores.argmax(1) == chunk.y  # not broken at `top`
         higher = sign * top_scores[:, 0] < sign * scores[:, 0]  # lower log p, with sign 1
-        only_end_broke = correct & ~end.robust & right
+        only_end_broke = clean.robust & ~end.robust & right
         only_top_broke = end.robust & ~right
         replaced = higher & ~only_end_broke | only_top_broke
         costs = {what: sum(getattr(outcome, what) for outcome in climbs) for what in COSTS}
-        yield replace(_choose(replaced, top, end), robust=end.robust & right, notes=(), **costs)
+        yield replace(
+            _merge_outcomes(replaced, top, end), robust=end.robust & right, notes=(), **costs
+        )
 
 
-def _choose(chosen: Tensor, one: Outcome, other: Outcome) -> Outcome:
+def _merge_outcomes(chosen: Tensor, one: Outcome, other: Outcome) -> Outcome:
     """Return an outcome with the points or texts of `one` where `chosen`, else those of `other`.
 
     Args:

@@ -307,6 +307,7 @@ def _find_products(heads: Heads) -> dict[str, Product]:
     import torch
 
     products = {}
+    # How q, k and v depend on the input: weights, (heads, D, d), and the kind of map.
     q = heads.to_q
     k = heads.to_k
     v = heads.to_v

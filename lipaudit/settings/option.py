@@ -278,20 +278,32 @@ class Settings(BaseModel):
         try:
             settings = kind.model_validate(accepted)
         except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            name = ""
-            if first["loc"]:  # the field first, then the position inside its value
-                name = str(first["loc"][0])
-            reason = first["msg"].removeprefix("Value error, ")
-            reason = reason.replace("Input should be", "it must be")
-            words = known[name].values() if name in known else ()
-            value = first["input"]
-            if isinstance(value, Path):
-                value = str(value)  # as typed: not PosixPath('...')
-            advice = suggestion(str(value), words, "")
-            raise UsageError(f"{spell(name)}: {value!r}: {reason}", advice) from None
+            name, reason, advice = _explain_invalid(error, known)
+            raise UsageError(f"{spell(name)}: {reason}", advice) from None
         settings._configured = frozenset(configured)
         return settings
+
+
+def _explain_invalid(
+    error: pydantic.ValidationError, known: Mapping[str, Option]
+) -> tuple[str, str, str]:
+    """Return the first field that does not accept its value, the reason, and advice.
+
+    Args:
+        error: the error of pydantic.
+        known: the options by the names of their fields.
+    """
+    first = error.errors()[0]
+    name = ""
+    if first["loc"]:  # the field first, then the position inside its value
+        name = str(first["loc"][0])
+    reason = first["msg"].removeprefix("Value error, ")
+    reason = reason.replace("Input should be", "it must be")
+    value = first["input"]
+    if isinstance(value, Path):
+        value = str(value)  # as typed: not PosixPath('...')
+    words = known[name].values() if name in known else ()
+    return name, f"{value!r}: {reason}", suggestion(str(value), words, "")
 
 
 def _write_text(value: Any) -> Any:

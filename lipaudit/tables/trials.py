@@ -116,18 +116,25 @@ def parse_range(text: str) -> tuple[Radius, ...]:
         advice = "Write it as START:STOP:COUNT, for example 0:8/255:9, with START below STOP"
         advice += f" and a COUNT from 2 to {_MOST}."
         raise UsageError(f"{text!r} is not a range of radii", advice)
-    # Radii between the ends are spelled with the denominator of STOP, if it has one: 2/255.
-    _, slash, divisor = stop.text.partition("/")
     step = (stop.value - start.value) / (count - 1)
     inside = []
     for i in range(1, count - 1):
         value = start.value + i * step
-        numerator = value * Fraction(divisor or 1)
-        spelling = str(value)
-        if 10**6 % numerator.denominator == 0:  # at most six decimals
-            spelling = f"{float(numerator):.15g}{slash}{divisor}"
-        inside.append(Radius(spelling, value))
+        inside.append(Radius(_spell_like(stop.text, value), value))
     return (start, *inside, stop)
+
+
+def _spell_like(text: str, value: Fraction) -> str:
+    """Return a radius as text, with the denominator of another radius, if that has one.
+
+    >>> _spell_like("8/255", Fraction(2, 255)), _spell_like("0.2", Fraction(2, 15))
+    ('2/255', '2/15')
+    """
+    _, slash, divisor = text.partition("/")
+    numerator = value * Fraction(divisor or 1)
+    if 10**6 % numerator.denominator == 0:  # the numerator has at most six decimals
+        return f"{float(numerator):.15g}{slash}{divisor}"
+    return str(value)
 
 
 def _read_radius(text: str) -> Radius | None:

@@ -78,7 +78,7 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
     around = inside
     if from_layers:
         around = find_residuals(net, batch, sites, entire=True)
-    cuts = {}
+    cuts: dict[str, Residual] = {}
     for site in chosen:
         block = around[site.index]
         # Several attention layers in one block share the block's output. The output is named after

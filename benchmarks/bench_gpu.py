@@ -32,7 +32,7 @@ from benchmarks.shared.flops import Flops
 from benchmarks.shared.models import batch_of, loaded
 from benchmarks.shared.timing import resident, spread
 from lipaudit.measures import load_measures
-from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.attack_options import AttackOptions
 from lipaudit.measures.attention import AttentionOptions
 from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions

@@ -37,7 +37,7 @@ from benchmarks.shared.drawing import curves, standalone
 from benchmarks.shared.models import RANDOM, batch_of
 from benchmarks.shared.timing import cpu_seconds, least, resident, short, spread
 from lipaudit.measures import load_measures
-from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.attack_options import AttackOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.report.blocks import Series

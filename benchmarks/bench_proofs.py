@@ -145,7 +145,7 @@ def measure(asked: argparse.Namespace, seed: int) -> Round:
     x, y = (t[: asked.samples] for t in draw_images("test", seed))
     plain = {"clean (%)": 100 * float((model(x).argmax(1) == y).double().mean())}
     # A limit in CPU seconds: the search asks the time of this clock.
-    branch.time = SimpleNamespace(monotonic=cpu_clock)
+    branch.time = SimpleNamespace(monotonic=cpu_clock)  # type: ignore[attr-defined]
     for k in asked.eps:
         eps, where = k / 255, f"at {k:g}/255"
         stands = survivors(model, x, y, eps)

@@ -31,7 +31,7 @@ from lipaudit.gate.statistics import (
 )
 from lipaudit.measures import layouts
 from lipaudit.measures.attack import ATTACK_TABLE
-from lipaudit.measures.bounds import BOUNDS_TABLE
+from lipaudit.measures.bound_tables import BOUNDS_TABLE
 from lipaudit.tables import Array, Data, Model, Report, Run
 from lipaudit.tables.columns import reduce_values
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.shared.study import Pair, cells, heading, nearest, rho, scatter, sections
 from lipaudit.data.arrays import load_arrays
 from lipaudit.data.batch import Batch, identify_samples
-from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.attack_options import AttackOptions
 from lipaudit.measures.attention import AttentionOptions
 from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions

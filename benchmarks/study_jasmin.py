@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.shared.demos import STANDARD, load_shipped, train_demo
 from benchmarks.shared.study import change, sections
-from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.attack_options import AttackOptions
 from lipaudit.measures.attention import AttentionOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.net import Net

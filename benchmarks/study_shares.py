@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.shared.demos import RECIPES, STANDARD, load_shipped, train_demo
 from benchmarks.shared.study import cells, heading, sections
 from lipaudit.data.batch import Batch
-from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.attack_options import AttackOptions
 from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.net import Net

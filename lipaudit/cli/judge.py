@@ -422,7 +422,7 @@ def _plan_again(
             text = f"{flag(min(given))} needs a section {measure} in the baseline"
             raise UsageError(text, "Leave it out.")
     # After the check: examples that nobody typed must not be refused as an option without effect.
-    moved["attack"] = {"transfer": examples}
+    moved.setdefault("attack", {})["transfer"] = examples
     measures = {}
     counts = {}
     for section in baseline.main_sections:

@@ -31,17 +31,20 @@ KEPT_DAYS = 30
 def write(path: Path, content: bytes) -> None:
     """Write a file atomically: under another name, then rename it.
 
+    A link stays a link: the file that it points to is written.
+
     Raises:
         EvaluationError: the file cannot be written.
     """
     temporary = None
+    target = _follow_links(path)
     try:
         # In the same folder: a rename is atomic only within one file system.
-        with tempfile.NamedTemporaryFile(dir=path.resolve().parent, delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
             temporary = Path(file.name)
             file.write(content)
         temporary.chmod(ordinary_mode())
-        temporary.replace(path)
+        temporary.replace(target)
     except OSError as error:
         raise EvaluationError(
             f"cannot write {path}: {error.strerror}", "Free disk space, or choose another place."
@@ -57,7 +60,7 @@ def require_writable(path: Path) -> None:
     Raises:
         UsageError: the path is a folder, or its folder is missing or not writable.
     """
-    folder = path.resolve().parent
+    folder = _follow_links(path).parent
     text = f"cannot write {path}:"
     if path.is_dir():
         raise UsageError(f"{text} it is a folder", "Give a file in that folder.")
@@ -78,7 +81,7 @@ def require_folder(path: Path) -> None:
     Raises:
         UsageError: the path is a file, or its parent is not writable.
     """
-    nearest = path.resolve()  # the directory, or the nearest one above it that exists
+    nearest = _follow_links(path)  # the directory, or the nearest one above it that exists
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     text = f"cannot write to {path}"
@@ -86,6 +89,12 @@ def require_folder(path: Path) -> None:
         raise UsageError(f"{text}: {nearest} is a file", "Give a directory.")
     if not os.access(nearest, os.W_OK):
         raise UsageError(text, "Choose a directory that you can write to.")
+
+
+def _follow_links(path: Path) -> Path:
+    """Return the path that links lead to; of links in a circle, the first one."""
+    # Before Python 3.13 `Path.resolve` raises an error on a circle.
+    return Path(os.path.realpath(path))
 
 
 def ordinary_mode() -> int:

@@ -328,7 +328,7 @@ def _write_notes(
             "forward-error",
             f"the logits of {int((error > NOTABLE).sum())} heads are large for their precision. "
             "Rounding in the forward pass may have changed their norms by up to "
-            f"{error.max():.1g} (an estimate). For higher accuracy, use --dtype float64",
+            f"{error.max():.1g} (an estimate). If the model runs in float32, use --dtype float64",
         )
     yield from _note_missing_bounds(measured, facts["reasons"], options)
 

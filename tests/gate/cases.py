@@ -7,7 +7,7 @@ import numpy as np
 from lipaudit.gate.rules import parse_rule
 from lipaudit.measures import layouts
 from lipaudit.measures.attack import ATTACK_TABLE
-from lipaudit.measures.bounds import BOUNDS_TABLE
+from lipaudit.measures.bound_tables import BOUNDS_TABLE
 from lipaudit.measures.jacobian import JACOBIAN_TABLE
 from lipaudit.tables import Array, Data, Model, Report, Run
 from lipaudit.tables.trials import parse_radius

@@ -115,8 +115,11 @@ def test_ill_conditioned_heads_pass(name, size, factors):
                     0.1 * torch.randn(p.shape, generator=generator)
                 )
         how = {"data": x, "input_shape": (3, 64, 64), "dtype": "float64"}
-        rows = measure(model, "bounds", **how).section("bounds").rows
-        assert factor > 3 or any(row.sharp is not None for row in rows)
-        for row in rows:
+        section = measure(model, "bounds", **how).section("bounds")
+        has_bounds = any(row.sharp is not None for row in section.rows)
+        # Beyond factor 1.5, no layer may be left whose logits float64 resolves.
+        refused = [n.text for n in section.notes if n.code == "no-closed-form"]
+        assert has_bounds or (factor > 1.5 and "cannot resolve its attention map" in refused[0])
+        for row in section.rows:
             if row.sharp is not None:
                 assert row.exact <= row.sharp * (1 + 1e-10)

@@ -117,10 +117,10 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
     structure = capture.Structure(q, k, v, joint, out=None)
     heads, parts = capture.add_inputs(structure, attention, call, batch, relative)
     if forward_error(heads).amax() > capture.HOPELESS:
-        raise NotClosedForm(
-            f"its logits are so large that {call.q.dtype} cannot resolve its attention map; "
-            "use --dtype float64"
-        )
+        reason = f"its logits are so large that {call.q.dtype} cannot resolve its attention map"
+        if call.q.dtype != torch.float64:
+            reason += "; use --dtype float64"
+        raise NotClosedForm(reason)
     if not capture.matches_autograd(heads, parts, call):
         raise NotClosedForm("its closed form disagrees with autograd")
     return structure

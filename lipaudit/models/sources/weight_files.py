@@ -59,9 +59,11 @@ def holds_weights(path: Path) -> bool:
     if path.suffix == PROGRAM or tarfile.is_tarfile(path):
         return False
     # torch.save writes an archive with data.pkl; older versions write a bare pickle.
-    if zipfile.is_zipfile(path):
+    try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("data.pkl") for name in archive.namelist())
+    except zipfile.BadZipFile:
+        pass  # no archive, or a damaged one
     # A pointer of git-lfs stands for the file: reading it explains how to fetch the weights.
     return _begins_with(path, PICKLE) or _begins_with(path, POINTER)
 

@@ -1,7 +1,9 @@
 """Files of weights as training code of others writes them."""
 
 import tarfile
+import zipfile
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -140,3 +142,13 @@ def test_a_file_that_holds_no_weights_gets_the_advice_of_its_kind(name, advice, 
         load_net(str(tmp_path / name), LoadOptions(arch=ARCH))
     assert advice in refused.value.advice
     assert f"{name}:FUNCTION" not in refused.value.advice or name.endswith(".py")
+
+
+def test_a_damaged_archive_holds_no_weights(tmp_path):
+    file = tmp_path / "m.npz"
+    np.savez(file, x=np.zeros(3))
+    damaged = file.read_bytes().replace(b"PK\x01\x02", b"PK\x00\x02")  # the list of its files
+    file.write_bytes(damaged)
+    assert zipfile.is_zipfile(file)
+    with pytest.raises(InputError, match="is not a file of weights"):
+        load_net(str(file), LoadOptions(arch=ARCH))

@@ -11,6 +11,7 @@ from typing import get_args
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.report.blocks import (
     Block,
+    Cells,
     Chapter,
     Document,
     Paragraph,
@@ -33,16 +34,17 @@ GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
 ALONE = 6
 """Rules with at most this many rows are listed row by row."""
 MOST = 8
-"""Largest number of verdicts listed line by line for a rule, and of failures on a page."""
+"""Largest number of verdicts listed line by line for a rule."""
 PASSED = ("pass (proven)", "pass", "unchanged")
 TEXTS = pick_columns(
     "baseline",
     "current",
     paired="paired change",
     limits="limits",
-    samples="samples",
-    change="change",
     rule="rule",
+    samples="samples",
+    needed="samples needed",
+    change="change",
 )
 VERDICTS = pick_columns("verdict", "figure") | TEXTS
 IN_GATE = {1: "regressed", 2: "improved", GREY: "neither"}
@@ -176,34 +178,33 @@ def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
 
 
 def _show_verdicts(judgement: Judgement) -> list[Block]:
-    """Return a picture, sentences on verdicts that do not pass, and a table of all verdicts."""
+    """Return a picture, a table of all verdicts, and remarks."""
     groups = [*_group_verdicts(judgement)]
     verdicts = []
     for _, listed, _ in groups:
         verdicts += listed
     verdicts.sort(key=lambda v: (rank_verdict(judgement, v), GRAVEST.index(v.status)))
-    rows = []
-    points = []
+    rows = list[Cells]()
+    notes = []
     for verdict in verdicts:
         row = {
             "verdict": f"{_choose_mark(judgement, verdict)} {verdict.status}",
             "rule": verdict.rule,
             "figure": verdict.reason or verdict.subject,
+            "needed": verdict.samples_needed,
         }
         rows.append(row | verdict.texts)
-        if verdict.remark or rank_verdict(judgement, verdict) < 2:
-            points.append(("", write_arrows(verdict.line), ""))
+        if verdict.remark:
+            notes.append(("note", f"{verdict.subject}: {verdict.remark}", ""))
     for rule, _, passed in groups:
         for status, count in passed.items():
-            row = {"verdict": status, "rule": rule, "figure": f"{count} rows"}
-            rows.append(dict.fromkeys(TEXTS, "") | row)
+            counted = {"verdict": status, "rule": rule, "figure": f"{count} rows"}
+            rows.append(dict.fromkeys(TEXTS, "") | counted)
     found = draw_changes(((v.subject, v) for v in verdicts), words=IN_GATE)
     if found:
         found.insert(0, Paragraph(OF_PAIRED))
-    if points:
-        found.append(Points(points[:MOST]))
     found += tabulate_rows(VERDICTS, rows)
-    notes = [("note", text, "") for text in judgement.notes]
+    notes += [("note", text, "") for text in judgement.notes]
     if judgement.predictions is not None:
         notes.insert(0, ("predictions", write_movement(judgement.predictions), ""))
     if notes:

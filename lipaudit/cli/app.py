@@ -476,8 +476,8 @@ def _read_parameters(function: Callable[..., None]) -> _CommandParameters:
     command has a parameter for each option of a group.
     """
     hints = get_type_hints(function, include_extras=True)
-    groups: dict[str, type[Settings]] = {}
-    plain: list[inspect.Parameter] = []
+    groups = {}
+    plain = []
     options: list[inspect.Parameter] = []
     rare = {"config"}
     for parameter in inspect.signature(function).parameters.values():

@@ -248,7 +248,7 @@ def _measure_models(
     from lipaudit.cli.progress import OnStderr
     from lipaudit.report import of_reports, render
 
-    reports: dict[str, Report] = {}
+    reports = {}
     models = [request.model for request in requests]
     with OnStderr(terminal) as observer:
         audits = api.run_audits(models, requests, observer=observer)

@@ -144,7 +144,7 @@ def emit(
     stdout, files = check_outputs(output, subject.forms, writable=not print_always)
     if files or output.format:
         gc.enable()  # `main` disabled it, and pages have pictures, whose garbage is large
-    failures: list[EvaluationError] = []
+    failures = []
     # Files first: a pipe without a reader must not prevent them.
     for path, format in files.items():
         try:

@@ -83,7 +83,7 @@ def _explain_topics(topics: Iterable[Topic]) -> list[str]:
     from lipaudit.report.topics import FORMULA
 
     lines: list[str] = []
-    printed: set[str] = set()
+    printed = set()
     # Topics with equal meanings are in one line; a paragraph of several is printed once.
     for meaning, alike in group_values((topic.meaning, topic) for topic in topics).items():
         if lines:

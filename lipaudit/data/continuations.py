@@ -283,8 +283,8 @@ def _read_questions(
         The question of each row, by index; the most frequent number of continuations; the reason
         for each refused row, by index.
     """
-    questions: dict[int, Question] = {}
-    faults: dict[int, str] = {}
+    questions = {}
+    faults = {}
     for i, row in rows.items():
         try:
             questions[i] = form.read_question(row)

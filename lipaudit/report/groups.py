@@ -55,7 +55,7 @@ def show_groups(report: Report) -> list[Block]:
         column = find_column(first.metric)
         if first.metric.endswith(":mean"):  # the mean of yes-or-no values (1 and 0) is a share
             column = replace(column, format=".1%")
-        rows = list[Cells]()
+        rows = []
         for figure in figures[:MOST]:
             row: Cells = {
                 "group": figure.group,
@@ -92,8 +92,8 @@ def show_group_changes(pair: Pair, most: int) -> list[Block]:
     found = list[Block]()
     figures = group_values(((v.metric, v.name), v) for v in list_distinct(pair.groups))
     for verdicts in figures.values():
-        rows = list[Cells]()
-        proven = set[int]()
+        rows = []
+        proven = set()
         for i, verdict in enumerate(verdicts[:most]):
             row = read_verdict(verdict)
             rows.append(row)

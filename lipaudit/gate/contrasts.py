@@ -444,30 +444,20 @@ def _contrast(
         ids: the ids of the samples; empty if the values do not belong to samples.
         tol: relative accuracy of norms; smaller changes count as no change.
     """
-    first = old.points[name]
-    last = new.points[name]
     paired = name in old.pairs and name in new.pairs
-    if paired:
-        before = old.pairs[name]
-        now = new.pairs[name]
-        # The printed values become medians over the tested samples, so that they agree with the
-        # tested change.
-        if rule.stat == "each" and not readings.is_mean(rule):
-            first = float(np.median(before))
-            last = float(np.median(now))
-    else:
-        before = np.array([first])
-        now = np.array([last])
-    worse = _compute_change(rule, before, now)  # positive is worse
+    first = _read_figure(rule, name, old, paired)
+    last = _read_figure(rule, name, new, paired)
+    before = old.pairs[name] if paired else np.array([first])
+    now = new.pairs[name] if paired else np.array([last])
     same = _are_same(rule, before, now, tol)
+    worse = _compute_change(rule, before, now)  # positive is worse
     if paired:
         evidence = _test_change(rule, before, now, worse)
     else:
-        stacked = _stack_rows(old, new)  # old and new, each (rows, samples)
-        if stacked is None or rule.stat == "each":
+        reduced = _reduce_rows(rule, old, new)
+        if reduced is None:  # no values per sample: no test
             return Contrast(name=str(name), old=first, new=last, same=same)
-        # The statistic over the rows, for each sample.
-        before, now = (reduce_values(rule.stat, each, axis=0) for each in stacked)
+        before, now = reduced
         worse = _compute_change(rule, before, now)
         evidence = statistics.judge_median(worse)
     # A section without ids may still have values for each sample: then no ids are stored.
@@ -485,6 +475,17 @@ def _contrast(
     )
 
 
+def _read_figure(rule: Rule, name: Key, values: RuleValues, paired: bool) -> float:
+    """Return the printed value of a row or column.
+
+    If each row is tested sample by sample, it is the median over these samples, so that it agrees
+    with the tested change.
+    """
+    if paired and rule.stat == "each" and not readings.is_mean(rule):
+        return float(np.median(values.pairs[name]))
+    return values.points[name]
+
+
 def _are_same(rule: Rule, before: Values, now: Values, tol: float) -> bool:
     """Say whether old and new values, (samples,), are equal within their relative accuracy."""
     if rule.column in FLAGS and rule.per_sample:  # yes or no
@@ -495,21 +496,26 @@ def _are_same(rule: Rule, before: Values, now: Values, tol: float) -> bool:
     return bool(np.isclose(now, before, rtol=tol, atol=slack).all())
 
 
-def _stack_rows(old: RuleValues, new: RuleValues) -> tuple[Values, Values] | None:
-    """Return old and new values, each (rows, samples), of the rows that both reports have.
+def _reduce_rows(rule: Rule, old: RuleValues, new: RuleValues) -> tuple[Values, Values] | None:
+    """Return the statistic over rows (such as the median norm of heads) for each sample.
 
-    A row counts if its value is finite for every sample in both; None if there is no such row.
+    Rows count if their values are finite for every sample in both reports.
+
+    Returns:
+        The old and the new statistic, (samples,) each. None if no row counts, or if the rule
+        judges each row by itself.
     """
-    before = []
+    before = []  # (rows, samples)
     now = []
     for row, old_values in old.pairs.items():
         new_values = new.pairs.get(row)
         if new_values is not None and np.isfinite((old_values, new_values)).all():
             before.append(old_values)
             now.append(new_values)
-    if not before:
+    if not before or rule.stat == "each":
         return None
-    return np.stack(before), np.stack(now)
+    old_figures = reduce_values(rule.stat, np.stack(before), axis=0)
+    return old_figures, reduce_values(rule.stat, np.stack(now), axis=0)
 
 
 def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidence:

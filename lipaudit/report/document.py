@@ -306,12 +306,10 @@ class SampleColumn:
         elif column.format not in cells.UNMEASURED:
             typical = cells.format_value(middle(known), column)
         if column.better and kind not in FLAGS and finite([value]):
-            # The worst comes first: larger is worse if lower is better.
-            if column.better == "lower":
-                worse = [other for other in known if other > value]
-            else:
-                worse = [other for other in known if other < value]
-            rank = f"{len(worse) + 1} of {len(known)}"
+            # Multiplied by this sign, larger values are worse.
+            sign = 1 if column.better == "lower" else -1
+            worse = sum(sign * other > sign * value for other in known)
+            rank = f"{worse + 1} of {len(known)}"
         label = cells.write_math(column.label)
         if trial:
             label += f", {trial}"

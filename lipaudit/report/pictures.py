@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import fmean, median
@@ -180,7 +180,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         sections: the section of attacks of one report (named "") or of several models.
     """
     for model, section in sections.items():
-        samples = section.samples
+        samples: Mapping[str, Any] = section.samples
         if "label" not in samples or "loss" in samples:  # scored texts have no classes
             continue
         # The per-sample columns of yes and no: `correct` without attack, and one for each ball.
@@ -196,23 +196,28 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         for ball in flags:
             columns.setdefault(ball, replace(section.columns["robust"], label=ball))
         # The indices of the samples of each class; repeated samples are left out.
-        places: dict[Any, list[int]] = {}
-        for i, sample in enumerate(section.ids):
-            if not is_repeat(sample):
-                places.setdefault(samples["label"][i], []).append(i)
+        distinct = (i for i, sample in enumerate(section.ids) if not is_repeat(sample))
+        classes = group_values((samples["label"][i], i) for i in distinct)
         lines = []
-        for label, members in sorted(places.items()):
-            n = len(members)
-            line = {"class": section.classes.get(label, str(label)), "samples": n}
-            for ball, column in flags.items():
-                # 0 means broken. None means that some attacks did not run before a time limit:
-                # such a sample counts as robust.
-                robust = sum(samples[column][i] != 0 for i in members)
-                low, high = wilson(robust, n)
-                line[ball] = cells.format_with_limits(robust / n, low, high, columns[ball])
+        for label, members in sorted(classes.items()):
+            line = {"class": section.classes.get(label, str(label)), "samples": len(members)}
+            for ball, name in flags.items():
+                line[ball] = _count_robust([samples[name][i] for i in members], columns[ball])
             lines.append(line)
         title = add_model(model, "How accurate is each class?")
         yield from tabulate_rows(columns, lines, title, folded=True)
+
+
+def _count_robust(flags: Sequence[object], column: Column) -> str:
+    """Return the share of samples that are not broken, with its limits.
+
+    0 means broken. None means that some attacks did not run before a time limit: such a sample
+    counts as robust.
+    """
+    robust = sum(flag != 0 for flag in flags)
+    low, high = wilson(robust, len(flags))
+    text: str = cells.format_with_limits(robust / len(flags), low, high, column)
+    return text
 
 
 def draw_depth(sections: Sections) -> Iterator[Curve]:

@@ -47,16 +47,21 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
     if not rows:
         return
     first, *others = largest(rows, "exact", len(rows))
-    errors = finite(row.within for row in others if _can_reach(row, first.exact))
+    # The proven errors of the other heads that may be as steep.
+    errors = []
+    for row in others:
+        if finite([row.within]) and row.exact * (1 + row.within) >= first.exact:
+            errors.append(row.within)
     name = f"{first.layer}.{first.head}"
+    ties = ""
     if errors:
-        name += f" and {len(errors)} more within {max(errors):.1%}"
+        ties = f" and {len(errors)} more within {max(errors):.1%}"
     text = f"head {name}"
     shares = report.section("jacobian.shares")
-    shares_of_heads = shares.rows if shares else ()  # the measure of shares may not have run
-    for row in shares_of_heads:
+    for row in shares.rows if shares else ():  # the measure of shares may not have run
         if (row.layer, row.head) == (first.layer, first.head) and finite([row.share]):
             text += f" (carries {row.share:.1%})"
+    text += ties
     if others:
         listed = []
         for row in others[:NEXT]:
@@ -64,13 +69,11 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
         middle = format_significant(median(row.exact for row in rows))
         text += f"; next {', '.join(listed)}; median {middle}"
     text += count_measured(section, report)
-    sentence = f"Steepest attention head: {name} (‖J‖ {format_significant(first.exact)})."
+    norm = f"‖J‖ {format_significant(first.exact)}"
+    if section.ids:
+        norm += f", median of {len(section.ids)} samples"
+    sentence = f"Steepest attention head: {name}{ties} ({norm})."
     yield headline.row(section, first.exact, text=text, sentence=sentence)
-
-
-def _can_reach(row: Row, norm: float) -> bool:
-    """Say whether the norm of a head may be this large, given its proven error."""
-    return bool(row.within) and row.exact * (1 + row.within) >= norm
 
 
 def read_tightest(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
@@ -81,8 +84,7 @@ def read_tightest(headline: Headline, section: Section, report: Report) -> Itera
     found = list_ratios(section.columns, section.rows)
     if not found:
         return
-    best = next(iter(found))
-    logs = found[best]
+    best, logs = next(iter(found.items()))
     text = f"of ‖J‖, {len(logs)} heads, largest {_write_ratio(max(logs))}"
     for name, of_bound in found.items():
         column = section.columns[name]

@@ -185,7 +185,8 @@ JACOBIAN_TABLE = Layout(
     ),
     display=Display(
         about="Jacobian norm ‖J‖: by how much a small change of a sample can grow in the model's "
-        "output, in the worst direction.",
+        "output, in the worst direction. A norm may be too low by the share in the column within "
+        "(99.9% confidence).",
         columns=(
             *("from", "to", "module", "norm", "mean", "median", "p95", "max"),
             *("within", "samples", "converged"),
@@ -325,10 +326,9 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
         JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=of_norms
     )
     if options.norm == "inf":
-        columns_of_samples = dict(section.sample_columns)
-        radius = replace(columns_of_samples[RADIUS], label="first-order radius, linf")
-        columns_of_samples[RADIUS] = radius
-        section = section.model_copy(update={"sample_columns": columns_of_samples})
+        radius = replace(section.sample_columns[RADIUS], label="first-order radius, linf")
+        described = section.sample_columns | {RADIUS: radius}
+        section = section.model_copy(update={"sample_columns": described})
     output = "margin" if options.direction == "margin" else parts[0].facts["to"]
     return [section, *summarise_shares(parts, options, arrays["norm"], output)]
 

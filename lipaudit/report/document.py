@@ -72,10 +72,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     chapters += blocks.list_steps(opening.suggest_steps(report, figures))
     chapters += compare_with_known(report, figures)
     # The top of the page shows these notes, so the chapters leave them out.
-    shown = opening.list_common_notes(report)
-    for section in report.sections:
-        shown += [note for note in section.notes if note.level == "warning"]
-    chapters += harmonise(list_chapters([report], shown))
+    chapters += harmonise(list_chapters([report], opening.list_common_notes(report)))
     groups = show_groups(report)
     if groups:
         chapters.append(Chapter("groups", "Which groups fare worse?", groups))

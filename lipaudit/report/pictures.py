@@ -170,7 +170,8 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
         if series:
             title = f"How many samples survive attacks, {norm}"
             ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
-            yield Curve(title, columns["eps"], accuracy, series, ticks=ticks)
+            radius = replace(columns["eps"], label=f"eps ({norm})")
+            yield Curve(title, radius, accuracy, series, ticks=ticks)
 
 
 def list_classes(sections: Sections) -> Iterator[Table]:

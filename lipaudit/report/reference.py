@@ -31,9 +31,9 @@ COMPARED = {
 They tell demo:robust from demo. The other figures of the file differ by less than 10%.
 """
 ABOUT = (
-    "Each model on its own data (docs/reference.md). A column is here if it tells demo:robust "
-    "(78.1% robust at linf 0.1) from demo (7.8%). Left out, as both have nearly the same value: "
-    "sensitivity via attention maps, median head, fragile rows, bound / norm."
+    "Each model on its own data (docs/reference.md). Only figures that differ between demo:robust "
+    "(78.1% robust at linf 0.1) and demo (7.8%) are compared. Sensitivity via attention maps, the "
+    "median head, fragile rows and bound / ‖J‖ are nearly the same in both."
 )
 
 

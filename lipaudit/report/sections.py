@@ -59,7 +59,7 @@ def show_section(section: Section, shown: Collection[Note] = ()) -> list[Block]:
 
     Args:
         section: the section; a failed one shows its reason.
-        shown: notes that the page already shows.
+        shown: notes besides warnings that the page already shows.
     """
     parts = [*show_sections({"": section})]
     if section.failure is not None:
@@ -72,7 +72,9 @@ def show_section(section: Section, shown: Collection[Note] = ()) -> list[Block]:
     settings = list_settings(section)
     if settings:
         result.append(Paragraph(f"Settings: {'; '.join(settings)}."))
-    result += blocks.list_notes(note for note in section.notes if note not in shown)
+    # The top of the page shows all warnings.
+    notes = [note for note in section.notes if note.level != "warning" and note not in shown]
+    result += blocks.list_notes(notes)
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -358,18 +358,14 @@ def log10_ratio(row: Row, bound: str) -> float | None:
     return None
 
 
-def list_ratios(columns: Mapping[str, Column], rows: Iterable[Row]) -> dict[str, list[float]]:
+def list_ratios(columns: Mapping[str, Column], rows: Sequence[Row]) -> dict[str, list[float]]:
     """Return log10(bound / exact norm) of the heads for each bound that has some.
 
     The closest bound comes first: its median over the heads is the smallest.
     """
-    heads = list(rows)
-    found = {
-        name: finite(log10_ratio(row, name) for row in heads) for name in find_bounds(columns)
-    }
-    known = [name for name, ratios in found.items() if ratios]
-    known.sort(key=lambda name: median(found[name]))
-    return {name: found[name] for name in known}
+    found = {name: finite(log10_ratio(row, name) for row in rows) for name in find_bounds(columns)}
+    known = [(median(ratios), name) for name, ratios in found.items() if ratios]
+    return {name: found[name] for _, name in sorted(known)}
 
 
 def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:

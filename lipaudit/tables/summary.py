@@ -295,8 +295,8 @@ def describe_survivors(figure: Row, attacks: Sequence[str], report: Report) -> R
     if figure.low is None and figure.high is not None:  # an upper limit alone: not all attacks ran
         sentence = f"At most {sentence}"
     elif figure.low is not None:
-        limits = format_limits(figure.low, figure.high, describe_figure(figure))
-        sentence += f" (95% CI {limits})"
+        limits, _, _ = figure.text.partition(", ")  # the text begins with the limits
+        sentence += f" ({limits})"
     return figure.replace(sentence=sentence)
 
 

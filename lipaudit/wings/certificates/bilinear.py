@@ -43,6 +43,10 @@ long as the product itself."""
 _MOST_COEFFICIENTS = 2**24
 """Largest number of coefficients of new symbols in a tensor of the values of an attention."""
 
+FactorPairs = Sequence[tuple[Tensor, Tensor]]
+"""One or two pairs of radii of attention weights, (*b, queries, keys), and of coefficients of
+values, (symbols, *b, keys, channels): products of both may get a symbol."""
+
 
 def matmul(x: Any, y: Any) -> Form:
     """Return the form of x @ y, where one or both factors are forms; axes as in torch.matmul.
@@ -137,7 +141,7 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
     x_radius = round_up(x.symbol_radius + x.slack)
     y_radius = round_up(y.symbol_radius + y.slack)
     radius = f(x_radius, y_size + y_radius) + f(x_size, y_radius)  # bounds all but f(c_x, c_y)
-    remainder, new_blocks = _bound_deviations(x, y, f, radius)
+    remainder = _bound_deviations(x, y, f, radius)
     if symbols.order == 2:
         _add_linear_product(dense, x, y, f, remainder.is_product_kept)
     # The slack of each factor times the centre of the other, and the rest of f(dx, dy).
@@ -146,13 +150,11 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
     # The centre of the result is its value with all symbols 0. Then x and y are at their centres,
     # so dx = -centre_shift, and c_x c_y + dx c_y + c_x dy is the following difference.
     centre = f(x.centre, y.centre) - f(x.centre_shift, y.centre_shift)
-    blocks = [*blocks, *new_blocks]
+    blocks = [*blocks, *remainder.blocks]
     return Form(centre + remainder.shift, dense, slack, symbols, blocks=blocks)
 
 
-def _bound_deviations(
-    x: Form, y: Form, f: Bilinear, radius: Tensor
-) -> tuple[Remainder, list[ErrorBlock]]:
+def _bound_deviations(x: Form, y: Form, f: Bilinear, radius: Tensor) -> Remainder:
     """Bound f(dx, dy), where x = c_x + dx and y = c_y + dy are forms around shifted centres.
 
     At order 2 the product of the linear parts is left out: the caller keeps it as coefficients.
@@ -163,9 +165,6 @@ def _bound_deviations(
         y: a form.
         f: torch.matmul or torch.mul.
         radius: a bound of each entry of f(x, y) - f(c_x, c_y).
-
-    Returns:
-        The interval shift +- radius, and the new symbols.
     """
     # Below this sum of all entries, only the fastest bound is computed.
     worthwhile = _WORTHWHILE_SHARE * radius.sum()
@@ -173,8 +172,8 @@ def _bound_deviations(
         product_symbols = _add_rest_symbols(x, y, worthwhile)
         if product_symbols is not None:
             block, slack = product_symbols
-            return Remainder(torch.zeros_like(slack), slack, None), [block]
-    return bound_remainder(x, y, f, worthwhile), []
+            return Remainder(torch.zeros_like(slack), slack, None, (block,))
+    return bound_remainder(x, y, f, worthwhile)
 
 
 def _add_linear_product(
@@ -321,7 +320,7 @@ def _add_rest_symbols(x: Form, y: Form, worthwhile: Tensor) -> tuple[ErrorBlock,
 
 
 def _add_product_symbols(
-    symbols: Symbols, pairs: Sequence[tuple[Tensor, Tensor]], radius: Tensor, worthwhile: Tensor
+    symbols: Symbols, pairs: FactorPairs, radius: Tensor, worthwhile: Tensor
 ) -> tuple[ErrorBlock, Tensor] | None:
     """Return new symbols for the largest products r_ij g_sj, and slack for all other products.
 
@@ -350,7 +349,7 @@ def _add_product_symbols(
 
 
 def _count_product_symbols(
-    symbols: Symbols, pairs: Sequence[tuple[Tensor, Tensor]], radius: Tensor, worthwhile: Tensor
+    symbols: Symbols, pairs: FactorPairs, radius: Tensor, worthwhile: Tensor
 ) -> int:
     """Return how many symbols each row of a product gets; 0 if symbols do not pay off.
 
@@ -385,9 +384,7 @@ def _count_product_symbols(
     return count
 
 
-def _choose_products(
-    pairs: Sequence[tuple[Tensor, Tensor]], layers: int, dtype: torch.dtype
-) -> Tensor:
+def _choose_products(pairs: FactorPairs, layers: int, dtype: torch.dtype) -> Tensor:
     """Return the `layers` largest products r_ij g_sj of each row i, (layers, heads, i, d).
 
     Args:

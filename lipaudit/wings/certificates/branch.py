@@ -30,7 +30,7 @@ from torch import Tensor
 from lipaudit.theory import NODES
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.problem import Problem, make_problem, restrict_to_face
-from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, round_up, tiny
+from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, round_up
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -226,31 +226,11 @@ def _find_supergradient(problem: Problem, evaluation: Evaluation, effects: Effec
     supergradient has the values of the constraints at the symbols -e where the minimum is.
     """
     relus = problem.relus
-    e = _find_minimum(problem, evaluation.coefficients)
+    e = problem.find_minimum(evaluation.coefficients)
     # The input z of a ReLU is at the end of +-spread that makes the function smallest.
     z = relus.centre - evaluation.on_z.sign() * relus.spread - e @ relus.slopes.mT
     error = 1 - e[:, problem.columns]  # 1 + eps at eps = -e
     return effects.on_z * z + effects.on_error * error
-
-
-def _find_minimum(problem: Problem, coefficients: Tensor) -> Tensor:
-    """Return e (b, columns) such that coefficients . symbols is smallest at the symbols -e.
-
-    For symbols in [-1, 1], such as errors, e is the sign of the coefficient. For the input symbols
-    of an L2 ball, e is the unit vector along the coefficients. For a ball of replaced words,
-    `find_best_words` finds the minimum.
-    """
-    symbols = problem.symbols
-    e = coefficients.sign()
-    of_inputs = coefficients[:, : problem.inputs]
-    if symbols.norm == "l2":
-        size = torch.linalg.vector_norm(of_inputs, dim=1, keepdim=True)
-        e[:, : problem.inputs] = of_inputs / size.clamp_min(tiny(coefficients.dtype))
-    elif symbols.norm == "words":
-        # The symbols that make -coefficients . symbols largest make coefficients . symbols least.
-        least = symbols.find_best_words(-of_inputs.mT).mT
-        e[:, : problem.inputs] = -least
-    return e
 
 
 class Effects(NamedTuple):
@@ -518,15 +498,8 @@ class BranchAndBound:
                 return "nodes", float(queue_bounds.min())
             if time.monotonic() > self.deadline:
                 return "seconds", float(queue_bounds.min())
-            # The smallest bounds come first, as the smallest of all is reported. The parts of a
-            # batch bound one margin: so their coefficients have more signs in common, and the
-            # search can fix more symbols.
-            order = queue_bounds.argsort()
-            margins = queue.which[order]
-            is_first_margin = margins == margins[0]
-            of_margin = order[is_first_margin]
-            batch = queue[of_margin[:BATCH]]
-            later = torch.cat([of_margin[BATCH:], order[~is_first_margin]])
+            first, later = _choose_batch(queue, queue_bounds)
+            batch = queue[first]
             # A part with known signs of all ReLUs cannot be split: its multipliers get more steps.
             has_all_signs = (batch.state != 0).all(1)
             if self._stays_open(batch[has_all_signs]):
@@ -598,3 +571,18 @@ class BranchAndBound:
         self.smallest = min([self.smallest, *bounds[is_proven].tolist()])
         self.proven.append(parts[is_proven])
         return parts[~is_proven], bounds[~is_proven]
+
+
+def _choose_batch(queue: Nodes, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices of the parts of a ball to split next, and those of all other parts.
+
+    The parts with the smallest lower bounds (b,) come first, as the smallest of all is reported.
+    The parts of a batch bound one margin: so their coefficients have more signs in common, and the
+    search can fix more symbols.
+    """
+    order = bounds.argsort()
+    margins = queue.which[order]
+    is_first_margin = margins == margins[0]
+    of_margin = order[is_first_margin]
+    later = torch.cat([of_margin[BATCH:], order[~is_first_margin]])
+    return of_margin[:BATCH], later

@@ -161,12 +161,7 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
         InputError: there are no certificates, the model or the samples are others, or the file is
             damaged.
     """
-    section = report.section("certify")
-    if section is None or not section.ids or not section.rows:
-        raise InputError("the report has no certificates", "Write one: certify -o report.json.")
-    options = CertifyOptions.parse(section.settings)
-    if options.counted:
-        raise InputError(f"certificates of {options.counted} are not repeated", "Only balls are.")
+    section, options = _read_certificates(report)
     job = _load_again(report, section, options)
     if proofs is not None and not zipfile.is_zipfile(proofs):
         raise InputError(
@@ -191,6 +186,21 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
                 proof = replace(make_proof(net, sample, options, math.inf), leaves=leaves)
                 result = certify_ball(net, sample, label, float(radius), proof)
             yield name, radius.text, result.certified
+
+
+def _read_certificates(report: Report) -> tuple[Section, CertifyOptions]:
+    """Return the certificates of a report, and the options of their run.
+
+    Raises:
+        InputError: there are none, or they are not of balls.
+    """
+    section = report.section("certify")
+    if section is None or not section.ids or not section.rows:
+        raise InputError("the report has no certificates", "Write one: certify -o report.json.")
+    options = CertifyOptions.parse(section.settings)
+    if options.counted:
+        raise InputError(f"certificates of {options.counted} are not repeated", "Only balls are.")
+    return section, options
 
 
 def _load_again(report: Report, section: Section, options: CertifyOptions) -> Job:

@@ -93,6 +93,25 @@ class Problem:
         """Return the sum of the absolute values that a multiplier 1 of each ReLU adds to a row."""
         return self.relus.magnitude + 2 * self.offset
 
+    def find_minimum(self, coefficients: Tensor) -> Tensor:
+        """Return e (b, columns) such that coefficients . symbols is smallest at the symbols -e.
+
+        For symbols in [-1, 1], such as errors, e is the sign of the coefficient. For the input
+        symbols of an L2 ball, e is the unit vector along the coefficients. For a ball of replaced
+        words, `find_best_words` finds the minimum.
+        """
+        symbols = self.symbols
+        e = coefficients.sign()
+        of_inputs = coefficients[:, : self.inputs]
+        if symbols.norm == "l2":
+            size = torch.linalg.vector_norm(of_inputs, dim=1, keepdim=True)
+            e[:, : self.inputs] = of_inputs / size.clamp_min(tiny(coefficients.dtype))
+        elif symbols.norm == "words":
+            # Symbols that make -coefficients . symbols largest make coefficients . symbols least.
+            least = symbols.find_best_words(-of_inputs.mT).mT
+            e[:, : self.inputs] = -least
+        return e
+
     def to(self, dtype: torch.dtype) -> Problem:
         """Return the problem in another precision, for the search: proofs need float64."""
         return replace(

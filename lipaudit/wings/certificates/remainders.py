@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.wings.certificates import affine
+from lipaudit.wings.certificates.error_blocks import ErrorBlock
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, round_up, tiny
 from lipaudit.wings.certificates.symbols import Symbols
@@ -32,17 +33,19 @@ Bilinear = Callable[[Tensor, Tensor], Tensor]
 
 
 class Remainder(NamedTuple):
-    """dx dy, at order 2 without the product of the linear parts: shift +- radius.
+    """dx dy, at order 2 without the product of the linear parts: blocks + shift +- radius.
 
     Attributes:
         shift, radius: (*shape).
         is_product_kept: at order 2, a mask of the entries for which coefficients hold the product
             of the linear parts; for the others the radius covers it. None for all entries.
+        blocks: new error symbols, which bound a part of dx dy in place of the radius.
     """
 
     shift: Tensor
     radius: Tensor
     is_product_kept: Tensor | None
+    blocks: tuple[ErrorBlock, ...] = ()
 
 
 def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remainder:

@@ -197,9 +197,10 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
         start = time.perf_counter()
         for i, votes in enumerate(count_votes(denoised, batch, options)):
             seconds = time.perf_counter() - start
+            index = slice(i, i + 1)
             arrays = {
-                "label": labels[i : i + 1].cpu().numpy(),
-                "clean": clean[i : i + 1].cpu().numpy(),
+                "label": labels[index].cpu().numpy(),
+                "clean": clean[index].cpu().numpy(),
                 "votes": votes[None].numpy(),
                 "seconds": np.array([seconds]),
             }

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.random import Generator
 from PIL import Image
 from scipy import ndimage, signal
 
@@ -59,19 +60,19 @@ def corrupt_image(
     return np.moveaxis(changed, -1, 0).clip(0, 1)
 
 
-def add_gaussian_noise(x: Pixels, rng: np.random.Generator, scale: Number) -> Pixels:
+def add_gaussian_noise(x: Pixels, rng: Generator, scale: Number) -> Pixels:
     """Add normal noise."""
     noise = rng.normal(0, scale, x.shape)
     return x + noise
 
 
-def add_shot_noise(x: Pixels, rng: np.random.Generator, photons: Number) -> Pixels:
+def add_shot_noise(x: Pixels, rng: Generator, photons: Number) -> Pixels:
     """Count photons: the noise of a sensor in weak light."""
     counts = rng.poisson(x * photons)
     return counts / photons
 
 
-def add_impulse_noise(x: Pixels, rng: np.random.Generator, share: Number) -> Pixels:
+def add_impulse_noise(x: Pixels, rng: Generator, share: Number) -> Pixels:
     """Replace a random share of the values by 0 or 1, each with probability 1/2."""
     is_replaced = rng.random(x.shape) <= share
     is_one = rng.random(x.shape) <= 0.5
@@ -84,7 +85,7 @@ def _square_distances(reach: int) -> Float[np.ndarray, "size size"]:
     return line**2 + line[:, None] ** 2
 
 
-def blur_defocus(x: Pixels, _: np.random.Generator, radius: Number, sigma: Number) -> Pixels:
+def blur_defocus(x: Pixels, _: Generator, radius: Number, sigma: Number) -> Pixels:
     """Blur like a lens out of focus: average over a disk with a soft edge.
 
     Args:
@@ -111,9 +112,7 @@ def _soften(x: Pixels, sigma: Number) -> Pixels:
     return ndimage.gaussian_filter(x, (sigma, sigma, 0), mode="nearest")
 
 
-def blur_glass(
-    x: Pixels, rng: np.random.Generator, sigma: Number, reach: int, repetitions: int
-) -> Pixels:
+def blur_glass(x: Pixels, rng: Generator, sigma: Number, reach: int, repetitions: int) -> Pixels:
     """Blur as frosted glass does: blur, let near pixels replace each other, and blur again.
 
     Args:
@@ -175,7 +174,7 @@ def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
     return blurred
 
 
-def blur_motion(x: Pixels, rng: np.random.Generator, radius: Number, sigma: Number) -> Pixels:
+def blur_motion(x: Pixels, rng: Generator, radius: Number, sigma: Number) -> Pixels:
     """Blur along a line in a random direction."""
     degrees = rng.uniform(-45, 45)
     return drag(x, radius, sigma, degrees)
@@ -204,7 +203,7 @@ def enlarge(x: Pixels, factor: Number) -> Pixels:
     return x
 
 
-def blur_zoom(x: Pixels, _: np.random.Generator, end: Number, step: Number) -> Pixels:
+def blur_zoom(x: Pixels, _: Generator, end: Number, step: Number) -> Pixels:
     """Average over copies of the image, enlarged by factors from 1 to `end`, like a zoom lens."""
     copies = [x]
     for factor in np.arange(1, end, step):
@@ -214,7 +213,7 @@ def blur_zoom(x: Pixels, _: np.random.Generator, end: Number, step: Number) -> P
 
 def add_snow(
     x: Pixels,
-    rng: np.random.Generator,
+    rng: Generator,
     mean: Number,
     scale: Number,
     zoom: Number,
@@ -253,9 +252,7 @@ def add_snow(
     return whitened + flakes + turned
 
 
-def draw_plasma(
-    rng: np.random.Generator, size: int, decay: Number
-) -> Float[np.ndarray, "size size"]:
+def draw_plasma(rng: Generator, size: int, decay: Number) -> Float[np.ndarray, "size size"]:
     """Draw a cloud in [0, 1] by the diamond-square algorithm.
 
     The known points are the corners of a grid of squares. Each round halves the squares: a new
@@ -293,7 +290,7 @@ def draw_plasma(
     return field / field.max()
 
 
-def add_fog(x: Pixels, rng: np.random.Generator, weight: Number, decay: Number) -> Pixels:
+def add_fog(x: Pixels, rng: Generator, weight: Number, decay: Number) -> Pixels:
     """Add a random cloud, and scale the image back to its brightest value.
 
     Args:
@@ -314,7 +311,7 @@ def add_fog(x: Pixels, rng: np.random.Generator, weight: Number, decay: Number) 
     return foggy * brightest / (brightest + weight)
 
 
-def brighten(x: Pixels, _: np.random.Generator, change: Number) -> Pixels:
+def brighten(x: Pixels, _: Generator, change: Number) -> Pixels:
     """Raise the brightness V of each pixel in HSV, which is the largest channel of the pixel.
 
     All channels are scaled by the same factor, so hue and saturation stay.
@@ -326,7 +323,7 @@ def brighten(x: Pixels, _: np.random.Generator, change: Number) -> Pixels:
     return np.where(black, new, x * new / divisor)
 
 
-def lower_contrast(x: Pixels, _: np.random.Generator, share: Number) -> Pixels:
+def lower_contrast(x: Pixels, _: Generator, share: Number) -> Pixels:
     """Shrink the differences from the mean of each channel."""
     mean = x.mean((0, 1))
     return share * x + (1 - share) * mean
@@ -343,9 +340,7 @@ def _interpolate(x: Pixels, positions: Float[np.ndarray, "2 height width"], mode
     return np.dstack(channels)
 
 
-def bend(
-    x: Pixels, rng: np.random.Generator, alpha: Number, sigma: Number, most: Number
-) -> Pixels:
+def bend(x: Pixels, rng: Generator, alpha: Number, sigma: Number, most: Number) -> Pixels:
     """Transform an image elastically: by a random affine map, and by smooth noise.
 
     Args:
@@ -380,7 +375,7 @@ def bend(
     return _interpolate(x, positions, "reflect")
 
 
-def pixelate(x: Pixels, _: np.random.Generator, share: Number) -> Pixels:
+def pixelate(x: Pixels, _: Generator, share: Number) -> Pixels:
     """Shrink both sides to a share of their length by averaging, and enlarge again."""
     height, width = x.shape[:2]
     columns = max(1, int(width * share))
@@ -394,7 +389,7 @@ def pixelate(x: Pixels, _: np.random.Generator, share: Number) -> Pixels:
     return np.dstack(channels)
 
 
-def compress_jpeg(x: Pixels, _: np.random.Generator, quality: int) -> Pixels:
+def compress_jpeg(x: Pixels, _: Generator, quality: int) -> Pixels:
     """Compress an image as JPEG, and read it again."""
     pixels = (255 * x).round().astype(np.uint8)
     if x.shape[2] == 3:

@@ -456,7 +456,7 @@ class TrainingRecord:
         self.command = command
         self.notes = [note.text for note in net.notes + data.notes]
         # A run that is resumed must have the same identity: model, data and settings.
-        self.identity: dict[str, dict[str, Any] | None] = {
+        self.identity: dict[str, Any] = {
             "model": {
                 "spec": net.name,
                 "weights_sha256": net.weights_sha256,

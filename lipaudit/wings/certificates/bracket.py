@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
+from torch.linalg import vector_norm
 
 from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import Chunk, Outcome, Texts, evaluate_chunk
@@ -137,7 +138,7 @@ class Bracket:
             low, high = self.net.box
             width = high - low
             return width if is_linf else width * math.sqrt(x.numel())
-        size = x.abs().max() if is_linf else torch.linalg.vector_norm(x)
+        size = x.abs().max() if is_linf else vector_norm(x)
         return float(size)
 
     def _attack_and_approach(self, eps: float) -> None:

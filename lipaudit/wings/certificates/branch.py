@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from lipaudit.theory import NODES
 from lipaudit.wings.certificates.form import Form
@@ -306,12 +307,12 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
     of_inputs = coefficients[:, : problem.inputs]
     others = coefficients[:, problem.inputs :]
     if problem.symbols.norm == "l2":
-        bounds = bounds - torch.linalg.vector_norm(of_inputs, dim=1)
+        bounds = bounds - vector_norm(of_inputs, dim=1)
     elif problem.symbols.norm == "words":
         bounds = bounds - problem.symbols.maximise_over_words(-of_inputs.mT).to(coefficients)
     else:
         others = coefficients
-    bounds = bounds - torch.linalg.vector_norm(others, 1, dim=1)
+    bounds = bounds - vector_norm(others, 1, dim=1)
     return Evaluation(bounds, coefficients, on_z)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.rounding import DOUBLE, round_up, tiny
@@ -80,7 +81,7 @@ class Problem:
         A column belongs to a symbol, an unknown in [-1, 1]. A change of the multipliers changes
         the coefficient of the symbol in a bound about in proportion to this norm.
         """
-        norms = torch.linalg.vector_norm(self.relus.slopes, dim=0)
+        norms = vector_norm(self.relus.slopes, dim=0)
         return norms.clamp_min(tiny(norms.dtype))
 
     @cached_property
@@ -104,7 +105,7 @@ class Problem:
         e = coefficients.sign()
         of_inputs = coefficients[:, : self.inputs]
         if symbols.norm == "l2":
-            size = torch.linalg.vector_norm(of_inputs, dim=1, keepdim=True)
+            size = vector_norm(of_inputs, dim=1, keepdim=True)
             e[:, : self.inputs] = of_inputs / size.clamp_min(tiny(coefficients.dtype))
         elif symbols.norm == "words":
             # Symbols that make -coefficients . symbols largest make coefficients . symbols least.

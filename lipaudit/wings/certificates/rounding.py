@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -114,7 +115,7 @@ def _bound_row_norms(rows: Tensor) -> Tensor:
     """Return upper bounds of the 2-norms of rows (rows, terms), in float64."""
     terms = rows.shape[1]
     dtype = rows.dtype
-    norms = torch.linalg.vector_norm(rows, dim=1).to(DOUBLE)
+    norms = vector_norm(rows, dim=1).to(DOUBLE)
     norms = norms * (1 + bound_rounding(terms + 8, dtype))
     # Squares may underflow to zero.
     return round_up(norms + (terms * tiny(dtype)) ** 0.5)

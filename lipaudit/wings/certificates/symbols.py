@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from lipaudit.wings.certificates.error_blocks import ErrorBlock, create_errors
 from lipaudit.wings.certificates.rounding import (
@@ -283,7 +284,7 @@ class Symbols:
             squared_weights = inverse.to(DOUBLE).square().reciprocal()
             sum_of_weights = round_up(squared_weights.sum(1), self.inputs + 8)
         # The largest eigenvalues of Q and -Q are at most ||Q + m I|| - m and ||m I - Q|| - m.
-        m = torch.linalg.vector_norm(q.flatten(1), dim=1) * _SHIFT
+        m = vector_norm(q.flatten(1), dim=1) * _SHIFT
         shift = torch.eye(self.inputs, dtype=dtype, device=q.device) * m[:, None, None]
         m = m.to(DOUBLE)
         norms = bound_norms(torch.cat((q + shift, shift - q)), _SQUARINGS).view(2, -1)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.rounding import (
@@ -63,26 +64,13 @@ def bound_lengths(
         weight: w >= 0, (*shape), by default 1.
         around: (*shape), a shift of the centre; by default 0. R is then relative to c + around.
     """
-    symbols = x.symbols
-    n = symbols.inputs
-    first_error = symbols.first_error
     axis = axis % x.ndim
     for block in x.blocks:
         group_of_vector = block.group.narrow(axis, 0, 1)
         if bool((block.group != group_of_vector).any()):
             x.make_dense()
             break
-    # On an L2 ball the input symbols and their products are vectors of norm <= 1; on a box, and
-    # for errors, every symbol is in [-1, 1].
-    is_unit = symbols.norm == "l2"
-    linear = _bound_combination([x.dense[:n]], axis, weight, unit=is_unit)
-    quadratic = _bound_combination([x.dense[n:first_error]], axis, weight, unit=is_unit)
-    error_stacks = [x.dense[first_error:], *(block.coefficients for block in x.blocks)]
-    errors = _bound_combination(error_stacks, axis, weight, unit=False)
-    if symbols.norm == "words":
-        lengths_of_moves = _bound_norm(x.dense[:n].to(DOUBLE), axis + 1, weight)
-        linear = torch.minimum(linear, symbols.maximise_over_words(lengths_of_moves))
-
+    linear, quadratic, errors = _bound_by_symbols(x, axis, weight)
     # A second bound: no vector is longer than the vector of the radii of its entries.
     linear = torch.minimum(linear, _bound_norm(x.radii.linear, axis, weight))
     errors = torch.minimum(errors, _bound_norm(x.radii.errors, axis, weight))
@@ -94,6 +82,33 @@ def bound_lengths(
     quadratic = torch.minimum(quadratic, _bound_norm(reach, axis, weight))
     slack = _bound_norm(x.slack, axis, weight)
     return Lengths(linear, round_up(quadratic + errors + slack))
+
+
+def _bound_by_symbols(x: Form, axis: int, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Bound the 2-norms of the linear part, the quadratic part and the errors of vectors.
+
+    The bounds are by the coefficients of the symbols (unknowns), whose signs matter: in a vector,
+    the entries are not all largest at the same values of the symbols. Slack is left out.
+
+    Args:
+        x: a form, centre + coefficients . symbols +- slack.
+        axis: axis of the vectors.
+        weight: factor of each entry, (*shape); None for 1.
+    """
+    symbols = x.symbols
+    n = symbols.inputs
+    first_error = symbols.first_error
+    # On an L2 ball the input symbols and their products are vectors of norm <= 1; on a box, and
+    # for errors, every symbol is in [-1, 1].
+    is_unit = symbols.norm == "l2"
+    linear = _bound_combination([x.dense[:n]], axis, weight, unit=is_unit)
+    quadratic = _bound_combination([x.dense[n:first_error]], axis, weight, unit=is_unit)
+    error_stacks = [x.dense[first_error:], *(block.coefficients for block in x.blocks)]
+    errors = _bound_combination(error_stacks, axis, weight, unit=False)
+    if symbols.norm == "words":
+        lengths_of_moves = _bound_norm(x.dense[:n].to(DOUBLE), axis + 1, weight)
+        linear = torch.minimum(linear, symbols.maximise_over_words(lengths_of_moves))
+    return linear, quadratic, errors
 
 
 def _bound_norm(entries: Tensor, axis: int, weight: Tensor | None) -> Tensor:
@@ -172,7 +187,7 @@ def _sum_outer_products(
             vectors = vectors.transpose(0, 1)  # (count, symbols, k)
             if not unit:
                 # s_r = ||h_r||
-                share = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+                share = vector_norm(vectors, dim=-1, keepdim=True)
                 share = share.clamp_min(tiny(dtype))
                 sum_of_shares += share.to(DOUBLE).sum((1, 2))
                 vectors = vectors / share.sqrt()

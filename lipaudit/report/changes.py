@@ -263,7 +263,7 @@ def _show_sample(
         attack = report.section("attack")
         if attack is not None and sample.id in attack.examples:
             item = show_example(title, attack.examples[sample.id])
-            model = f"attack on {report.run.label}:"
+            model = f"attack on {report.run.label}"
             return replace(item, lines=(changed, model, *item.lines))
     for report in reports:
         if sample.id in report.texts:

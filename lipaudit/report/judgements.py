@@ -17,10 +17,8 @@ from lipaudit.report import blocks, gates
 from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph
 from lipaudit.report.cells import pick_columns
 from lipaudit.report.changes import (
-    GREY,
     MOVED,
     OF_PAIRED,
-    WORDS,
     choose_tone,
     count_samples,
     describe_flip,
@@ -77,12 +75,12 @@ def make_page(
 
 
 CALLED = {
-    "regressed": WORDS[1],
-    "improved": WORDS[2],
-    "inconclusive": WORDS[GREY],
+    "regressed": "worse",
+    "improved": "better",
+    "inconclusive": "not proven",
     "unchanged": "unchanged",
 }
-"""What a comparison calls its verdicts, the most severe first."""
+"""What a comparison calls its verdicts, the most severe first; in pictures `changes.WORDS`."""
 FEW = 3
 """Number of samples and heads on one screen; it has twice as many figures."""
 CARRIED = "jacobian.shares."
@@ -145,7 +143,9 @@ def make_comparison_page(
             warnings.append(note.add_lead(pair.new if several else ""))
         for chapter in _list_chapters(pair, places, reports, short=short):
             if several:
-                title = f"{pair.new}: {chapter.title}"
+                title = chapter.title
+                if pair.new not in title:
+                    title = f"{pair.new}: {title}"
                 chapter = replace(chapter, name=f"{chapter.name}-{number}", title=title)
             chapters.append(chapter)
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)

@@ -137,7 +137,7 @@ def read_verdict(verdict: Verdict) -> dict[str, Any]:
         **dict(verdict),
         **texts,
         "figure": verdict.subject,
-        "metric": f"{verdict.metric} {verdict.row}",
+        "metric": f"{verdict.metric} {verdict.row}".rstrip(),
         "samples": verdict.samples or None,
     }
 

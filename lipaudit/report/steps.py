@@ -55,7 +55,7 @@ def suggest_after_comparison(
         if sample.lost:
             words = ("inspect", new, sample.id[:CHARACTERS])
             yield "", "Look at a sample that got worse.", _write(*words)
-    yield "", "Make CI fail where a figure is worse.", _write("gate", new, "--baseline", old)
+    yield "", f"Make CI fail where {pair.new} is worse.", _write("gate", new, "--baseline", old)
 
 
 def suggest_after_judgement(

@@ -76,7 +76,7 @@ def figures(page, name="change") -> dict[str, dict[str, object]]:
     (table,) = blocks(page, name, Table)
     labels = [column.label for column in table.columns]
     rows = [dict(zip(labels, row, strict=True)) for row in table.rows]
-    return {row.get("metric", row["figure"]).strip(): row for row in rows}
+    return {row.get("metric", row["figure"]): row for row in rows}
 
 
 def warnings(page) -> list[str]:

@@ -98,7 +98,7 @@ class UnitCube:
         # True for each sample that is clearly broken in one of its rows: its other rows (of other
         # target classes) need no further search.
         samples = int(turn.rows.max()) + 1
-        self.settled = torch.zeros(samples, dtype=torch.bool, device=x.device)
+        self.settled = x.new_zeros(samples, dtype=torch.bool)
 
     def _map_to_cube(self, z: Tensor) -> Tensor:
         return ((z - self.low) / self.width).contiguous()

@@ -250,7 +250,7 @@ def select_places(
     height, width = patch
     rows = x.shape[2] // height
     columns = x.shape[3] // width
-    chosen = torch.zeros(len(x), rows * columns, dtype=torch.bool, device=x.device)
+    chosen = x.new_zeros(len(x), rows * columns, dtype=torch.bool)
     chosen = chosen.scatter(1, places, True)
     grid = chosen.view(-1, 1, rows, columns)
     # From one flag per patch to one flag per pixel.

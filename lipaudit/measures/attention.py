@@ -474,8 +474,8 @@ def _reduce_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> 
     short = by_row["uniform"].isnan() & ~by_row["top1"].isnan()
     sums = {
         "total": rows.nan_to_num(0.0).sum(-1),
-        "count": (~rows.isnan()).sum(-1).to(rows.dtype),
-        "short": short.sum(-1).to(rows.dtype),
+        "count": (~rows.isnan()).sum(-1).to(rows),
+        "short": short.sum(-1).to(rows),
     }
     reduced = {name: sum_windows(value, sample, samples) for name, value in sums.items()}
     largest = [by_row[name].nan_to_num(0.0).amax(-1) for name in ("g1", "softmax_norm")]

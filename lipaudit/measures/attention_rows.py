@@ -83,7 +83,7 @@ def count_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Re
     counts = {}
     for name, lower in CLASSES.items():
         # `lower` has the lower end of each class. All values below lower[1] are in class 0.
-        ends = torch.tensor(lower[1:], dtype=torch.float64, device=sample.device)
+        ends = sample.new_tensor(lower[1:], dtype=torch.float64)
         class_of_row = torch.bucketize(values[name], ends, right=True)
         known = ~values[name].isnan()  # a row without a value is in no class
         members = torch.nn.functional.one_hot(class_of_row, len(lower)) * known[..., None]

@@ -225,5 +225,5 @@ def _measure_balls(
 
 def _read_norms(norms: Norms) -> Reduced:
     """Return norms as columns. `missed` marks norms that did not converge; NaN means no norm."""
-    missed = (~norms.converged & ~norms.norm.isnan()).to(norms.norm.dtype)
+    missed = (~norms.converged & ~norms.norm.isnan()).to(norms.norm)
     return {"exact": norms.norm, "upper": norms.upper, "within": norms.within, "missed": missed}

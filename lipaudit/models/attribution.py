@@ -540,7 +540,7 @@ class _Products(NamedTuple):
         gradient = self.gradients.get((edge.node, edge.output_nr))
         tangent = self.tangents.get((source.node, source.output_nr))
         if gradient is None or tangent is None:
-            return torch.zeros(_find_shape(edge), dtype=torch.float64, device=self.leaf.device)
+            return self.leaf.new_zeros(_find_shape(edge), dtype=torch.float64)
         return (gradient.detach() * tangent).double()
 
     def sum(self, edge: GradientEdge, moving: GradientEdge | None = None) -> Tensor:

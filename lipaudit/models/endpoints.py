@@ -121,7 +121,7 @@ def scores_each_token(net: Net, batch: Batch) -> bool:
     text = batch.x[:1, :TRIED].to(net.device)
     if scorer is None or not text.numel():
         return False
-    last_column = torch.tensor([text.shape[1] - 1], device=text.device)
+    last_column = text.new_tensor([text.shape[1] - 1])
 
     with exact_arithmetic(net.device), torch.no_grad():
         all_logits = scorer.read(net.call(text, None))[0]

@@ -242,7 +242,7 @@ def draw_positive(like: Tensor) -> Tensor:
 
 def make_identity(size: int, like: Tensor) -> Tensor:
     """Return the identity matrix, (size, size), with the dtype and device of a tensor."""
-    return torch.eye(size, dtype=like.dtype, device=like.device)
+    return torch.eye(size).to(like)
 
 
 def mark_row(t: Tensor) -> Tensor:

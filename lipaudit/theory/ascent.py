@@ -39,7 +39,7 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> PerHead:
     if heads.x_kv is not None or not are_affine(heads):
         # The search moves q, k and v by dX W if the tokens move by dX. This is right for affine
         # projections only.
-        return torch.full(heads.q.shape[:2], torch.nan, dtype=torch.float64, device=heads.q.device)
+        return heads.q.new_full(heads.q.shape[:2], torch.nan, dtype=torch.float64)
     # Values divided by `size`, so that no number overflows. ||J|| is proportional to the values.
     unit, size = unit_values(heads.to(torch.float64))
     # Values less their mean: J stays the same, and its rounding error becomes smaller.

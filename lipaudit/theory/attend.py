@@ -426,28 +426,18 @@ class Attend:
         # A layer whose P is too large to be stored has been split into parts with one norm each.
         # Such a part is solved as a whole, and nothing is selected from it.
         assert self.p is not None
-        slope = self.slope
-        if slope is not None:
-            slope = slope[index]
+        changes = {}
+        for name in ("p", "q", "k", "v", "o", "key", "c", "slope"):
+            of_problems = getattr(self, name)
+            if of_problems is not None:
+                changes[name] = of_problems[index]
         extra = {}
         for name, terms in self.extra.items():
             extra[name] = terms._replace(sets=terms.sets[index])
         local = {}
         for name, g in self.local.items():
             local[name] = g if len(g) == 1 else g[index]  # length 1: all problems share this G
-        return replace(
-            self,
-            p=self.p[index],
-            q=self.q[index],
-            k=self.k[index],
-            v=self.v[index],
-            o=self.o[index],
-            key=self.key[index],
-            c=self.c[index],
-            slope=slope,
-            extra=extra,
-            local=local,
-        )
+        return replace(self, extra=extra, local=local, **changes)
 
 
 def _times_sets(rows: Tensor, terms: PairTerms) -> Tensor:

@@ -215,7 +215,7 @@ def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHe
     if not r >= 0:
         raise UsageError(f"the radius of a ball cannot be negative: {r}")
     if heads.x_kv is not None or not are_affine(heads):  # the bound is not proven for them
-        return torch.full(heads.q.shape[:2], torch.nan, dtype=torch.float64, device=heads.q.device)
+        return heads.q.new_full(heads.q.shape[:2], torch.nan, dtype=torch.float64)
     heads = heads.to(torch.float64)
     if sharp is None:
         sharp = head_bounds(heads, bounds=[SHARP])["sharp"]
@@ -385,7 +385,7 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 def _others(p: Tensor) -> Tensor:
     """Return sum_{l != j} P_il, without cancellation."""
-    eye = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
+    eye = torch.eye(p.shape[-1]).to(p)
     return p @ (1 - eye)
 
 

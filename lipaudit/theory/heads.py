@@ -250,7 +250,7 @@ class Heads:
         not show this: with very different logits, a visible key may also have P = 0.
         """
         shape = (1, 1, stop - start, self.k.shape[2])
-        seen = torch.ones(shape, dtype=torch.bool, device=self.q.device)
+        seen = self.q.new_ones(shape, dtype=torch.bool)
         if self.causal:
             seen = seen & ~self._future(start, stop)
         if self.bias is not None:
@@ -306,7 +306,7 @@ class Heads:
     def _future(self, start: int, stop: int) -> Tensor:
         """Return which keys j > i are later than the queries i = start..stop-1, (rows, m)."""
         shape = (stop - start, self.k.shape[2])
-        return torch.ones(shape, dtype=torch.bool, device=self.q.device).triu(start + 1)
+        return self.q.new_ones(shape, dtype=torch.bool).triu(start + 1)
 
     def to(self, dtype: torch.dtype) -> Heads:
         """Return the same heads with every floating-point tensor in another precision."""
@@ -518,7 +518,7 @@ def local_map(projection: Projection) -> Float[Tensor, "#batch #heads #tokens d 
     if projection.local is not None:
         return projection.local
     width = projection.weight.shape[-1]
-    eye = torch.eye(width, dtype=projection.weight.dtype, device=projection.weight.device)
+    eye = torch.eye(width).to(projection.weight)
     return eye[None, None, None]
 
 

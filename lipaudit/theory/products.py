@@ -52,7 +52,7 @@ class HeadProducts:
 
     Attributes:
         attend: the derivative of the outputs.
-        grams: W^T W of each input, (problems, e, e).
+        grams: W^T W of each input, (heads, e, e), shared by all batch rows; or (problems, e, e).
     """
 
     attend: Attend
@@ -66,7 +66,7 @@ class HeadProducts:
         pulled = self.attend.pull(u.view_as(self.attend.o))
         images = []
         for y, gram in zip(pulled, self.grams, strict=True):
-            images.append(y @ gram)
+            images.append(_times_gram(y, gram))
         return self.attend.push(images).flatten(1)
 
     def pulled_norm(self, u: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class HeadProducts:
         square = u.new_zeros(len(u))  # it stays 0 if q, k and v do not depend on the tokens
         pulled = self.attend.pull(u.view_as(self.attend.o))
         for y, gram in zip(pulled, self.grams, strict=True):
-            products = y * (y @ gram)
+            products = y * _times_gram(y, gram)
             square = square + products.sum((1, 2))
         return square.sqrt()
 
@@ -86,7 +86,7 @@ class HeadProducts:
         if len(index) == len(self.attend.q):  # all of them
             return self
         index = index.to(self.attend.q.device)
-        grams = [gram[index] for gram in self.grams]
+        grams = [gram[index % len(gram)] for gram in self.grams]
         return HeadProducts(self.attend.select(index), grams)
 
     def guess(self) -> Tensor:
@@ -287,11 +287,20 @@ def _find_leading(multiply: Products, start: Tensor) -> Tensor:
 def head_products(heads: Heads) -> HeadProducts:
     """Return the map u -> J J^T u of every head of a layer, on every batch row."""
     attend = linearize_attention(heads)
-    grams = []
-    for side in attend.sides:  # one input, or two: that of the queries, that of keys and values
-        gram = side.weight.mT @ side.weight  # W^T W, (heads, e, e)
-        grams.append(gram.repeat(len(heads.q), 1, 1))  # one per problem: row by row, all heads
-    return HeadProducts(attend, grams)
+    # One input, or two: that of the queries, that of keys and values.
+    return HeadProducts(attend, [side.weight.mT @ side.weight for side in attend.sides])
+
+
+def _times_gram(y: Tensor, gram: Tensor) -> Tensor:
+    """Return y W^T W of every problem, (problems, tokens, e).
+
+    Args:
+        y: rows of every problem: of all heads on a batch row, then on the next row.
+        gram: W^T W of every problem, or of every head. All batch rows then share it, because with
+            few tokens reading a copy for each problem takes longer than the products.
+    """
+    by_row = y.view(-1, len(gram), *y.shape[1:])  # (batch rows, heads, tokens, e)
+    return torch.einsum("bhne,hef->bhnf", by_row, gram).flatten(0, 1)
 
 
 def layer_products(

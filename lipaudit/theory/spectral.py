@@ -201,12 +201,10 @@ class Norms:
 
         `join` joins the tensors of an attribute, as `torch.cat` does.
         """
-        return Norms(
-            norm=join([part.norm for part in parts]),
-            upper=join([part.upper for part in parts]),
-            products=join([part.products for part in parts]),
-            converged=join([part.converged for part in parts]),
-        )
+        joined = {}
+        for name in ("norm", "upper", "products", "converged"):
+            joined[name] = join([getattr(part, name) for part in parts])
+        return Norms(**joined)
 
     def times(self, factor: Tensor | float) -> Norms:
         """Return the norms times a factor, one or one per problem."""
@@ -309,7 +307,7 @@ def spectral_norms(
             return norms
         # Products of finished problems cost time. Drop these problems once their share is large
         # enough to pay for a new `select`.
-        if int(running.done.sum()) >= rebuild * len(running.done):
+        if running.done.sum() >= rebuild * len(running.done):
             running.keep(~running.done)
             products = select(running.index)
     running.record(norms, ~running.done)
@@ -377,18 +375,15 @@ class _Krylov:
         image = self._apply(products, last)
         if self.steps:
             return image
-        # The first step decides by which power of two A is scaled. Of each problem: the largest
-        # entry of A u, and the exponent that brings this entry to about one.
-        size = image.abs().amax(1).to("cpu", torch.float64)
-        change = _choose_exponents(size)
+        # The first step decides by which power of two A is scaled.
+        size, change = _choose_exponents(image)
         is_far = change.abs() > _ROOM // 2
         if is_far.any():
             # A u overflowed, or lost digits to underflow: compute A u again, with A scaled.
             self.exponent += change.where(is_far, 0)
             self.repeated += is_far
             image = self._apply(products, last)
-            size = image.abs().amax(1).to("cpu", torch.float64)
-            change = _choose_exponents(size)
+            size, change = _choose_exponents(image)
             # A u = 0 even so: there is nothing to scale.
             self.exponent[size == 0] = 0
             change[size == 0] = 0
@@ -580,15 +575,16 @@ def _compute_log_delta(size: Tensor) -> Tensor:
     return math.log(ETA / 2) - log_density
 
 
-def _choose_exponents(size: Tensor) -> Tensor:
-    """Return even exponents e such that 2^e times each number is about one.
+def _choose_exponents(image: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest entry of each row, and even exponents e that bring it to about one.
 
-    e is 0 for numbers between 2^-20 and 2^20, which need no scaling.
+    e is 0 for entries between 2^-20 and 2^20, which need no scaling.
     """
+    size = image.abs().amax(1).to("cpu", torch.float64)
     # Even, because a norm is the root of a scaled eigenvalue, and the root of 2^e must be exact.
     half = (size.log2() / 2).round()
     change = -2 * half.clamp(-450, 450)
     # A number underflowed to 0 or overflowed, by an unknown factor: the exponent 100 or -100.
     change = change.where(size > 0, _ROOM)
     change = change.where(size.isfinite(), -_ROOM)
-    return change.where(change.abs() > 20, 0).long()
+    return size, change.where(change.abs() > 20, 0).long()

@@ -476,7 +476,7 @@ def hide_later_keys(queries: int, keys: int, mask: Tensor | None, like: Tensor) 
     Returns:
         (queries, keys), True for visible keys, without another mask. Else an additive mask.
     """
-    later = torch.ones(queries, keys, dtype=torch.bool, device=like.device).triu(1)  # j > i
+    later = like.new_ones(queries, keys, dtype=torch.bool).triu(1)  # j > i
     if mask is None:
         return ~later
     return make_additive(mask, like.dtype).masked_fill(later, -torch.inf)
@@ -560,4 +560,4 @@ def make_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask in additive form: -inf where a boolean mask is False."""
     if mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)

@@ -335,7 +335,7 @@ def _find_spans(is_marked: Tensor) -> list[_Span]:
         count = 1
         for n in _list_divisors(len(remaining)):
             marked_indices = remaining.view(-1, n).any(0)
-            if int(marked_indices.sum()) == 1:
+            if marked_indices.sum() == 1:
                 count = n
         if count == 1:  # no such factor: the marks have no structure
             return [_Span(1, len(is_marked))]

@@ -128,7 +128,7 @@ def _linearize_layer(layer: Layer) -> Linearization:
         output = _run_alone(layer, lambda: frame.module(*args, **kwargs))
         return output.flatten()[None]
 
-    only_sample = torch.zeros(1, dtype=torch.long, device=z.device)
+    only_sample = z.new_zeros(1, dtype=torch.long)
     linear = Linearization(compute_output, z, only_sample)
     again = linear.output[0].view_as(layer.output)
     if not agree(layer.output, again, AGREES, each=1):

@@ -218,13 +218,13 @@ def _find_shape(
         arguments: --model-kwargs, which may have changed the shape.
         default: the shape in the configuration of the model's weights.
     """
+    from timm.layers import to_2tuple
+
     # Read the channels from a convolution only in a patch embedding. In other models, the first
     # convolution may take rearranged pixels, with another number of channels.
     patches = getattr(module, "patch_embed", None)
     size = getattr(patches, "img_size", None) or arguments.get("img_size") or default[1:]
-    if not isinstance(size, (tuple, list)):
-        size = (size, size)
-    height, width = size
+    height, width = to_2tuple(size)
     channels = arguments.get("in_chans") or default[0]
     if isinstance(patches, nn.Module):
         for part in patches.modules():
@@ -239,13 +239,14 @@ def _require_known(name: str) -> None:
     import_library("timm")
     import timm
 
-    if timm.is_model(name.partition(".")[0]):
+    architecture = name.partition(".")[0]
+    if timm.is_model(architecture):
         return
     if "/" in name:
         advice = f"Did you mean hf:{name}, a repository of the Hugging Face Hub?"
     else:
         otherwise = "Search names with `lipaudit models PART`."
-        advice = suggestion(name.partition(".")[0], timm_names(), otherwise)
+        advice = suggestion(architecture, timm_names(), otherwise)
     raise InputError(f"timm has no model {name!r}", advice)
 
 
@@ -309,8 +310,7 @@ def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
     if not subset:
         return None, {}
     info = timm.data.ImageNetInfo(subset)
-    labels = tuple(info.index_to_description(i) for i in range(info.num_classes()))
-    return labels, list_synsets(subset)
+    return tuple(info.label_descriptions()), list_synsets(subset)
 
 
 def list_synsets(subset: str = "imagenet-1k") -> dict[str, int]:

@@ -160,7 +160,7 @@ def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
     """
     k = len(problem.slope)
     y = problem.slope.new_zeros(2, len(which), k)
-    state = torch.zeros(len(which), k, dtype=torch.long, device=y.device)
+    state = y.new_zeros(len(which), k, dtype=torch.long)
     for depth in sorted(set(problem.depth.tolist()), reverse=True):  # layers, last first
         layer = (problem.depth == depth).nonzero()[:, 0]
         _, coefficients = bound_nodes(problem, Nodes(which, state, y))

@@ -209,7 +209,7 @@ def _run_substitutes(
     variants = sample.rows(torch.zeros(len(substitutes) + 1, dtype=torch.long))
     token_mask = find_tokens(sample)[0]
     for row, ids in zip(variants.x[1:], substitutes, strict=True):
-        row[token_mask] = torch.tensor(ids, device=row.device)
+        row[token_mask] = row.new_tensor(ids)
     x = net.point(sample)
     moves = []  # change of the embeddings by each replacement; 0 for the sample, the first one
     margin = math.inf
@@ -410,7 +410,7 @@ def require_rules(net: Net, sample: Batch) -> None:
         InputError: the output does not depend on the input.
     """
     point = net.point(sample)
-    first = torch.zeros(point.shape, dtype=torch.bool, device=point.device)
+    first = torch.zeros_like(point, dtype=torch.bool)
     first.view(-1)[0] = True
     start = ball(point, 0.0, moving=first, dtype=net.dtype, slack_share=math.inf)
     try:

@@ -399,7 +399,7 @@ def _repeat_form(form: Form, position: Position, size: int) -> Form:
     shape[axis] = size
     wide: Form = rearrange(form, lambda t: t.expand(shape))
     # NaN at the indices that were not computed: a bound that reads them is not finite.
-    wide.slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
+    wide.slack = form.slack.new_full(shape, torch.nan)
     wide.slack.narrow(axis, index, 1).copy_(form.slack)
     # `_narrow` returns the form itself to later calls that read only this index.
     wide.__dict__["parts"] = {position: form}

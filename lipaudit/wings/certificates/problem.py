@@ -222,13 +222,13 @@ def _choose_columns(
         always: indices of the symbols that always get a column: of the input and of ReLUs.
         room: largest number of other columns.
     """
-    sizes = torch.zeros(symbols.count, dtype=DOUBLE, device=always.device)
+    sizes = always.new_zeros(symbols.count, dtype=DOUBLE)
     for stack in stacks:
         sizes[: len(stack)] += stack.abs().sum(1)
     sizes[symbols.inputs : symbols.first_error] = 0  # products of input symbols
     sizes[always] = 0
     others = min(room, int((sizes > 0).sum()))
-    has_column = torch.zeros(symbols.count, dtype=torch.bool, device=always.device)
+    has_column = always.new_zeros(symbols.count, dtype=torch.bool)
     has_column[always] = True
     has_column[sizes.topk(others).indices] = True
     return has_column

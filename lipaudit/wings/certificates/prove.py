@@ -212,7 +212,7 @@ def ball(
     )
     # Row i has the coefficients of symbol i: the radius at the symbol's own entry, else 0. At
     # order 2 further rows, of the products of symbols, are 0.
-    rows = torch.zeros(symbols.first_error, x.numel(), dtype=dtype, device=x.device)
+    rows = x.new_zeros(symbols.first_error, x.numel(), dtype=dtype)
     rows[torch.arange(n), positions] = cast_up(radius, dtype).flatten()[positions]
     centre = torch.where(moving, centre, x)
     return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)

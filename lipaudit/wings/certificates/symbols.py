@@ -196,7 +196,7 @@ class Symbols:
         is a convex combination of its replacements, so it adds at most its largest coefficient.
         """
         if not len(linear):  # a constant
-            return torch.zeros(linear.shape[1:], dtype=DOUBLE, device=linear.device)
+            return linear.new_zeros(linear.shape[1:], dtype=DOUBLE)
         _, largest_of_words = self._split_words(linear)
         count = min(self.max_words, len(largest_of_words))
         return round_up_sum(largest_of_words.topk(count, 0).values.sum(0), count)
@@ -242,7 +242,7 @@ class Symbols:
         """
         q = coefficients[self.inputs : self.first_error]  # (pairs, *shape)
         if not len(q):
-            zero = torch.zeros(q.shape[1:], dtype=DOUBLE, device=q.device)
+            zero = q.new_zeros(q.shape[1:], dtype=DOUBLE)
             return zero, zero
         i, j = self.pairs.to(q.device)
         bounds = []
@@ -276,7 +276,7 @@ class Symbols:
         eigenvalue, Q is shifted: it is at most ||Q + m I|| - m for any m > 0.
         """
         dtype = q.dtype
-        sum_of_weights = torch.ones(len(q), dtype=DOUBLE, device=q.device)
+        sum_of_weights = q.new_ones(len(q), dtype=DOUBLE)
         if self.norm != "l2":
             # 1 / w_i, then Q_ij / (w_i w_j), and sum w_i^2.
             inverse = q.abs().sum(2).clamp_min(tiny(dtype) ** 0.5).rsqrt()

@@ -176,8 +176,8 @@ def _sum_outer_products(
     if weight is not None:
         weight = cast_up(weight.to(DOUBLE), dtype).clamp_min(tiny(dtype))
 
-    gram = torch.zeros(count, k, k, dtype=DOUBLE, device=stacks[0].device)
-    sum_of_shares = torch.full((count,), float(unit), dtype=DOUBLE, device=gram.device)
+    gram = stacks[0].new_zeros(count, k, k, dtype=DOUBLE)
+    sum_of_shares = gram.new_full((count,), float(unit))
     for stack in stacks:
         for part in stack.split(_ROWS):  # type: ignore[no-untyped-call]
             vectors = part

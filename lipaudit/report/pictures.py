@@ -170,7 +170,7 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
         if series:
             title = f"How many samples survive attacks, {norm}"
             ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
-            radius = replace(columns["eps"], label=f"eps ({norm})")
+            radius = replace(columns["eps"], unit=norm)
             yield Curve(title, radius, accuracy, series, ticks=ticks)
 
 

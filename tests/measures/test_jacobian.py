@@ -242,7 +242,7 @@ def test_encoder_and_decoder_are_two_curves():
     (curve,) = [block for block in show_section(section) if isinstance(block, Curve)]
     labels = [f"{stack} {name}" for stack in ("encoder", "decoder") for name in ("mean", "p95")]
     assert [series.label for series in curve.series] == labels
-    assert [series.x for series in curve.series] == [(0, 1), (0, 1), (2, 4), (2, 4)]
+    assert [[*series.x] for series in curve.series] == [[0, 1], [0, 1], [2, 4], [2, 4]]
     (text,) = [note.text for note in section.notes if note.code == "paths-fixed"]
     assert "around layer:0, layer:1, layer:2 (as from an encoder to a decoder)" in text
 
@@ -267,7 +267,9 @@ def test_stages_of_one_stack_are_one_curve():
     modules = [f"blocks{stage}.{i}" for stage in (1, 2) for i in (0, 1)]
     assert [row.module for row in section.rows if row.module] == modules
     (curve,) = [block for block in show_section(section) if isinstance(block, Curve)]
-    assert [(s.label, s.x) for s in curve.series] == [(n, (0, 1, 2, 3)) for n in ("mean", "p95")]
+    assert [(s.label, [*s.x]) for s in curve.series] == [
+        (n, [0, 1, 2, 3]) for n in ("mean", "p95")
+    ]
 
 
 def test_the_page_and_the_csv_have_the_curve():
@@ -276,8 +278,8 @@ def test_the_page_and_the_csv_have_the_curve():
     (curve,) = [block for block in show_section(section) if isinstance(block, Curve)]
     assert [series.label for series in curve.series] == ["mean", "p95"]
     for series in curve.series:
-        assert series.x == (0, 1, 2)
-        assert series.y == tuple(row[series.label] for row in section.rows[1:])
+        assert [*series.x] == [0, 1, 2]
+        assert [*series.y] == [row[series.label] for row in section.rows[1:]]
     page = lipaudit.render(report, "html").decode()
     assert "How much a change after each block can still grow" in page
     lines = list(csv.DictReader(lipaudit.render(report, "csv").decode().splitlines()))
@@ -325,7 +327,7 @@ def test_a_lower_estimate_says_what_is_proven_of_it():
         assert (norms <= 1 + 1e-12).all()
         assert (norms * (1 + row.within) >= 1 - 1e-12).all()
         said = " ".join(note.text for note in section.notes)
-        assert f"up to {100 * row.within:.2g}% too low" in said
+        assert f"at most {100 * row.within:.2g}% too low (99.9% confidence)" in said
 
 
 def test_a_radius_that_was_not_completed_says_so():
@@ -362,3 +364,9 @@ def test_a_sample_that_repeats_another_counts_once():
         assert after.mean == pytest.approx(before.mean, rel=1e-4)
     assert len(sections[1].ids) == 5
     assert "repeated-samples" in {note.code for note in sections[1].notes}
+
+
+@pytest.mark.parametrize(("norm", "named"), [("2", "l2"), ("inf", "linf")])
+def test_the_first_order_radius_names_the_norm_of_its_ball(norm, named):
+    section = lipaudit.measure("demo", "jacobian", samples=2, norm=norm).section("jacobian")
+    assert section.sample_column("radius_first_order").label == f"first-order radius, {named}"

@@ -366,7 +366,7 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
         keys = 2
         differences = [model.difference for model in ranking.models if model.difference]
         text = (
-            f"Ranked by {ranking.criterion}{count_samples(differences)}; rank 1 has the best "
+            f"Ranked by {differences[0].subject}{count_samples(differences)}; rank 1 has the best "
             "model and every one that is not distinguishable from it. Limits of differences: 95%, "
             "paired"
         )

@@ -106,6 +106,20 @@ def test_a_scatter_of_heads_has_a_point_for_every_head_and_bound(report):
         assert [exact[name.strip()] for name in series.names] == list(series.x)
 
 
+def test_a_bound_that_is_far_above_every_norm_is_named_and_not_drawn(report):
+    """Beside it, the other bounds would lie on one line; the table has all of them."""
+    section = report.section("bounds")
+    rows = tuple(row.replace(castin=row.exact and 1e6) for row in section.rows)
+    far = keep(report, section.model_copy(update={"rows": rows}))
+    (before,), (after,) = (_of(each, "bounds", Curve) for each in (report, far))
+    drawn = [series.label for series in before.series]
+    assert "castin" in drawn
+    assert [series.label for series in after.series] == [n for n in drawn if n != "castin"]
+    assert before.title.endswith("Not drawn, over 1000 times the largest norm: hu")
+    assert after.title.endswith("Not drawn, over 1000 times the largest norm: castin, hu")
+    assert "castin" in [line[0] for line in after.table.rows]
+
+
 def test_curve_starts_at_the_accuracy_without_attack(report):
     (curve,) = _of(report, "attack", Curve)
     for series in curve.series:

@@ -191,7 +191,7 @@ def anchor_blocks(blocks: Iterable[MapRows], v: Tensor, sink: Tensor | None) -> 
     return Anchored._make(torch.cat(tensors, -2) for tensors in zip(*parts, strict=True))
 
 
-class InputSide(NamedTuple):
+class ProjectionGroup(NamedTuple):
     """The projections that read one input, side by side: W = [W_Q W_K W_V] or a part of it.
 
     Attributes:
@@ -250,7 +250,7 @@ class Attend:
         slope: f of the logits, (problems, n, m), or None.
         extra: r by query (`q`) and t by key (`k`), where the logits have them.
         local: G of the projections that are not affine, (problems or 1, tokens, d, e).
-        sides: the projections.
+        groups: the projections, one group for each input.
     """
 
     heads: Heads
@@ -264,7 +264,7 @@ class Attend:
     slope: Tensor | None
     extra: dict[str, PairTerms]
     local: dict[str, Tensor]
-    sides: list[InputSide]
+    groups: list[ProjectionGroup]
 
     def pull(self, u: Tensor) -> list[Tensor]:
         """Backpropagate a gradient u in O = P V: return the gradients in x W of every input x.
@@ -280,8 +280,8 @@ class Attend:
         """
         # The gradients in q, k and v by name; a constant has none.
         total = {}
-        for side in self.sides:
-            for name in side.names:
+        for group in self.groups:
+            for name in group.names:
                 total[name] = torch.zeros_like(getattr(self, name))
         for block in map_rows(self.heads, self.p):
             # A block of P: `queries` and `keys` are the slices of its rows and columns.
@@ -308,8 +308,8 @@ class Attend:
         for name, g in self.local.items():
             total[name] = torch.einsum("pnd,pnde->pne", total[name], g)
         pulled = []
-        for side in self.sides:
-            by_name = [total[name] for name in side.names]
+        for group in self.groups:
+            by_name = [total[name] for name in group.names]
             pulled.append(torch.cat(by_name, -1))
         return pulled
 
@@ -338,9 +338,9 @@ class Attend:
         and [k v] for the second. Constant queries, keys or values are left out.
         """
         tangents: dict[str, Tensor] = {}  # dq, dk and dv by name
-        for side, y in zip(self.sides, inputs, strict=True):
-            parts = torch.split(y, side.widths, -1)
-            tangents |= zip(side.names, parts, strict=True)
+        for group, y in zip(self.groups, inputs, strict=True):
+            parts = torch.split(y, group.widths, -1)
+            tangents |= zip(group.names, parts, strict=True)
         # Through the Jacobian G of a rotary position or qk-norm at each token.
         for name, g in self.local.items():
             tangents[name] = torch.einsum("pne,pnde->pnd", tangents[name], g)
@@ -411,12 +411,12 @@ class Attend:
     @property
     def value_weight(self) -> Tensor | None:
         """Return W_V, (heads, D, d_v); None if v is constant or not an affine map of its token."""
-        if not self.sides or "v" in self.local:
+        if not self.groups or "v" in self.local:
             return None
-        side = self.sides[-1]  # the input of the keys and values; W_V is the last part of its W
-        if "v" not in side.names:
+        group = self.groups[-1]  # the input of the keys and values; W_V is the last part of its W
+        if "v" not in group.names:
             return None
-        return side.weight[..., -self.v.shape[2] :]
+        return group.weight[..., -self.v.shape[2] :]
 
     def select(self, index: Tensor | slice) -> Attend:
         """Return the derivative for some problems, each one head on one batch row.
@@ -491,7 +491,7 @@ def linearize_attention(heads: Heads) -> Attend:
         slope=slope,
         extra=extra,
         local=_flatten_local_maps(heads),
-        sides=_join_projections(heads),
+        groups=_join_projections(heads),
     )
 
 
@@ -545,7 +545,7 @@ def _flatten_local_maps(heads: Heads) -> dict[str, Tensor]:
     return local
 
 
-def _join_projections(heads: Heads) -> list[InputSide]:
+def _join_projections(heads: Heads) -> list[ProjectionGroup]:
     """Return for each input the weights of its projections side by side, as [W_Q W_K W_V].
 
     q, k or v that does not depend on the tokens has no projection and is left out.
@@ -556,11 +556,11 @@ def _join_projections(heads: Heads) -> list[InputSide]:
         groups["x"] |= keys_and_values
     else:
         groups["x_kv"] = keys_and_values
-    sides = []
+    joined_groups = []
     for source, readers in groups.items():
         weights = {name: to.weight for name, to in readers.items() if to is not None}
         if weights:
             widths = [weight.shape[2] for weight in weights.values()]
             joined = torch.cat([*weights.values()], 2)
-            sides.append(InputSide(source, [*weights], widths, joined))
-    return sides
+            joined_groups.append(ProjectionGroup(source, [*weights], widths, joined))
+    return joined_groups

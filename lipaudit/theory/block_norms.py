@@ -68,7 +68,7 @@ def affine_rows(ingredients: Ingredients) -> AffineRows:
     Logit ij is s <q_i, k_j> with the scale s. Its gradient in the token of key j is
     u_i = s W_K q_i, and its gradient in the token of query i is z_j = s W_Q k_j. a_i is W_V^T u_i.
     """
-    at = ingredients.at
+    centred = ingredients.at
     weights = ingredients.weights
     q = ingredients.heads.q
     s = ingredients.heads.scale[..., None, None]
@@ -82,17 +82,17 @@ def affine_rows(ingredients: Ingredients) -> AffineRows:
     # the norm is raised by `left` ||u_i|| to stay an upper limit.
     inside = inside + weights.left[:, None, None] * u
     return AffineRows(
-        wv=weights.value[:, None, None].expand_as(at.s),
-        shared=weights.shared[:, None, None].expand_as(at.s),
+        wv=weights.value[:, None, None].expand_as(centred.s),
+        shared=weights.shared[:, None, None].expand_as(centred.s),
         u=u,
         images=images,
         inside=inside,
         a=q @ (s * weights.to_a),
-        z=at.k @ (s * weights.to_z),
+        z=centred.k @ (s * weights.to_z),
     )
 
 
-def query_term(at: Centred, rows: AffineRows) -> Rows:
+def query_term(centred: Centred, rows: AffineRows) -> Rows:
     """Bound s ||T_i W_Q^T||_F: how far a move of token i moves its output o_i through query i.
 
     s T_i W_Q^T = sum_j P_ij w_ij z_j^T with w_ij = v_j - o_i and z_j = s W_Q k_j. With
@@ -103,16 +103,16 @@ def query_term(at: Centred, rows: AffineRows) -> Rows:
     # <w_ij, w_il> = (||w_ij||^2 + ||w_il||^2) / 2 - h_jl. The sum is symmetric in j and l, so it
     # stays the same with ||w_il||^2 for both squares and <v_j, v_l> - ||v_l||^2 for -h_jl.
     kappa = rows.z @ rows.z.mT
-    inner = at.gram - at.v2.mT
-    inner = at.p @ inner.mul_(kappa)
-    totals = (at.p @ rows.z) @ rows.z.mT  # sum_j P_ij kappa_jl
-    inner.addcmul_(totals, at.w2)
-    squares = inner.mul_(at.p).sum(-1)
-    error = _bound_query_rounding(at, rows)
+    inner = centred.gram - centred.v2.mT
+    inner = centred.p @ inner.mul_(kappa)
+    totals = (centred.p @ rows.z) @ rows.z.mT  # sum_j P_ij kappa_jl
+    inner.addcmul_(totals, centred.w2)
+    squares = inner.mul_(centred.p).sum(-1)
+    error = _bound_query_rounding(centred, rows)
     return (squares + error).clamp_min(0.0).sqrt()
 
 
-def _bound_query_rounding(at: Centred, rows: AffineRows) -> Rows:
+def _bound_query_rounding(centred: Centred, rows: AffineRows) -> Rows:
     """Bound the rounding error of the square that `query_term` computes.
 
     The square is sum_jl P_ij P_il <z_j, z_l> (||v_j - o_i||^2 - ||v_j - v_l||^2 / 2). With the
@@ -121,18 +121,18 @@ def _bound_query_rounding(at: Centred, rows: AffineRows) -> Rows:
     times the relative error of sums of products.
     """
     z = vector_norm(rows.z, dim=-1)
-    v2 = at.v2[..., 0]
-    o2 = at.o2[..., 0]
+    v2 = centred.v2[..., 0]
+    o2 = centred.o2[..., 0]
     factors = torch.stack([z, z * v2.sqrt(), z * v2], -2)
-    m0, m1, m2 = (factors @ at.p.mT).unbind(-2)
+    m0, m1, m2 = (factors @ centred.p.mT).unbind(-2)
     # m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2)
     behind_m0 = 2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2
     terms = m1.square() + m0 * behind_m0
     # Relative errors in units of the unit roundoff u = eps / 2: the two sums over m tokens cost
     # 2 m, <z_j, z_l> costs d, <v_j, v_l> costs d_v, all other operations 20. `rounding` of n
     # columns is 2 n + 32 such units, so the factor below is more than all of them.
-    channels = max(rounding(at.v), rounding(rows.z))
-    return (rounding(at.p) + 2 * channels) * terms
+    channels = max(rounding(centred.v), rounding(rows.z))
+    return (rounding(centred.p) + 2 * channels) * terms
 
 
 CLEAR = 0.01
@@ -208,23 +208,23 @@ def _bound_dense_blocks(heads: Heads) -> Tensor:
 # paths hardly overlap in J J^T, while in J their norms add.
 
 
-def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
+def gram_bound(centred: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
     """Bound ||J|| of affine heads by ||J||^2 <= ||M|| + 2 ||A B^T||, (batch, heads).
 
     J = A + B + C are the derivatives of the output through values, keys and queries. M_il bounds
     the norm of block (i, l) of J J^T - A B^T - B A^T.
 
     Args:
-        at: P, keys, values and outputs.
+        centred: P, keys, values and outputs.
         rows: gradients of the logits.
         joint: whether queries and keys read one input. If they read two inputs, A C^T and B C^T
             are 0.
     """
-    pw = at.w2.sqrt().mul_(at.p)  # P_ij ||v_j - o_i||
-    t = query_term(at, rows)  # upper limits of the norms of the blocks of C
+    pw = centred.w2.sqrt().mul_(centred.p)  # P_ij ||v_j - o_i||
+    t = query_term(centred, rows)  # upper limits of the norms of the blocks of C
     # Upper limits of ||F_i||, where F_i has the columns P_ij (v_j - o_i).
-    f = row_lengths(at, rows, pw)
-    matrix = block_norms(at, rows, pw, t, f, joint=joint)  # M
+    f = row_lengths(centred, rows, pw)
+    matrix = block_norms(centred, rows, pw, t, f, joint=joint)  # M
     # M is divided by its largest entry, so that no product of its entries overflows.
     largest = matrix.amax((-2, -1))
     largest = largest.clamp_min(torch.finfo(matrix.dtype).tiny)
@@ -234,14 +234,14 @@ def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
     leading = leading / vector_norm(leading, dim=-1, keepdim=True)
     # Entries of M are sums of m products of numbers >= 0. Their relative rounding error is at most
     # (m + 40) u, u = eps / 2.
-    share = 2 * matrix_norms.product_rounding(at.p)
+    share = 2 * matrix_norms.product_rounding(centred.p)
     norm = (1 + share) * (norm * largest)  # ||M||
-    square = norm + 2 * value_key_norm(at, rows, f, leading)
+    square = norm + 2 * value_key_norm(centred, rows, f, leading)
     return square.nan_to_num(torch.inf).sqrt()  # an overflow may have made a NaN: no bound
 
 
 def block_norms(
-    at: Centred,
+    centred: Centred,
     rows: AffineRows,
     pw: Maps,
     t: Rows,
@@ -258,7 +258,7 @@ def block_norms(
     T_i = sum_j P_ij w_ij k_j^T.
 
     Args:
-        at: maps and values.
+        centred: maps and values.
         rows: norms and inner products of u_i.
         pw: P_ij ||w_ij||.
         t: upper limits t_i of s ||T_i W_Q^T||.
@@ -274,7 +274,7 @@ def block_norms(
     matrix = torch.minimum(pw @ pw.mT, f * f.mT)
     matrix.mul_(inner_u)
     # A A^T: ||W_V||^2 P P^T
-    value = rows.wv * at.p
+    value = rows.wv * centred.p
     matrix += value @ value.mT
     # C C^T: t_i^2, on the diagonal
     diagonal = matrix.diagonal(0, -2, -1)
@@ -283,14 +283,14 @@ def block_norms(
         # (A + B) C^T: the columns of W_Q are in the span of a basis X with ||X|| <= 1. A limit is
         # P_il ||(W_V^T + w_il u_i^T) X|| t_l <= P_il (||W_V^T X|| + ||w_il|| ||X^T u_i||) t_l.
         # C (A + B)^T is its transpose.
-        overlap = rows.shared * at.p
+        overlap = rows.shared * centred.p
         overlap.addcmul_(pw, rows.inside).mul_(t.mT)
         matrix += overlap
         matrix += overlap.mT
     return matrix
 
 
-def row_lengths(at: Centred, rows: AffineRows, pw: Maps) -> Rows:
+def row_lengths(centred: Centred, rows: AffineRows, pw: Maps) -> Rows:
     """Bound ||F_i|| of every query, where F_i has the columns P_ij w_ij, w_ij = v_j - o_i.
 
     The bound is the Frobenius norm. Heads whose derivative B through keys is not small beside the
@@ -299,7 +299,7 @@ def row_lengths(at: Centred, rows: AffineRows, pw: Maps) -> Rows:
     ||A|| >= ||W_V|| ||P^T e|| for a unit vector e.
 
     Args:
-        at: P and the values.
+        centred: P and the values.
         rows: ||u_i|| and ||W_V||.
         pw: P_ij ||w_ij||.
     """
@@ -308,19 +308,19 @@ def row_lengths(at: Centred, rows: AffineRows, pw: Maps) -> Rows:
     lengths = rows.u[..., 0] * length
     by_keys = lengths.square().sum(-1)
     # ||W_V||^2 ||P^T e||^2, e = 1 / sqrt n
-    columns = at.p.sum(-2).square().sum(-1)
+    columns = centred.p.sum(-2).square().sum(-1)
     weight = rows.wv[..., 0, 0].square()
-    by_values = weight * columns / at.p.shape[-2]
+    by_values = weight * columns / centred.p.shape[-2]
     keys_matter = ~(by_keys <= KEYS_MATTER * by_values)  # True for a NaN as well
     if keys_matter.any():
         # The tensors of these heads as (number, 1, n): the None adds the axis of heads.
         index = (*keys_matter.nonzero(as_tuple=True), None)
-        spread = row_spread(at.pick(index), length[index])
+        spread = row_spread(centred.pick(index), length[index])
         length[keys_matter] = spread[:, 0]
     return length
 
 
-def row_spread(at: Centred, length: Rows) -> Rows:
+def row_spread(centred: Centred, length: Rows) -> Rows:
     """Return the smaller of two upper limits of ||F_i||, F_i with the columns P_ij (v_j - o_i).
 
     The first limit is the Frobenius norm, given as `length`. The second is the Schatten-4 norm,
@@ -332,21 +332,21 @@ def row_spread(at: Centred, length: Rows) -> Rows:
 
     Where too many digits of `power` cancelled, the second limit is not used.
     """
-    tiny = torch.finfo(at.p.dtype).tiny
+    tiny = torch.finfo(centred.p.dtype).tiny
     # c_j = <v_j, o_i> - ||o_i||^2 / 2, an input of `sum_spread`
-    c = (at.v2.mT - at.w2).mul_(0.5)
-    power, terms, total = sum_spread(at.p, at.gram, c)
-    underflow = 8 * at.p.shape[-1] ** 2 * tiny
+    c = (centred.v2.mT - centred.w2).mul_(0.5)
+    power, terms, total = sum_spread(centred.p, centred.gram, c)
+    underflow = 8 * centred.p.shape[-1] ** 2 * tiny
     # `power` adds numbers whose absolute values sum to at most 3 `terms`. Each number is a double
     # sum over m keys, with a relative error of at most (2 m + 32) u = rounding(P). The factor 4 in
     # place of 3 covers the error of `terms` itself.
-    error = 4 * rounding(at.p) * terms + underflow
+    error = 4 * rounding(centred.p) * terms + underflow
     # The square root of `power` is the norm of D (g - c 1^T - 1 c^T) D with D^2 = diag(w),
     # w_j = P_ij^2. Errors dg and dc change this norm by at most (|dg| + 2 |dc|) `total`, where
     # `total` is the sum of the w_j. In units of max_j ||v_j||^2 + ||o_i||^2 (`unit`), |dg| is at
     # most (d_v + 4) u, and 2 |dc| little more than 2 rounding(V).
-    unit = at.v2.amax(-2) + at.o2[..., 0]
-    change = 3 * rounding(at.v) * total * unit
+    unit = centred.v2.amax(-2) + centred.o2[..., 0]
+    change = 3 * rounding(centred.v) * total * unit
     root = (power + error).clamp_min(0.0).sqrt()
     upper = (root + change).sqrt()
     # Enough digits: `power` is at least CLEAR (1 %) of `terms`, and the square root of `power` at
@@ -357,7 +357,7 @@ def row_spread(at: Centred, length: Rows) -> Rows:
 
 
 def value_key_norm(
-    at: Centred, rows: AffineRows, f: Rows, e: Float[Tensor, "batch heads 1 n"]
+    centred: Centred, rows: AffineRows, f: Rows, e: Float[Tensor, "batch heads 1 n"]
 ) -> PerHead:
     """Bound ||A B^T||, where A and B are the derivatives of the output through values and keys.
 
@@ -369,18 +369,18 @@ def value_key_norm(
     smaller, and needs no eigenvalues.
 
     Args:
-        at: P, values and outputs.
+        centred: P, values and outputs.
         rows: a_l of every query.
         f: upper limits of ||F_l||.
         e: a unit vector over the queries, near the leading left singular vector of P.
     """
-    rho = _bound_mixed_rows(at, f, e)
+    rho = _bound_mixed_rows(centred, f, e)
     scaled = rho[..., None] * rows.a
     gram = scaled.mT @ scaled
     return matrix_norm(gram @ gram).sqrt().sqrt()
 
 
-def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"]) -> Rows:
+def _bound_mixed_rows(centred: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"]) -> Rows:
     """Return rho_l >= ||P F_l^T|| of every query, where F_l has the columns P_lj (v_j - o_l).
 
     For a unit vector e and y = P^T e, P = e y^T + P' with e^T P' = 0. So
@@ -388,11 +388,11 @@ def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"])
     leading left singular vector of P, P' is small and the bound is tight.
 
     Args:
-        at: P, values and outputs.
+        centred: P, values and outputs.
         f: upper limits of ||F_l||.
         e: a start vector; one power step here brings it nearer to the leading singular vector.
     """
-    p = at.p
+    p = centred.p
     share = matrix_norms.product_rounding(p)
     # A power step on P P^T, and y = P^T e.
     e = (e @ p) @ p.mT
@@ -401,12 +401,12 @@ def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"])
     y = e @ p
     # F_l y = sum_j P_lj y_j (v_j - o_l)
     py = p @ y.mT
-    sums = (p * y) @ at.v - at.o * py
+    sums = (p * y) @ centred.v - centred.o * py
     image = vector_norm(sums, dim=-1)
     # The rounding error of ||F_l y||, u = eps / 2: y has a relative error of (n + 4) u. Sums over
     # keys have an error of (m + 6) u times sum_j P_lj y_j ||v_j - o_l||, and
     # ||v_j - o_l|| <= `longest`.
-    longest = at.v2.amax(-2) + at.o2.amax(-2)
+    longest = centred.v2.amax(-2) + centred.o2.amax(-2)
     longest = longest.mul_(2.0).sqrt()
     off = 2 * share * py[..., 0] * longest
     # ||P'||, P' = P - e y^T
@@ -422,7 +422,7 @@ def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"])
 # in s T_i = sum_j P_ij w a_ij^T: see `attend`.
 
 
-def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
+def _bound_local_blocks(heads: Heads, centred: Centred, *, joint: bool) -> Tensor:
     """Return B with B_ij >= ||J_ij||, an upper limit of the norm of every block of J.
 
     Block (i, j) is the derivative of output o_i in token j. Through value j and key j it is
@@ -434,13 +434,13 @@ def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     """
     # The outputs o_i. For the largest P_ij of each row also c_ij = P_ij (v_j - o_i), without
     # cancellation. Some queries at a time, to save memory.
-    per_query = at.p[:, :, 0].numel()
-    chunks = heads.policy.chunks(at.p.shape[2], per_query)
-    rows = (attend.MapRows(at.p[:, :, i], queries=i, keys=slice(None)) for i in chunks)
-    largest = attend.anchor_blocks(rows, at.v, heads.sink_share())
-    blocks = _local_beta(heads, at, largest)
-    blocks.mul_(at.p)
-    t = _local_query_term(heads, at, largest)
+    per_query = centred.p[:, :, 0].numel()
+    chunks = heads.policy.chunks(centred.p.shape[2], per_query)
+    rows = (attend.MapRows(centred.p[:, :, i], queries=i, keys=slice(None)) for i in chunks)
+    largest = attend.anchor_blocks(rows, centred.v, heads.sink_share())
+    blocks = _local_beta(heads, centred, largest)
+    blocks.mul_(centred.p)
+    t = _local_query_term(heads, centred, largest)
     if not joint:
         # In the precision of the blocks: `nonnegative_norm` derives its rounding error from it.
         diagonal = torch.diag_embed(t).to(blocks)
@@ -450,7 +450,7 @@ def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     return blocks
 
 
-def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
+def _local_beta(heads: Heads, centred: Centred, rows: attend.Anchored) -> Tensor:
     """Return beta_ij >= ||Phi^v_j + w u^T|| of every query and key, (batch, heads, n, m).
 
     Phi^v_j = dv_j / dx_j, w = v_j - o_i, and u is the gradient of logit ij in the token of key j.
@@ -459,7 +459,7 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
 
     Args:
         heads: heads of any kind.
-        at: P and the values.
+        centred: P and the values.
         rows: the outputs o_i, and w for the largest entry of each row.
     """
     _, to_k, to_v = projections(heads)
@@ -472,7 +472,7 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
     key_maps = local_map(to_k)
     value_maps = local_map(to_v)
     norms = value_norms(heads)
-    p = at.p
+    p = centred.p
     precision = p.dtype
     if p.shape[-2] * p.shape[-1] > heads.policy.map_limit:
         # Single precision, to save memory. Rounding an entry has a relative error of u = eps / 2.
@@ -490,7 +490,7 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
         u = (root @ key_map) @ b
         a = select_tokens(value_maps, j) @ mixed @ key_map
         a = a @ b
-        w = _subtract_outputs(at.v[:, :, j], tokens[j], rows)
+        w = _subtract_outputs(centred.v[:, :, j], tokens[j], rows)
         beta[..., j] = _bound_rank_one_update(select_tokens(norms, j), u, a, w).mT
     return beta
 
@@ -532,7 +532,7 @@ def _subtract_outputs(v: Tensor, keys: Tensor, rows: attend.Anchored) -> Tensor:
     return torch.where(is_largest[:, :, :, None], gaps, w)
 
 
-def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
+def _local_query_term(heads: Heads, centred: Centred, rows: attend.Anchored) -> Tensor:
     """Return upper limits t_i of ||s T_i Phi^q_i|| of every query, (batch, heads, n).
 
     s T_i Phi^q_i (d_v x D) is how token i moves its output o_i through its query. T_i is
@@ -541,21 +541,21 @@ def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tenso
 
     Args:
         heads: heads of any kind.
-        at: P, and keys and values less their mean.
+        centred: P, and keys and values less their mean.
         rows: the outputs o_i, and c_ij for the largest entry of each row.
     """
     to_q = projections(heads)[0]
     phi = narrow_jacobians(to_q)
     m, d = heads.k.shape[2:]
-    dv = at.v.shape[-1]
+    dv = centred.v.shape[-1]
     if heads.pairs is None:
         # For logits s q k^T a constant added to all k_j changes nothing, since sum_j c_ij = 0.
-        # Without their mean, as in `at`, less cancels.
-        heads = replace(heads, k=at.k)
-    t = torch.empty_like(at.p[..., 0])
+        # Without their mean, as in `centred`, less cancels.
+        heads = replace(heads, k=centred.k)
+    t = torch.empty_like(centred.p[..., 0])
     per_query = t[..., 0].numel() * m * (2 * d + dv)
     for i in heads.policy.chunks(t.shape[-1], per_query):
-        c = attend.weighted_differences(at.p, at.v, rows, i)
+        c = attend.weighted_differences(centred.p, centred.v, rows, i)
         a = attend.logit_gradients(heads, "q", i)
         images = c.mT @ a @ select_tokens(phi, i)  # s T_i Phi^q_i
         # t_i is the Schatten-4 norm: ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, which is at

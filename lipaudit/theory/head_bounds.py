@@ -291,25 +291,25 @@ def read_point(heads: Heads) -> BallPoint:
     row uses for a variance (`one_hot`) and for a weighted variance (`uneven`).
     """
     ingredients = Ingredients(heads, Tokens(heads))
-    at = ingredients.at
+    centred = ingredients.at
     rows = affine_rows(ingredients)
-    visible = heads.visible(0, at.p.shape[2])
+    visible = heads.visible(0, centred.p.shape[2])
     # P is needed as an upper limit. An entry that underflowed to 0 is replaced by the smallest
     # positive number; masked entries stay 0 on every ball.
-    tiny = torch.finfo(at.p.dtype).tiny
-    p = at.p.clamp_min(tiny) * visible
+    tiny = torch.finfo(centred.p.dtype).tiny
+    p = centred.p.clamp_min(tiny) * visible
     # z: ||z_j - E_i z||, how fast logit ij changes against its row's mean if token i moves.
     mean = p @ rows.z
     mean2 = mean.square().sum(-1, keepdim=True)
     z2 = rows.z.square().sum(-1, keepdim=True)
     z = squared_distances(mean, rows.z, mean2, z2).sqrt()
     # w: ||v_j - o_i||, how far output i moves if P_ij changes.
-    w = at.w2.sqrt() * visible
+    w = centred.w2.sqrt() * visible
     # a: ||A||, which bounds how fast z_j and u_i change if a token moves. Computed as
     # |s| ||R_Q R_K^T|| with the small square matrices R^T R = W^T W.
     to_q, to_k, _ = projections(heads)
     a = spectral_norm(factor(to_q) @ factor(to_k).mT)
-    a = at.s.abs() * a[..., None]
+    a = centred.s.abs() * a[..., None]
     # On the ball of radius rho, log P_ij grows by at most slope rho + bend ||A|| rho^2.
     slope, bend = _log_growth(p, z, rows.u)
     one_hot, uneven = _choose_limits(p, w)
@@ -401,44 +401,44 @@ class BallLimits:
     shift: Tensor  # how far v_j - o_i moves
 
 
-def bound_moves(at: BallPoint, rho: float) -> BallLimits:
+def bound_moves(point: BallPoint, rho: float) -> BallLimits:
     """Return upper limits on the ball of radius rho around X: of P, and of spreads under its rows.
 
     The spreads are standard deviations of keys and values over the keys, with weights P_i. E_i is
     the mean with these weights, and f_j are the rows of a move of all tokens.
 
     Args:
-        at: quantities at X.
+        point: quantities at X.
         rho: radius of the ball.
     """
     # P_ij grows by a factor of at most exp(a_ij rho + b_ij ||A|| rho^2), see `_log_growth` for
     # a_ij (`slope`) and b_ij (`bend`). P_ij is never above 1.
-    bend = at.bend * at.a
-    log_p = at.p.log() + at.slope * rho + bend * (rho * rho)
+    bend = point.bend * point.a
+    log_p = point.p.log() + point.slope * rho + bend * (rho * rho)
     p = log_p.clamp_max(0.0).exp()
     # The variance sum_j P_ij ||f_j - E_i f||^2 is at most sum_j P_ij ||f_j||^2. The variance also
     # equals sum_{j < l} P_ij P_il ||f_j - f_l||^2, so it is at most
     # sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
     others = _others(p).clamp_max(1.0)
-    spread = torch.where(at.one_hot, 2 * p * others, p)
+    spread = torch.where(point.one_hot, 2 * p * others, p)
     widest = spread.amax(-1, keepdim=True).sqrt()
-    u = at.u + rho * at.a
+    u = point.u + rho * point.a
     # Standard deviations under P_i on the ball. The variance around any point is at least the
     # variance around the mean, so distances from the mean at X give a limit. A move of the tokens
     # of length rho adds a deviation of at most rho ||A|| `widest` to the z_j, and of at most
     # rho ||W_V|| `widest` to the v_j.
-    z = _deviation(p, at.z) + rho * at.a * widest
-    v = _deviation(p, at.w) + rho * at.wv * widest
+    z = _deviation(p, point.z) + rho * point.a * widest
+    v = _deviation(p, point.w) + rho * point.wv * widest
     # v_j - o_i moves by at most rho ||W_V|| through v_j, and by rho times the derivative of o_i,
     # which is sum_j P_ij W_V^T f_j + Cov_i(sigma, v): Cov_i is the covariance under P_i, sigma_j
     # the change of logit ij.
     largest = p.amax(-1, keepdim=True)
-    output = at.wv * largest.sqrt() + (z + u * widest) * v
-    shift = rho * (at.wv + output)
+    output = point.wv * largest.sqrt() + (z + u * widest) * v
+    shift = rho * (point.wv + output)
     return BallLimits(p, spread, u, z, v, shift)
 
 
-def bound_curvature(at: BallPoint, on: BallLimits) -> PerHead:
+def bound_curvature(point: BallPoint, on: BallLimits) -> PerHead:
     """Bound the largest second derivative of the output O on a ball, given upper limits there.
 
     f_j are the moves of the tokens, with sum_j ||f_j||^2 = 1. With x_j = ||f_j||^2 and
@@ -448,25 +448,25 @@ def bound_curvature(at: BallPoint, on: BallLimits) -> PerHead:
     second derivative is at most the length of the longest column of H.
 
     Args:
-        at: quantities at the centre X.
+        point: quantities at the centre X.
         on: upper limits on the ball.
     """
-    widest = at.w.amax(-1, keepdim=True)
+    widest = point.w.amax(-1, keepdim=True)
     longest = widest + on.shift  # of v_j - o_i, on the whole ball
     # The changes of the logits of query i have a standard deviation of at most
     # z x_i^1/2 + u y_i^1/2 under P_i (`on.z`, `on.u`). Terms in (x_i y_i)^1/2 are collected in
     # `mixed`, in y_i in `columns`, in x_i in `diagonal`.
-    mixed = at.wv * on.z + longest * on.z * on.u + at.a * on.v
-    columns = 2 * at.wv * on.u + on.shift * on.u.square()
+    mixed = point.wv * on.z + longest * on.z * on.u + point.a * on.v
+    columns = 2 * point.wv * on.u + on.shift * on.u.square()
     columns = columns * on.spread
     # sum_j P_ij w_ij ||f_j - E_i f||^2 is at most sum_j weighted_ij x_j, w_ij = ||v_j - o_i|| at
     # X. `even` uses the largest w_ij of the row, `uneven` each w_ij. On a large ball the formula
     # of `uneven` may not hold. The larger of both limits is then used, because a limit must not
     # fall as the radius grows.
     even = on.spread * widest
-    uneven, holds = bound_weights(at.p, on.p, at.w)
+    uneven, holds = bound_weights(point.p, on.p, point.w)
     uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
-    weighted = torch.where(at.uneven, uneven, even)
+    weighted = torch.where(point.uneven, uneven, even)
     columns = columns + on.u.square() * weighted
     diagonal = longest * on.z.square()
     limits = []

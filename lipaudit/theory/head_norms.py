@@ -52,7 +52,7 @@ from torch.linalg import matrix_norm, vector_norm
 
 from lipaudit.theory import LAYER_WITHIN, attend, products
 from lipaudit.theory.heads import Heads, Pairs, local_map, projections, unit_values
-from lipaudit.theory.spectral import Norms, random_starts, spectral_norms, take_size
+from lipaudit.theory.spectral import Norms, divide_by_powers, random_starts, spectral_norms
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -139,7 +139,7 @@ def layer_norms(
         if heads.out is not None:
             sizes = size.to(heads.out.device)
             out = heads.out.double() * sizes[:, None, None]
-            out, exponent = take_size(out)  # W_O of size one, times 2^exponent
+            out, exponent = divide_by_powers(out)  # W_O of size one, times 2^exponent
             linearize = partial(products.layer_products, out=out, gains=size)
             norms = _solve(group, unit, linearize, seeds, accuracy)
             after.append(norms.times(2.0 ** int(exponent)))

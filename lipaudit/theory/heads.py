@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory import POLICY, Policy
-from lipaudit.theory.spectral import shift_exponent, take_size
+from lipaudit.theory.spectral import divide_by_powers, shift_exponent
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Shaped
@@ -561,7 +561,7 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     (tensor([1.9015, 1.9015, 1.9015, 1.9015]), tensor(True), True)
     """
     if heads.to_v is None:
-        v, exponents = take_size(heads.v, 0, 2, 3)  # all axes but the heads
+        v, exponents = divide_by_powers(heads.v, 0, 2, 3)  # all axes but the heads
         return heads.with_same_map(v=v), exponents.double().exp2()
     to_v, exponents = _divide_projection(heads.to_v)
     v = shift_exponent(heads.v, -exponents[:, None, None])
@@ -586,14 +586,14 @@ def _divide_projection(to_v: Projection) -> tuple[Projection, Int[Tensor, " head
     if weight.stride(0) == 0:
         # An expanded weight stays expanded: heads that are normalised together share it.
         weight = weight[:1]
-    weight, exponents = take_size(weight, 1, 2)
+    weight, exponents = divide_by_powers(weight, 1, 2)
     weight = weight.expand_as(to_v.weight)
     bias = to_v.bias
     if bias is not None:
         bias = shift_exponent(bias, -exponents[:, None])
     local = to_v.local
     if local is not None:
-        local, local_exponents = take_size(local, 0, 2, 3, 4)
+        local, local_exponents = divide_by_powers(local, 0, 2, 3, 4)
         exponents = exponents + local_exponents
     exponents = exponents.expand(len(weight))
     return replace(to_v, weight=weight, bias=bias, local=local), exponents

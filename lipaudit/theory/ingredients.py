@@ -362,22 +362,22 @@ def value_and_growth(ingredients: Ingredients) -> tuple[Tensor, Tensor]:
     and every H_j is s Q.
     """
     heads = ingredients.heads
-    at = ingredients.at
+    centred = ingredients.at
     to_q, to_k, _ = projections(heads)
     # Which queries and keys count: padded queries have P_i = 0, and some keys no query can see.
-    queries = at.p.sum(-1) > 0
-    keys = at.seen[..., 0] > 0
+    queries = centred.p.sum(-1) > 0
+    keys = centred.seen[..., 0] > 0
     values = (value_norms(heads) * keys).amax(-1)
     if heads.pairs is None:  # logits s q k^T
         q = heads.q * queries[..., None]
         in_keys = _largest_image(q, to_k, keys, heads.policy)
-        in_queries = _largest_image(at.k, to_q, queries, heads.policy)
+        in_queries = _largest_image(centred.k, to_q, queries, heads.policy)
         in_tokens = heads.scale.abs() * (in_keys + in_queries)
     else:
         in_queries = _largest_gradient(ingredients, "q", to_q, queries)
         in_keys = _largest_gradient(ingredients, "k", to_k, keys)
         in_tokens = in_queries + in_keys
-    return values, spectral_norm(at.v) * in_tokens
+    return values, spectral_norm(centred.v) * in_tokens
 
 
 def _largest_gradient(

@@ -288,7 +288,7 @@ def head_products(heads: Heads) -> HeadProducts:
     """Return the map u -> J J^T u of every head of a layer, on every batch row."""
     attend = linearize_attention(heads)
     # One input, or two: that of the queries, that of keys and values.
-    return HeadProducts(attend, [side.weight.mT @ side.weight for side in attend.sides])
+    return HeadProducts(attend, [group.weight.mT @ group.weight for group in attend.groups])
 
 
 def _times_gram(y: Tensor, gram: Tensor) -> Tensor:
@@ -317,9 +317,9 @@ def layer_products(
     """
     attend = linearize_attention(heads)
     # One matrix for each input, (D, heads * e): W = [W_Q W_K W_V] of all heads side by side.
-    # `side.weight` is (heads, D, e), so the axis of the heads moves behind D before it is joined
+    # `group.weight` is (heads, D, e), so the axis of the heads moves behind D before it is joined
     # with e.
-    weights = [side.weight.transpose(0, 1).flatten(1) for side in attend.sides]
+    weights = [group.weight.transpose(0, 1).flatten(1) for group in attend.groups]
     if out is not None:
         out = out.to(heads.v)
     return LayerProducts(attend, weights, out, gains.to(heads.v))
@@ -388,14 +388,14 @@ def sketched_vjp_x(
     attend = linearize_attention(heads)
     square = torch.zeros_like(size)  # ||R^T J^T u||^2 before the scaling, over all inputs
     pulled = {}
-    by_side = attend.pull(u.flatten(0, 1))
-    for side, y in zip(attend.sides, by_side, strict=True):
+    by_group = attend.pull(u.flatten(0, 1))
+    for group, y in zip(attend.groups, by_group, strict=True):
         # y is the gradient in x W, so R^T J^T u is y (W^T R) for each token. W^T R is small, and
         # the gradient in all D channels is never computed.
-        directions = side.weight.mT @ sketches[side.source]
+        directions = group.weight.mT @ sketches[group.source]
         z = torch.unflatten(y, 0, size.shape) @ directions
         square = square + z.square().sum((2, 3))
-        pulled[side.source] = z
+        pulled[group.source] = z
     # The factor of each head and row. A gradient of 0 stays 0.
     factor = size / square.sqrt().clamp_min(_DEAD)
     rows = {}

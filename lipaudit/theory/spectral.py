@@ -71,7 +71,7 @@ def shift_exponent(
     return t
 
 
-def take_size(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
+def divide_by_powers(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
     """Divide a tensor by powers of two such that its largest entries are about one.
 
     Args:
@@ -82,7 +82,7 @@ def take_size(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
         The quotient, and the exponents of the powers, one for each index of the other axes, flat,
         on the CPU. The exponent of zeros is 0.
 
-    >>> take_size(torch.tensor([[3.0, 1.0], [0.0, 0.0]]), 1)[1]
+    >>> divide_by_powers(torch.tensor([[3.0, 1.0], [0.0, 0.0]]), 1)[1]
     tensor([2, 0], dtype=torch.int32)
     """
     largest = t.abs().amax(axes, keepdim=True)
@@ -343,7 +343,7 @@ class _Krylov:
         count, size = start.shape
         live = start.ne(0).sum(1)  # dimension of each space, without padding
         # Divide by a power of two before normalising: the squares of tiny entries may underflow.
-        u = F.normalize(take_size(start, 1)[0], dim=1)
+        u = F.normalize(divide_by_powers(start, 1)[0], dim=1)
         length = torch.ones(count).double()
         if guess is not None:
             # In one dimension two opposite vectors would cancel: no guess is added.
@@ -553,10 +553,10 @@ def _add_guess(u: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
         u: g, (problems, size).
         guess: vectors in the direction of h; where one is 0, so is h.
     """
-    unit = F.normalize(take_size(guess, 1)[0], dim=1)
+    unit = F.normalize(divide_by_powers(guess, 1)[0], dim=1)
     mixed = u + unit
     length = vector_norm(mixed, dim=1).to("cpu", torch.float64)
-    return F.normalize(take_size(mixed, 1)[0], dim=1), length
+    return F.normalize(divide_by_powers(mixed, 1)[0], dim=1), length
 
 
 def _compute_log_delta(size: Tensor) -> Tensor:

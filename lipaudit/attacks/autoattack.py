@@ -164,7 +164,7 @@ class UnitCube:
             finally:
                 torch.set_default_dtype(dtype)
 
-    def place(self, u: Tensor) -> Tensor:
+    def map_from_cube(self, u: Tensor) -> Tensor:
         """Return points of the cube in the attacked space."""
         moved = (u - self.unit).to(self.x.dtype)
         return self.x + self.width * moved
@@ -206,7 +206,7 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
         else:
             best = attack.attack_single_run(cube.unit, y, x_init=start)[0]
         cube.adversarial[~cube.broken] = best[~cube.broken]
-    return cube.place(cube.adversarial)
+    return cube.map_from_cube(cube.adversarial)
 
 
 @torch.no_grad()
@@ -238,7 +238,7 @@ def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     # The attack and the function above refer to each other: this cycle would keep the samples in
     # memory.
     del attack.get_diff_logits_grads_batch
-    return cube.place(cube.adversarial)
+    return cube.map_from_cube(cube.adversarial)
 
 
 @torch.no_grad()
@@ -279,13 +279,13 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
         norm=NORMS[ball.norm],
         n_queries=turn.attack.queries,
         eps=cube.eps,
-        resc_schedule=False,
+        resc_schedule=False,  # as AutoAttack: sizes of squares do not depend on the queries
         device=x.device,
     )
     attack.init_hyperparam(images)
     with cube.search():
         images = attack.attack_single_run(images, y)[1]
-    return cube.place(images[..., :rows, :].reshape(x.shape))
+    return cube.map_from_cube(images[..., :rows, :].reshape(x.shape))
 
 
 def _evaluate_once(cube: UnitCube, points: Tensor, logits_of_image: dict[bytes, Tensor]) -> Tensor:

@@ -153,7 +153,7 @@ class Oracle:
     def in_pieces(self, z: Tensor) -> Tensor:
         """Return the logits, computed piece by piece."""
         pieces = list_pieces(len(z), self.batch_size)
-        return torch.cat([self.piece(z[cut], cut.start) for cut in pieces])
+        return torch.cat([self.piece(z[chunk], chunk.start) for chunk in pieces])
 
     def piece(self, z: Tensor, start: int) -> Tensor:
         """Return the logits of a piece of the samples, which begins at sample `start`."""
@@ -189,9 +189,9 @@ class _InPieces(torch.autograd.Function):
         def pull_at(point: Tensor) -> Tensor:
             """Return J^T grad_output at a point, piece by piece."""
             gradients = []
-            for cut in list_pieces(len(point), oracle.batch_size):
-                graph = _record_graph(oracle, point[cut], cut.start)
-                gradients.append(pull(graph, grad_output[cut]))
+            for chunk in list_pieces(len(point), oracle.batch_size):
+                graph = _record_graph(oracle, point[chunk], chunk.start)
+                gradients.append(pull(graph, grad_output[chunk]))
             return torch.cat(gradients)
 
         def pull_near(direction: Tensor) -> Tensor:
@@ -270,9 +270,9 @@ def logits_and_gradient(
     if isinstance(f, Oracle) and len(x) > f.batch_size:
         logits_of_pieces = []
         gradients = []
-        for cut in list_pieces(len(x), f.batch_size):
-            piece = replace(f, rows=f.rows[cut])
-            logits, gradient = logits_and_gradient(piece, x[cut], y[cut])
+        for chunk in list_pieces(len(x), f.batch_size):
+            piece = replace(f, rows=f.rows[chunk])
+            logits, gradient = logits_and_gradient(piece, x[chunk], y[chunk])
             logits_of_pieces.append(logits)
             gradients.append(gradient)
         return torch.cat(logits_of_pieces), torch.cat(gradients)
@@ -344,6 +344,7 @@ def fgsm(
         x: samples, inside the box of the ball.
         y: labels.
         ball: norm, eps, box and mask.
+        _turn: not used: all attacks of a plan are called with it.
     """
     _, gradient = logits_and_gradient(f, x, y)
     return project(x + ball.eps * steepest(gradient, ball), x, ball)

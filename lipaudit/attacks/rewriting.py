@@ -338,8 +338,8 @@ def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     kind_of_id = kinds.to(table.device)
     ids_of_kind = kinds.bincount(minlength=FIXED + 1).tolist()
     count = min(NEIGHBOURS, len(kinds))
-    for cut in list_pieces(len(unknown), BLOCK):
-        block = unknown[cut]
+    for chunk in list_pieces(len(unknown), BLOCK):
+        block = unknown[chunk]
         ids = torch.tensor(block, device=table.device)
         # (block, vocabulary): the cosine times the length of the row's embedding, which does not
         # change the order within a row.

@@ -289,7 +289,7 @@ def search_suffix(
         turn: this run of the attack: its random numbers, and its settings. `turn.attack.steps` is
             the number of steps, `turn.attack.queries` the number of suffixes per text and step.
     """
-    searches = _begin(oracle, drafts, y, budget, turn)
+    searches = _begin_searches(oracle, drafts, y, budget, turn)
     for _ in range(turn.attack.steps):
         # The texts that are not broken yet and have suffixes to try.
         positions = [i for i, search in searches.items() if search.is_open]
@@ -302,7 +302,7 @@ def search_suffix(
             proposed = searches[i].propose(draft, draft.align(slope))
             changed[i] = searches[i].make_drafts(proposed, turn.attack.queries)
         _try_suffixes(oracle, y, searches, changed)
-    return _collect(drafts, searches)
+    return _list_best(drafts, searches)
 
 
 def draw_suffix(
@@ -315,7 +315,7 @@ def draw_suffix(
     `search_suffix` takes forward passes, where a gradient counts as three. So the two attacks can
     be compared at equal cost.
     """
-    searches = _begin(oracle, drafts, y, budget, turn)
+    searches = _begin_searches(oracle, drafts, y, budget, turn)
     queries = turn.attack.queries + 3  # the suffixes and the gradient of a step
     for _ in range(turn.attack.steps):
         changed = {}
@@ -323,10 +323,10 @@ def draw_suffix(
             if search.is_open:
                 changed[i] = search.make_drafts(search.draw(), queries)
         _try_suffixes(oracle, y, searches, changed)
-    return _collect(drafts, searches)
+    return _list_best(drafts, searches)
 
 
-def _begin(
+def _begin_searches(
     oracle: TextOracle, drafts: Sequence[Draft], y: Tensor, budget: int, turn: Turn
 ) -> dict[int, _Search]:
     """Return a search for each text that can have a suffix, by the position of the text."""
@@ -370,7 +370,7 @@ def _try_suffixes(
         searches[i].note_leads(drafts, leads[i])
 
 
-def _collect(drafts: Sequence[Draft], searches: dict[int, _Search]) -> list[Draft]:
+def _list_best(drafts: Sequence[Draft], searches: dict[int, _Search]) -> list[Draft]:
     """Return the best text of each search; texts without room for a suffix stay."""
     found = list(drafts)
     for i, search in searches.items():

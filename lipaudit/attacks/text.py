@@ -84,8 +84,12 @@ class Source:
         _, _, end = tokens[-1]
         return piece, start, end
 
-    def cut(self, words: Iterable[tuple[int, str]]) -> tuple[str, ...]:
-        """Return the texts with other characters for some words, (number, characters)."""
+    def replace_words(self, words: Iterable[tuple[int, str]]) -> tuple[str, ...]:
+        """Return the texts with other characters for some words.
+
+        Args:
+            words: for each of these words its number and its new characters.
+        """
         texts = list(self.texts)
         # From the last word to the first: a replacement moves only the characters behind the word.
         for i, new in sorted(words, reverse=True):
@@ -268,7 +272,7 @@ class Draft:
             return ()
         if self.suffix is not None:
             return self.suffix.insert(self.source.texts)
-        return self.source.cut(self.spelled)
+        return self.source.replace_words(self.spelled)
 
     @property
     def ids(self) -> Ids:
@@ -499,8 +503,8 @@ class TextOracle:
         pieces = []
         for length in sorted(by_length):
             rows = by_length[length]
-            for cut in list_pieces(len(rows), self.batch_size):
-                pieces.append(rows[cut])
+            for chunk in list_pieces(len(rows), self.batch_size):
+                pieces.append(rows[chunk])
         return pieces
 
 

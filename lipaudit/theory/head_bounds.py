@@ -136,7 +136,7 @@ def _compute_group(ingredients: Ingredients, bounds: Iterable[Bound]) -> dict[st
         "x_norm": ingredients.tokens.norm.expand_as(p_norm),
         "radius": ingredients.tokens.radius.expand_as(p_norm),
     }
-    for bound in bounds:
+    for bound in bounds:  # raised by more than the rounding errors of float64
         terms[bound.name] = _compute(bound, ingredients) * (1 + ROUNDING)
     return terms
 

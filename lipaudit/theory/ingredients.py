@@ -210,7 +210,7 @@ class Ingredients:
         self._computed: dict[Callable[..., Any], Any] = {}
 
     def once(self, compute: Callable[[Ingredients], T]) -> T:
-        """Return compute(self); further calls with this function return the same value."""
+        """Return compute(self), which several bounds may share: it is computed once and stored."""
         if compute not in self._computed:
             self._computed[compute] = compute(self)
         value: T = self._computed[compute]

@@ -244,7 +244,10 @@ class _ValuePath:
         return torch.unflatten(y @ self.values, 1, (self.a.shape[1], -1))
 
     def image(self, y: Tensor) -> Tensor:
-        """Return F y, (rows, n channels)."""
+        """Return F y = sum_h a_h kron (W_O,h^T t_h) for t_h = W_V,h^T y, (rows, n channels).
+
+        Without W_O, the a_h kron t_h side by side.
+        """
         t = self._project(y)
         if self.out is None:
             image = self.a.mT[..., None] * t[:, None]
@@ -253,7 +256,10 @@ class _ValuePath:
         return image.flatten(1)
 
     def gram(self, y: Tensor) -> Tensor:
-        """Return F^T F y, (rows, D), without forming F y."""
+        """Return F^T F y, (rows, D), without forming F y (see `image`).
+
+        The a_h enter by their inner products: <a kron b, c kron d> = <a, c> <b, d>.
+        """
         t = self._project(y)
         inner = self.a @ self.a.mT  # <a_h, a_g> of all pairs of heads
         if self.out is None:

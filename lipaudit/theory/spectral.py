@@ -457,8 +457,8 @@ class _Krylov:
             self.t[:, -1, -2] = self.beta
         self.beta = beta
         self.exhausted = (beta == 0) | (self.size <= self.steps)
-        self.level = self.level + beta.log()
-        self.shorter = self.ritz
+        self.level = self.level + beta.log()  # for `probabilistic_limit`
+        self.shorter = self.ritz  # for `kato_temple`
         self.ritz = torch.linalg.eigvalsh(self.t)
 
     def has_converged(self, tol: float, within: float) -> Tensor:

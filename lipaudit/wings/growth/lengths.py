@@ -42,7 +42,7 @@ NO_BIAS = 1e-4
 Cells = dict[str, Any]
 
 
-def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
+def cut_samples(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
     """Return the samples with at least n tokens, cut to n tokens, and their indices in the batch.
 
     Text keeps its closing special tokens. Images are resized to a square of at most n patches.
@@ -119,7 +119,7 @@ def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
     """
     try:
         with torch.no_grad():
-            net.output(cut(net, batch[:1], lengths[0])[0])
+            net.output(cut_samples(net, batch[:1], lengths[0])[0])
     except (AssertionError, ValueError, RuntimeError) as error:
         if of_machine(error):  # out of memory or a device error: nothing to do with the length
             raise

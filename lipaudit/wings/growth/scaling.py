@@ -109,7 +109,7 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
     A part has the norms and bounds of every sample at every length (mode real). Its facts have the
     rows of the worst case of the heads (other modes), which needs the first sample only.
     """
-    from lipaudit.wings.growth.lengths import cut, require_lengths, worst_case
+    from lipaudit.wings.growth.lengths import cut_samples, require_lengths, worst_case
 
     worst_rows: list[Cells] = []
     worst_notes: Notes = ()
@@ -120,7 +120,7 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
         if batch.start == 0:  # the batch with the first sample of the run
             first = batch[:1]
             if first.mask is not None:  # without padding
-                first, _ = cut(net, first, int(first.mask.sum()))
+                first, _ = cut_samples(net, first, int(first.mask.sum()))
             worst_rows, worst_notes = worst_case(net, first, options)
         part = Part(batch.ids, {})
         if "real" in options.modes:
@@ -176,13 +176,13 @@ def _cut_to_lengths(
     Raises:
         InputError: no sample reaches the shortest length.
     """
-    from lipaudit.wings.growth.lengths import cut
+    from lipaudit.wings.growth.lengths import cut_samples
 
     cuts = []
     places = []
     # The longest first: the measures look for attention layers in the first batch that they get.
     for i in reversed(range(len(lengths))):
-        shortened, samples = cut(net, batch, lengths[i])
+        shortened, samples = cut_samples(net, batch, lengths[i])
         if len(shortened):
             cuts.append(shortened)
             places.append((samples.numpy(), i))

@@ -115,6 +115,7 @@ def adversary(heads: Heads) -> Adversary | None:
     wk = to_k.weight[0]
     values, vectors = torch.linalg.eig(scale * (wq.mT @ wk))
     real = torch.where(values.imag == 0, values.real, 0.0)
+    # Token 1 is lead R u, and every other token is follow R u.
     if real.max() > -8 * real.min():
         index = int(real.argmax())
         lead = 1.0

@@ -19,7 +19,7 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.report.blocks import Curve
 from lipaudit.report.sections import show_section
 from lipaudit.settings.value_types import read_lengths
-from lipaudit.wings.growth.lengths import cut
+from lipaudit.wings.growth.lengths import cut_samples
 from lipaudit.wings.growth.scaling import ScalingOptions, measure, summarise
 from lipaudit.wings.growth.searches import steepest_tokens
 from tests.measures.cases import dense_norm, run_measure
@@ -199,7 +199,7 @@ def test_samples_that_are_too_short_are_left_out():
     net, batch = reader(), words(3)
     mask = torch.arange(12) < torch.tensor([[12], [7], [3]])
     padded = Batch(batch.x * mask, None, batch.ids, mask)
-    part, which = cut(net, padded, 6)
+    part, which = cut_samples(net, padded, 6)
     assert which.tolist() == [0, 1]
     assert torch.equal(part.x, batch.x[:2, :6])
     section, _ = measured(net, padded, modes=("real",), lengths=(3, 6, 30))
@@ -228,10 +228,10 @@ def test_every_length_has_the_same_windows():
 def test_texts_keep_their_closing_token_and_images_are_resized():
     net = replace(reader(), tokenize=lambda text, n: [1, *(map(ord, text)), 2][:n])
     batch = Batch(torch.tensor([[1, 7, 8, 9, 10, 11, 2]]), None, ("0",))
-    assert cut(net, batch, 4)[0].x.tolist() == [[1, 7, 8, 2]]
+    assert cut_samples(net, batch, 4)[0].x.tolist() == [[1, 7, 8, 2]]
     net = load_net("demo")
     batch = load_data("demo", net, DataOptions(samples=2)).batch
-    assert cut(net, batch, 30)[0].x.shape == (2, 1, 10, 10)
+    assert cut_samples(net, batch, 30)[0].x.shape == (2, 1, 10, 10)
 
 
 SMALL = {"pretrained": False, "num_classes": 3, "img_size": 16, "patch_size": 4}

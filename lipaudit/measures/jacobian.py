@@ -198,7 +198,9 @@ JACOBIAN_TABLE = Layout(
         folded=False,
     ),
     sample_columns={
-        "norm": Column("||J||", "Norm of the sample's Jacobian.", better="lower", reading=NORM),
+        "norm": Column(
+            "model ||J||", "Norm of the sample's Jacobian.", better="lower", reading=NORM
+        ),
         "loss": Column(
             "loss",
             "Cross-entropy loss: of the class, or the mean over the next tokens of a text.",

@@ -165,7 +165,7 @@ def test_a_share_is_the_same_in_every_command():
         low, high = wilson(round(34 * share), 34)
         said = f"{share:.1%} yes, {100 * low:.1f} to {high:.1%}"
         assert cells["robust, worst,linf,2/255"] == said
-        assert cells["‖J‖"] == f"{median:.3g}".ljust(4, "0")
+        assert cells["model ‖J‖"] == f"{median:.3g}".ljust(4, "0")
 
 
 PLAN = {

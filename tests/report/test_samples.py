@@ -97,7 +97,7 @@ def test_what_says_yes_or_no_is_told_from_numbers_that_are_0_and_1(report):
 def test_a_sample_stands_beside_all(report):
     page = show(report, IDS[20])
     jacobian, attacks = told(page, "How sensitive is the whole model?"), told(page, ATTACKS)
-    assert jacobian["‖J‖"] == (f"{NORMS[20]:.3g}", f"{median(NORMS[:22]):.3g}", "2 of 22")
+    assert jacobian["model ‖J‖"] == (f"{NORMS[20]:.3g}", f"{median(NORMS[:22]):.3g}", "2 of 22")
     assert jacobian["margin"] == ("2.00", "4.55", "4 of 24")
     assert jacobian["correct"] == ("no", "95.8% yes, 79.8 to 99.3%", "")
     assert attacks["robust, worst,linf,2/255"] == ("no", "62.5% yes, 42.7 to 78.8%", "")

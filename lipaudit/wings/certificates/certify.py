@@ -139,15 +139,15 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
     brief = replace(bracket.proof, nodes=1, deadline=began + TRIAL_SECONDS)
     certificate = certify_ball(net, bracket.sample, bracket.label_to_prove, patches, brief)
     seconds = (time.monotonic() - began) / max(certificate.nodes, 1)
-    limit = "at most"
+    relation = "at most"
     if bracket.proof.nodes > 1:
         # A box may be split, so that more passes are needed. The proof for the largest number of
         # patches comes first. If it succeeds, it holds for fewer patches, too.
-        limit = "at least, unless one breaks it"
+        relation = "at least, unless one breaks it"
         counts = [patches]
     places = math.prod(net.input_shape[1:]) // math.prod(bracket.proof.patch or (1, 1))
     choice = f"choice of {' or '.join(map(str, counts))} patches"
-    unit = f"passes {limit} (one for each {choice}; limit: --seconds)"
+    unit = f"passes {relation} (one for each {choice}; limit: --seconds)"
     base.report_cost(sum(math.comb(places, k) for k in counts), seconds, unit)
     return True
 
@@ -233,7 +233,8 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
     radii = [float(radius) for radius in options.eps]
     certificates = [bracket.certificates.get(eps, untried) for eps in radii]
     robust = [bracket.correct and bracket.adversarial_radius > eps for eps in radii]
-    places = []  # only of samples that are not broken
+    # The share of the places of patches in the image that are proven; NaN for broken samples.
+    places = []
     for certificate, is_robust in zip(certificates, robust, strict=True):
         places.append(certificate.places if is_robust else math.nan)
     values = {

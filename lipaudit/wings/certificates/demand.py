@@ -74,7 +74,7 @@ REARRANGING = frozenset((*MOVE_METHODS, "view", "getitem", "expand", "expand_as"
 
 @dataclass(eq=False)
 class Node:
-    """A tensor of the trial run: which of its entries are read."""
+    """Stands for a tensor of the trial run: a mask of the entries that later calls read."""
 
     read: Tensor
 
@@ -159,7 +159,11 @@ class TrialRun:
 
 
 class Plan:
-    """The calls of a model in order: the name of each, and the index of an axis to compute."""
+    """The calls of torch functions in order: the name of each, and what of its result to compute.
+
+    A call is computed at one index of an axis if later calls read nothing else, such as the class
+    token; otherwise as a whole.
+    """
 
     def __init__(self, positions: Iterable[tuple[str, Position | None]]) -> None:
         self.positions = iter(positions)

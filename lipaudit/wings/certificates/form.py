@@ -294,7 +294,11 @@ class Form(Tensor):
 
     @property
     def generators(self) -> Tensor:
-        """Return all coefficients as a dense stack (symbols, *shape); afterwards no blocks."""
+        """Return all coefficients as a dense stack (symbols, *shape).
+
+        Blocks store coefficients of error symbols sparsely. They are written into the stack, and
+        the form has no blocks afterwards.
+        """
         return self.make_dense().dense
 
     def make_dense(self) -> Form:

@@ -33,7 +33,7 @@ FEW = 256
 
 
 class SymbolRows(NamedTuple):
-    """Affine functions of the symbols, one a row: centre + slopes @ e +- spread.
+    """Affine functions of the symbols e, unknowns in [-1, 1]: rows centre + slopes @ e +- spread.
 
     Attributes:
         centre: (rows,).
@@ -97,9 +97,9 @@ class Problem:
     def find_minimum(self, coefficients: Tensor) -> Tensor:
         """Return e (b, columns) such that coefficients . symbols is smallest at the symbols -e.
 
-        For symbols in [-1, 1], such as errors, e is the sign of the coefficient. For the input
-        symbols of an L2 ball, e is the unit vector along the coefficients. For a ball of replaced
-        words, `find_best_words` finds the minimum.
+        Symbols are unknowns. For symbols in [-1, 1], such as errors, e is the sign of the
+        coefficient. For the input symbols of an L2 ball, e is the unit vector along the
+        coefficients. For a ball of replaced words, `find_best_words` finds the minimum.
         """
         symbols = self.symbols
         e = coefficients.sign()

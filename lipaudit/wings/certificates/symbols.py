@@ -68,7 +68,9 @@ class PartRadii:
 
 @dataclass
 class ReluCall:
-    """The ReLUs of one call with unknown sign: h = a z + m (1 + eps).
+    """The ReLUs of one call whose input z may have both signs: h = a z + m (1 + eps).
+
+    eps is an unknown in [-1, 1], the error symbol of a ReLU.
 
     Attributes:
         centre, generators, slack: of the forms z, (k,), (rows, k) and (k,).
@@ -89,7 +91,10 @@ class ReluCall:
 
 
 class Symbols:
-    """The symbols of one pass over one ball, and its ReLUs for branching.
+    """The unknowns of the forms of one pass over one ball, and its ReLUs for branching.
+
+    Symbols are the coordinates e_i of the input in the unit ball, at order 2 also their products
+    e_i e_j, and then errors in [-1, 1], one for each approximation of an operation.
 
     Attributes:
         dense_keys: the blocks that became rows in some form.

@@ -324,14 +324,32 @@ def _bound_log_mean_order1(deviation: Deviation, top: Tensor) -> Form:
     p are softmax weights, and d_j is the deviation of score j from the weighted mean of its row.
     |d_j| <= r_j (the radius), and |sum p d| <= t (`mean_error`, rounding only). By Jensen's
     inequality rho >= -t. The upper end is the least of three bounds of rho: `top`, a bound by
-    Taylor's formula; Hoeffding's, t + max(r)^2 / 2; and the bound by chords of exp,
-    t + log A + sum |M_j / A - p_j| r_j with A = sum p cosh r and M_j = p_j sinh(r_j) / r_j.
+    Taylor's formula; Hoeffding's, t + max(r)^2 / 2; and t + the bound by chords of exp.
 
     Args:
         deviation: d, p, r and t of the rows.
         top: (*rows, 1), an upper bound of sum p e^d - 1, and so of rho.
     """
     d, p, r, _, mean_error = deviation
+    widest = r.amax(-1, keepdim=True)
+    hoeffding = round_up(widest.square() / 2)
+    high = torch.minimum(torch.minimum(_bound_by_chords(p, r), hoeffding), top)
+    no_rows = d.dense.new_zeros(0, *high.shape)  # no coefficients
+    # [-t, high + t] is high / 2 +- (high / 2 + t).
+    return Form(high / 2, no_rows, round_up(high / 2 + mean_error), d.symbols)
+
+
+def _bound_by_chords(p: Tensor, r: Tensor) -> Tensor:
+    """Return an upper bound of log sum_j p_j e^(d_j) for |d_j| <= r_j and sum_j p_j d_j = 0.
+
+    On [-r, r] exp is below its chord: e^d <= cosh r + d sinh(r) / r. Let A = sum p cosh r and
+    M_j = p_j sinh(r_j) / r_j. Then the sum is at most A + sum_j M_j d_j, and the logarithm, below
+    its tangent at A, is at most log A + sum_j (M_j / A - p_j) d_j.
+
+    Args:
+        p: weights of the keys, (*rows, keys), which sum to one in each row.
+        r: bounds of |d|, (*rows, keys).
+    """
     keys = p.shape[-1]
     # sinh(r) / r is 1 + r^2 / 6 for small r, to the last place.
     ratio = torch.sinh(r) / r.clamp_min(1e-9)
@@ -339,13 +357,7 @@ def _bound_log_mean_order1(deviation: Deviation, top: Tensor) -> Form:
     a = round_up(_sum_row(p * torch.cosh(r)), keys)
     tilted = (m / a - p).abs() + bound_rounding(8 * LIBRARY_ULPS + keys, DOUBLE) * p
     of_keys = round_up(_sum_row(tilted * r), keys)
-    by_chords = a.log() + 4 * LIBRARY_ULPS * bound_rounding(1, DOUBLE) + of_keys
-    widest = r.amax(-1, keepdim=True)
-    hoeffding = round_up(widest.square() / 2)
-    high = torch.minimum(torch.minimum(by_chords, hoeffding), top)
-    no_rows = d.dense.new_zeros(0, *high.shape)  # no coefficients
-    # [-t, high + t] is high / 2 +- (high / 2 + t).
-    return Form(high / 2, no_rows, round_up(high / 2 + mean_error), d.symbols)
+    return a.log() + 4 * LIBRARY_ULPS * bound_rounding(1, DOUBLE) + of_keys
 
 
 def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
@@ -383,9 +395,8 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     rounding = bound_rounding(2 * keys + 4 * LIBRARY_ULPS, dtype) * _sum_row(p * radius.square())
     linear = d.dense[:n]
     half = (p / 2).to(dtype)
-    squares = torch.einsum("a...j,c...j->ac...", linear * half, linear)
     coefficients = d.dense.new_zeros(symbols.first_error, *second.shape)
-    coefficients[n:] = symbols.pack_quadratic(squares)[..., None]
+    coefficients[n:] = symbols.sum_products(linear * half, linear)
     slack = round_up(slack + 2 * rounding, keys + 32)
     return Form(second / 4, coefficients, slack, symbols)
 

@@ -130,8 +130,8 @@ def _mean_square(y: Form) -> Form:
     shift, radius, keeps_squares = _bound_squares(y, y_radius)
     if symbols.order == 2:
         linear = y.dense[: symbols.inputs] * keeps_squares
-        squares = torch.einsum("a...k,c...k->ac...", linear / n, linear)
-        dense[symbols.inputs : symbols.first_error] += symbols.pack_quadratic(squares)[..., None]
+        products = symbols.sum_products(linear / n, linear)
+        dense[symbols.inputs : symbols.first_error] += products
     # Rounding: two sums of n products, their weights, and the sum of both.
     centre = _average_row(y.centre.square())
     radius_of_square = 2 * y_size * y_radius + y_radius.square()

@@ -300,15 +300,19 @@ class Symbols:
         )
         return round_up((largest + rounding) * sum_of_weights)
 
-    def pack_quadratic(self, matrix: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:
-        """Return the coefficients of the products e_i e_j, i <= j, in sum_ij matrix_ij e_i e_j.
+    def sum_products(
+        self, x: Float[Tensor, "n *rows k"], y: Float[Tensor, "n *rows k"]
+    ) -> Float[Tensor, "pairs *rows 1"]:
+        """Return the coefficients of e_i e_j, i <= j, in sum_k (sum_i x_ik e_i) (sum_j y_jk e_j).
 
-        e are the n coordinates of the input. matrix_ij and matrix_ji belong to the same product,
-        so they are added.
+        e are the n coordinates of the input. e_i e_j and e_j e_i are the same product, so their
+        coefficients x_i . y_j and x_j . y_i are added.
         """
-        i, j = self.pairs.to(matrix.device)
+        i, j = self.pairs.to(x.device)
+        matrix = torch.einsum("i...k,j...k->ij...", x, y)
         is_square = (i == j).view(-1, *[1] * (matrix.ndim - 2))
-        return torch.where(is_square, matrix[i, j], matrix[i, j] + matrix[j, i])
+        total = torch.where(is_square, matrix[i, j], matrix[i, j] + matrix[j, i])
+        return total[..., None]
 
     def add_products(
         self,

@@ -132,9 +132,9 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
         return False
     # The numbers of patches for which no attack succeeded, so that a proof will be tried.
     counts = sorted(int(k.value) for k in options.eps if bracket.adversarial_radius > k.value)
-    if not counts or counts[-1] == 1:
+    patches = max(counts, default=1)
+    if patches == 1:
         return False
-    patches = counts[-1]
     began = time.monotonic()
     brief = replace(bracket.proof, nodes=1, deadline=began + TRIAL_SECONDS)
     certificate = certify_ball(net, bracket.sample, bracket.label_to_prove, patches, brief)

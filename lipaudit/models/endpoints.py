@@ -354,17 +354,24 @@ def _read_output(
     if what == "loss" and scorer is not None:
         return compute_text_loss(part, scorer.read(forward()))
     if what == "loss":
-        logits = net.read(forward())
-        y = logits.detach().argmax(1)  # the predicted class: a constant, without a gradient
-        if part.y is not None:
-            y = part.y.where(part.y >= 0, y)  # -1: the sample has no label
-        return F.cross_entropy(logits, y, reduction="none")[:, None]
+        return _compute_class_loss(net.read(forward()), part.y)
     if what == "features":
         return _read_features(net, forward)
     states = _read_states(net, what, part, forward, scorer)
     if what == "tokens" or place is None:
         return states
     return pick_columns(states, place)
+
+
+def _compute_class_loss(logits: Tensor, y: Tensor | None) -> Tensor:
+    """Return the cross-entropy of each sample with its label, (samples, 1).
+
+    A sample without a label (-1, or y is None) gets the predicted class as its label.
+    """
+    labels = logits.detach().argmax(1)  # the predicted class: a constant, without a gradient
+    if y is not None:
+        labels = y.where(y >= 0, labels)
+    return F.cross_entropy(logits, labels, reduction="none")[:, None]
 
 
 def _read_states(

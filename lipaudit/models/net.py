@@ -63,6 +63,8 @@ Kind = Literal["image", "tokens", "text"]
 # Runs a model on (samples, mask), and reads the output tensor from the result.
 Call = Callable[[Tensor, Tensor | None], Any]
 Read = Callable[[Any], Tensor]
+# One number for each channel of an image, or one for all channels.
+PerChannel = tuple[float, ...]
 OutputForm = Literal["logits", "log-probabilities", "probabilities", "sigmoids"]
 
 
@@ -128,8 +130,8 @@ class ModelSpec:
     input_shape: tuple[int, ...]
     _: KW_ONLY
     kind: Kind = "image"
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    mean: PerChannel | None = None
+    std: PerChannel | None = None
     box: tuple[float, float] | None = None
     classifier: bool = True
     labels: tuple[str, ...] | None = None
@@ -202,8 +204,8 @@ class LoadOptions:
 
     arch: str | None = None
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    mean: PerChannel | None = None
+    std: PerChannel | None = None
     input_size: tuple[int, ...] | None = None
     device: str = "auto"
     dtype: Literal["float32", "float64"] = "float32"

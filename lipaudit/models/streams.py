@@ -64,17 +64,29 @@ def find_additions(output: Tensor, attention_nodes: Collection[Node]) -> list[Ad
         addition = _read_addition(node, found, readers)
         if addition is not None:
             found[node] = addition
-    additions = list(found.values())
-    for outer in found.values():
-        inner = [a for a in additions if a is not outer and outer.holds(a.sum.node)]
+    return _drop_nested([*found.values()], attention_nodes)
+
+
+def _drop_nested(additions: list[Addition], attention_nodes: Collection[Node]) -> list[Addition]:
+    """Return the residual additions without those in others, or without those around others.
+
+    Of an addition and those inside its branch, the inner ones stay if one of them holds attention,
+    else the outer one.
+
+    Args:
+        additions: all additions, in the order of execution.
+        attention_nodes: nodes of the attention outputs.
+    """
+    kept = additions
+    for outer in additions:
+        inner = [a for a in kept if a is not outer and outer.holds(a.sum.node)]
         if not inner:
             continue
-        # Keep either the outer addition or the inner ones.
         dropped = inner
         if any(addition.holds(node) for addition in inner for node in attention_nodes):
             dropped = [outer]
-        additions = [addition for addition in additions if addition not in dropped]
-    return additions
+        kept = [addition for addition in kept if addition not in dropped]
+    return kept
 
 
 def find_blocks(additions: Sequence[Addition], starts: Collection[int]) -> list[tuple[int, int]]:
@@ -132,14 +144,14 @@ def _read_addition(
     """
     # The model computes the skip before the branch.
     skip, branch = sorted(_list_parents(node), key=lambda edge: get_order(edge.node))
-    # `source` is the node of the tensor that F reads: the skip, or the skip of an earlier
-    # addition. `inside` are the nodes between `source` and the branch, or None.
+    # `source` is the node of the tensor x that F reads: the skip, or the skip of an earlier
+    # addition. `inside` are the nodes between `source` and the branch F(x), or None.
     source = _strip_views(skip.node)
     inside = _find_between(branch.node, source)
     while inside is None and source in found:
         source = _strip_views(found[source].skip.node)
         inside = _find_between(branch.node, source)
-    if inside is None:
+    if inside is None:  # F(x) is not computed from x: the sum is no residual addition
         return None
     # F may be a sum F_1 + F_2 of parallel branches, such as attention and MLP.
     terms = _split_terms(branch, inside, readers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
@@ -24,7 +24,7 @@ from lipaudit.errors import (
     neighbours,
     similar,
 )
-from lipaudit.models.net import OWN, Call, Net, Read
+from lipaudit.models.net import OWN, Call, Net, PerChannel, Read
 from lipaudit.models.net import LoadOptions as LoadOptions
 from lipaudit.models.net import ModelSpec as ModelSpec
 from lipaudit.models.outputs import (
@@ -87,17 +87,21 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
     # Random weights are the same each time; the caller's random state is restored.
     with seed_device(SEED, find_device(options.device)), hub_access(offline=options.offline):
         source, spec = _load_spec(name, options)
-        # An option that this source does not read would have no effect: that is an error.
-        for option, readers in READERS.items():
-            is_given = getattr(options, option) != getattr(LoadOptions(), option)
-            if is_given and source not in readers:
-                flag = FLAGS.get(option, option.replace("_", "-"))
-                raise UsageError(
-                    f"{name} does not take --{flag}",
-                    "Leave it out. In a gate it comes from the baseline: check that this is of "
-                    "the same model.",
-                )
+        _require_known_options(name, source, options)
         return assemble(spec, options, name=name, source=source)
+
+
+def _require_known_options(name: str, source: str, options: LoadOptions) -> None:
+    """Refuse an option that models of this source do not read: it would have no effect."""
+    for option, readers in READERS.items():
+        is_given = getattr(options, option) != getattr(LoadOptions(), option)
+        if is_given and source not in readers:
+            flag = FLAGS.get(option, option.replace("_", "-"))
+            raise UsageError(
+                f"{name} does not take --{flag}",
+                "Leave it out. In a gate it comes from the baseline: check that this is of the "
+                "same model.",
+            )
 
 
 def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
@@ -349,35 +353,21 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
     of pixels, the resizing and facts for the report.
     """
     _require_images(spec, options)
-    complete = spec
     module = spec.module
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
+    prepare: Callable[[Tensor], Tensor] = torch.clone  # a copy: the module may write into it
     if spec.kind == "image":
         channels = spec.input_shape[0]
         mean = _expand_channels("mean", options.mean or spec.mean or (0.0,), channels)
         std = _expand_channels("std", options.std or spec.std or (1.0,), channels)
         facts = {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
         spec = _choose_resizing(spec, options)
-        complete = replace(
-            spec, box=spec.box or (0.0, 1.0), preprocess={**spec.preprocess, **facts}
-        )
-
-    @cache  # without a cache, each call would copy the values to the GPU, and wait for the copy
-    def make_constant(
-        values: tuple[float, ...], device: torch.device, dtype: torch.dtype
-    ) -> Tensor:
-        """Return one value per channel, (channels, 1, 1)."""
-        with torch.inference_mode(False):  # the tensor may become part of a graph later
-            return torch.tensor(values, device=device, dtype=dtype)[:, None, None]
+        spec = replace(spec, box=spec.box or (0.0, 1.0), preprocess={**spec.preprocess, **facts})
+        prepare = _make_normaliser(mean, std)
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
         """Run the model on samples; images are normalised first."""
-        if spec.kind == "image":
-            centred = x - make_constant(mean, x.device, x.dtype)
-            x = centred / make_constant(std, x.device, x.dtype)
-        elif spec.kind == "tokens":  # a copy, because the module may write to it
-            x = x.clone()
+        if spec.kind != "text":
+            x = prepare(x)
         if spec.call is not None:
             return spec.call(x, mask)
         # Many modules take no mask, and a mask that is True everywhere is not needed.
@@ -385,7 +375,23 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
             return module(x)
         return module(x, mask)
 
-    return complete, call
+    return spec, call
+
+
+def _make_normaliser(mean: PerChannel, std: PerChannel) -> Callable[[Tensor], Tensor]:
+    """Return the function x -> (x - mean) / std of images, (batch, channels, height, width)."""
+
+    @cache  # without a cache, each call would copy the values to the GPU, and wait for the copy
+    def make_constant(values: PerChannel, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return one value per channel, (channels, 1, 1)."""
+        with torch.inference_mode(False):  # the tensor may become part of a graph later
+            return torch.tensor(values, device=device, dtype=dtype)[:, None, None]
+
+    def normalise(x: Tensor) -> Tensor:
+        centred = x - make_constant(mean, x.device, x.dtype)
+        return centred / make_constant(std, x.device, x.dtype)
+
+    return normalise
 
 
 def _require_images(spec: ModelSpec, options: LoadOptions) -> None:
@@ -403,7 +409,7 @@ def _require_images(spec: ModelSpec, options: LoadOptions) -> None:
         )
 
 
-def _expand_channels(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+def _expand_channels(name: str, values: PerChannel, channels: int) -> PerChannel:
     """Return the mean or std of every channel; a single value holds for all channels.
 
     Raises:

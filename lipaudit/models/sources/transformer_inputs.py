@@ -35,11 +35,7 @@ def describe_transformers(
         InputError: the model takes other inputs than images, text or sound.
         UsageError: a model with two towers needs the option `tower`, or lacks that tower.
     """
-    for config in (module.config, find_text_config(module.config)):
-        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            if not hasattr(config, key):  # the code of transformers reads these in every model
-                setattr(config, key, None)
-    find_text_config(module.config).use_cache = False  # no passes over texts one token at a time
+    _complete_settings(module.config)
     tower = options.tower
     name = type(module).__name__
     if options.class_names:  # --classes: a zero-shot classifier of images
@@ -60,6 +56,16 @@ def describe_transformers(
         f"{name} takes {input_name}: neither images, text nor sound",
         "Write a py: factory that returns a ModelSpec of kind tokens.",
     )
+
+
+def _complete_settings(config: Any) -> None:
+    """Add the settings of a configuration that the code of transformers reads in every model."""
+    text_config = find_text_config(config)
+    for part in (config, text_config):
+        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if not hasattr(part, key):
+                setattr(part, key, None)
+    text_config.use_cache = False  # no passes over texts one token at a time
 
 
 def _require_image_text(module: Any, options: LoadOptions) -> None:

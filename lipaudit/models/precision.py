@@ -149,9 +149,11 @@ def _widen(value: Any) -> Any:
     return value
 
 
-def deploy(
-    run: Callable[[Tensor, Tensor | None], Tensor], device: torch.device, name: str
-) -> Callable[[Tensor, Tensor | None], Tensor]:
+# A forward pass: (samples, mask) -> output.
+Forward = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def deploy(run: Forward, device: torch.device, name: str) -> Forward:
     """Return a model's forward pass as it runs under `torch.autocast`.
 
     `exact_arithmetic` switches autocast off; the returned pass switches autocast on again, also

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -69,15 +69,13 @@ class Frame:
 
     def _name_position(self, position: int) -> str:
         """Return the name of a positional argument in the signature of `forward`."""
-        fallback = f"argument {position + 1}"
-        try:
+        names = []
+        with suppress(TypeError, ValueError):  # compiled code may have no signature
             parameters = inspect.signature(self.module.forward).parameters.values()
-        except (TypeError, ValueError):  # compiled code may have no signature
-            return fallback
-        names = [p.name for p in parameters if p.kind in _POSITIONAL]
+            names = [p.name for p in parameters if p.kind in _POSITIONAL]
         if position < len(names):
             return names[position]
-        return fallback
+        return f"argument {position + 1}"
 
     def holds(self, module: str) -> bool:
         """Say whether a module, given by its path, is this frame's module or a part of it."""

@@ -413,9 +413,9 @@ def _require_complete(
     surplus = sorted(key for key in surplus if key.split(".")[-1] not in constants)
     unused = []
     if gives_features:  # features do not depend on a head, the pooler and the mask token
-        for key in surplus:
-            if _has_part(key, POOLER, MASK) or not _is_inside(module, key):
-                unused.append(key)
+        unused = [
+            key for key in surplus if _has_part(key, POOLER, MASK) or not _is_inside(module, key)
+        ]
     surplus = [key for key in surplus if key not in unused]
     misfit = describe_misfit(missing, surplus, wrong)
     if misfit:

@@ -39,8 +39,7 @@ from lipaudit.models.sources import FORMS, adapters, huggingface, own, similar_m
 from lipaudit.models.sources.offload import find_device, place_weights
 from lipaudit.models.sources.quantised import dequantise
 from lipaudit.models.sources.rounding import round_weights
-from lipaudit.models.sources.saving import RESIZING
-from lipaudit.models.sources.timm import load_demo
+from lipaudit.models.sources.timm import RESIZING, load_demo
 from lipaudit.models.sources.weight_files import (
     SUFFIXES,
     advise_on_file,

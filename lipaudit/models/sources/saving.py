@@ -11,11 +11,8 @@ from safetensors.torch import save
 
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
-from lipaudit.models.sources.timm import AS_TIMM, DigitsViT
+from lipaudit.models.sources.timm import AS_TIMM, RESIZING, DigitsViT
 from lipaudit.models.sources.weight_files import read_json
-
-# Facts on the steps by which a model of timm resizes images.
-RESIZING = ("interpolation", "crop_pct", "crop_mode")
 
 
 def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:

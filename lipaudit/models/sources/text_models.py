@@ -158,8 +158,8 @@ def _classify_token(token: str, mark: str | None) -> int:
         return FIXED
     if mark is None:  # without a mark, every token counts as the beginning of a word
         return BEGINS
-    has_mark = token.startswith(mark)
-    begins = has_mark if mark in BEGINS_MARKS else not has_mark
+    # Some marks stand at the beginning of words, others at their continuations.
+    begins = token.startswith(mark) == (mark in BEGINS_MARKS)
     return BEGINS if begins else GOES_ON
 
 

@@ -40,6 +40,8 @@ from lipaudit.models.sources.weight_files import (
 )
 from lipaudit.tables import Note, Notes
 
+# Facts on the steps by which a model of timm resizes images.
+RESIZING = ("interpolation", "crop_pct", "crop_mode")
 DEFAULT_NORMALISATION = Note.warn(
     "default-normalisation",
     "mean and std are those of the architecture's pretrained weights. If this file was "
@@ -203,7 +205,7 @@ def describe_timm(
         aliases=aliases,
         prepare=Resizing(shape, steps, guess=guess),
         architecture=architecture,
-        preprocess={k: config[k] for k in ("interpolation", "crop_pct", "crop_mode")},
+        preprocess={k: config[k] for k in RESIZING},
         notes=notes,
     )
 

@@ -114,15 +114,15 @@ def _spell_audit(out: Path, complete: bool, model: str, run: RunOptions, data: s
         run: options of the training.
         data: DATA to measure on.
     """
-    reading = run.reading()
+    given = run.reading()  # the given options that say how a model is loaded
     if complete:
         path = out
-        reading.pop("arch", None)
-        reading.pop("model_kwargs", None)
+        given.pop("arch", None)
+        given.pop("model_kwargs", None)
     else:
         path = out / "model.safetensors"
-        reading |= {"arch": run.arch or model}
-    words = ["lipaudit", "audit", str(path), *spell_options(reading), "--data", str(data)]
+        given |= {"arch": run.arch or model}
+    words = ["lipaudit", "audit", str(path), *spell_options(given), "--data", str(data)]
     return shlex.join(words)
 
 

@@ -261,12 +261,11 @@ def _multiply_entries(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
     x_blocks = [block.map_coefficients(lambda t: t * y_centre) for block in x.blocks]
     y_blocks = [block.map_coefficients(lambda t: t * x_centre) for block in y.blocks]
     # The form with fewer symbols is added to the first rows of the other.
-    if len(x.dense) >= len(y.dense):
-        dense = x.dense * y_centre
-        dense[: len(y.dense)].addcmul_(y.dense, x_centre)
-    else:
-        dense = y.dense * x_centre
-        dense[: len(x.dense)].addcmul_(x.dense, y_centre)
+    if len(x.dense) < len(y.dense):
+        x, y = y, x
+        x_centre, y_centre = y_centre, x_centre
+    dense = x.dense * y_centre
+    dense[: len(y.dense)].addcmul_(y.dense, x_centre)
     return dense, join_blocks(x_blocks, y_blocks, torch.add)
 
 

@@ -219,7 +219,15 @@ def _bound_at_points(
 def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor) -> Form:
     """Return the form a (z - c) + b (z - c)^2 + offset +- radius.
 
-    c is the shifted centre of z: the centre plus the middle of the range of its quadratic part.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. Only at order 2 it has coefficients of products of two input
+    symbols, and only then b is not 0.
+
+    Args:
+        z: a form; c is its centre plus the middle of the range of its quadratic part.
+        parabola: a and b of each entry, (*shape).
+        offset: (*shape).
+        radius: (*shape), a bound of any further error.
     """
     a, b = parabola
     symbols = z.symbols
@@ -229,7 +237,7 @@ def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor)
     slack = slope * z.slack + bound_rounding(2, dtype) * slope * z.symbol_radius
     slack = radius + slack + z.symbol_count * tiny(dtype)
     if symbols.order == 2:
-        # z - c = L + R, L linear in the input: b L^2 becomes coefficients.
+        # z - c = L + R with L linear in the input: b L^2 becomes coefficients.
         symbols.add_squares(dense, z.dense[: symbols.inputs], b.to(dtype))
         # The rest of the square, b (2 L R + R^2), lies in b [-first, first + second].
         first, second = bound_square_rest(z.radii.linear, z.rest_radius)

@@ -159,7 +159,8 @@ class SquareBound(NamedTuple):
 def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
     """Bound mean(dy^2) over the last axis, in each row by the tightest of two or four bounds.
 
-    A row of y is c + dy with dy = L + R, where L is linear in the input symbols and R is the rest.
+    y is a form: centre c + coefficients . symbols (unknowns in [-1, 1]) +- slack. A row of it is
+    c + dy with dy = L + R, where L is linear in the input symbols and R is the rest.
     The bounds are |dy| <= reach in each entry, and ||L|| <= l and ||R|| <= m for the row. So the
     sum of dy^2 is in [0, sum reach^2] and in [0, (l + m)^2]. At order 2 there are two more bounds:
     L^2 is kept as coefficients, and 2 L R + R^2 is bounded in each entry, or for the row by

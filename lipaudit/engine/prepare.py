@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -162,17 +162,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     # Loading ran the model on a blank sample. If that output was not finite, the kind of output is
     # read from the first sample.
     net = settle_output(net, samples.batch)
-    # The model that is measured. With --score this is a classifier, which chooses among the
-    # continuations of a prompt.
-    measured = net
-    if run.score is not None:
-        if samples.task is None:
-            raise InputError(
-                f"{samples.spec} has no continuations, choices or labels to score",
-                "Give a table with prompt and continuation; question, choices and answer; or "
-                "text and label.",
-            )
-        measured = classifiers.score_continuations(net, samples.task, run.score)
+    measured = _score_continuations(net, samples, run.score)
     # Refuse outputs that depend on the other samples of a batch. Texts are checked measure by
     # measure, together with their padding: see `require_padding_is_unread`.
     if net.kind != "text":
@@ -192,6 +182,26 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     notes += notes_on_model + notes_on_samples + notes_on_passes
     counts = {name: min(requested[name], len(samples.batch)) for name in request.measures}
     return Job(request, measured, samples, counts, notes)
+
+
+def _score_continuations(net: Net, samples: Samples, score: Literal["sum", "mean"] | None) -> Net:
+    """Return the model that is measured: with --score, a classifier of continuations.
+
+    The classifier chooses among the continuations of a prompt. Without --score, the model itself
+    is measured.
+
+    Raises:
+        InputError: the samples have no continuations.
+    """
+    if score is None:
+        return net
+    if samples.task is None:
+        raise InputError(
+            f"{samples.spec} has no continuations, choices or labels to score",
+            "Give a table with prompt and continuation; question, choices and answer; or text and "
+            "label.",
+        )
+    return classifiers.score_continuations(net, samples.task, score)
 
 
 def _check_request(request: Request) -> Request:

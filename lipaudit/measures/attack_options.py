@@ -248,9 +248,9 @@ class AttackOptions(MeasureOptions):
         chosen.require_needed()
         trials = chosen.trials()
         kinds.require_suitable(trials, kind, changes, why)
+        self._require_storable(trials)
         # COUNTED: the units in which attacks change texts.
         of_texts = [trial for trial in trials if trial.norm in COUNTED]
-        self._require_storable(len(of_texts), len(trials))
         # The report records the number of queries of attacks on texts, if all have the same.
         queries = {attack.queries for trial in of_texts for attack in trial.attacks}
         most_queries = queries.pop() if len(queries) == 1 else self.queries
@@ -264,18 +264,15 @@ class AttackOptions(MeasureOptions):
         radii = eps or tuple(parse_budget(trial.key.typed) for trial in counting)
         return chosen.model_copy(update={"norm": norm, "eps": radii, "queries": most_queries})
 
-    def _require_storable(self, of_texts: int, trials: int) -> None:
+    def _require_storable(self, trials: Sequence[Trial]) -> None:
         """Refuse a file of --save-adv that cannot store the examples of all trials.
 
         A file of tensors cannot store changed texts: no trial may change texts. A table (.jsonl)
         can store nothing else: every trial must change texts.
-
-        Args:
-            of_texts: number of trials that change texts.
-            trials: number of trials.
         """
-        storable = 0 if self.saves_tensors else trials
-        if self.save_adv is not None and of_texts != storable:
+        if self.save_adv is None:
+            return
+        if any((trial.norm in COUNTED) == self.saves_tensors for trial in trials):
             raise UsageError(
                 f"--save-adv {self.save_adv} cannot store the results of all these attacks",
                 f"In separate runs, save changed texts to {TABLE}, other samples to .safetensors.",

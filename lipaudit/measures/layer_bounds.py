@@ -134,7 +134,7 @@ def _list_missing(per_head: Tensor, radii: int) -> Reduced:
         per_head: any figure of heads, (samples, heads); it gives the shape.
         radii: number of radii of the balls.
     """
-    nothing = torch.full_like(per_head, torch.nan)
+    nothing = torch.full_like(per_head, torch.nan)  # (samples, heads)
     missing = dict.fromkeys((*load_bounds(), *INGREDIENTS, "splitting_gain"), nothing)
     missing |= dict.fromkeys((*OF_LAYERS, "out_norm"), nothing[:, :1])
     missing["layer_missed"] = torch.zeros_like(nothing[:, :1])

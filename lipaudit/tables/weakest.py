@@ -88,28 +88,31 @@ def find_contradictions(report: Report) -> list[Contradiction]:
     certified = list(_list_certified(report))
     if not certified:
         return []
-    # Pairs of a sample and a ball with an adversarial example of it, and the attack that found it.
-    attacked = []
-    for section in report.sections:
-        # The distance of the example from the sample may be smaller than the radius of the attack.
-        # The example is then inside a smaller ball, with this distance as radius.
-        distances = {}
-        for kind, trial, sample, value in _list_figures(section):
-            if kind == "distance":
-                distances[sample, trial] = value
-        for sample, trial in _list_broken(section):
-            radii = [trial.radius]
-            radii += map(_make_radius, finite([distances.get((sample, trial))]))
-            ball = replace(trial, radius=min(radii, key=float))
-            attacked.append((sample, ball))
-        attacked += _list_searched(section, "radius_adversarial")
-    attacks = group_values(attacked)
+    attacks = group_values(_list_attacked(report))
     contradictions: dict[str, Contradiction] = {}
     for sample, ball in certified:
         for trial in attacks.get(sample, ()):
             if _is_inside(trial, ball):
                 contradictions.setdefault(sample, Contradiction(sample, ball, trial))
     return list(contradictions.values())
+
+
+def _list_attacked(report: Report) -> Iterator[tuple[str, TrialKey]]:
+    """Yield each broken sample with the smallest known ball of its adversarial example.
+
+    The distance of the example from the sample may be smaller than the radius of the attack. The
+    example is then inside a smaller ball, with this distance as radius.
+    """
+    for section in report.sections:
+        distances = {}
+        for kind, trial, sample, value in _list_figures(section):
+            if kind == "distance":
+                distances[sample, trial] = value
+        for sample, ball in _list_broken(section):
+            radii = [ball.radius]
+            radii += map(_make_radius, finite([distances.get((sample, ball))]))
+            yield sample, replace(ball, radius=min(radii, key=float))
+        yield from _list_searched(section, "radius_adversarial")
 
 
 def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:

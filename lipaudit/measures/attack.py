@@ -419,12 +419,9 @@ def _mark_unfinished(parts: Sequence[Part], trials: Sequence[Trial]) -> Values:
     import numpy as np
 
     planned = np.array([len(trial.attacks) for trial in trials])
-    rows = []
-    for part in parts:
-        # `attacks`: how many attacks of each trial ran, the same for all samples of the part.
-        unfinished = np.array(part.facts["attacks"]) < planned
-        rows += [unfinished] * len(part.ids)
-    return np.array(rows)
+    # How many attacks of each trial ran, (parts, trials): the same for all samples of a part.
+    ran = np.array([part.facts["attacks"] for part in parts])
+    return np.repeat(ran < planned, [len(part.ids) for part in parts], axis=0)
 
 
 def _note_limits(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:

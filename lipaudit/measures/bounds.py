@@ -347,10 +347,12 @@ def _note_missing_bounds(
 
     causes = _explain_missing(reasons, measured["numerical"], options)
     for name, bound in load_bounds().items():
-        counts: Counter[str] = Counter()  # heads by cause
-        for values, cause in zip(measured[name].T, causes, strict=True):
-            if np.isnan(values).all():
-                counts[cause or bound.null or "no value on any sample"] += 1
+        # The number of heads without a value on any sample, by cause.
+        counts = Counter(
+            cause or bound.null or "no value on any sample"
+            for values, cause in zip(measured[name].T, causes, strict=True)
+            if np.isnan(values).all()
+        )
         for cause, count in counts.items():
             yield Note.info("no-bound", f"{name} was not computed for {count} heads: {cause}")
 

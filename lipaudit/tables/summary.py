@@ -208,9 +208,11 @@ def summarise(report: Report, layouts: Mapping[str, Layout]) -> Section:
     found.sort(key=lambda pair: pair[0])
     # Several sections may have a figure with the same name and ball, such as clean accuracy: only
     # the first is used.
-    first: dict[tuple[str, str, float], Row] = {}
-    for order, row in found:
-        first.setdefault((row.name, row.norm or row.figure, order[2]), row)
+    first = {}
+    for (_, _, radius, _), row in found:
+        key = (row.name, row.norm or row.figure, radius)
+        if key not in first:
+            first[key] = row
     rows = (*first.values(), *report.figures)
     return SUMMARY.section(rows=rows, notes=tuple(list_warnings(report)))
 

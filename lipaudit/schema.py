@@ -167,7 +167,7 @@ def _complete(document: dict[str, Any]) -> None:
 
 
 def _add_columns(section: dict[str, Any], name: str, columns: Mapping[str, Any]) -> None:
-    # Add to the field `name` of a section the columns that it lacks; those it has stay.
+    """Add to the field `name` of a section the columns that it lacks; those it has stay."""
     given = section.setdefault(name, {})
     if isinstance(given, dict):
         for key, column in columns.items():

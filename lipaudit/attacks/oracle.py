@@ -107,14 +107,14 @@ class Meter:
         finite = gradient.isfinite().flatten(1).all(1)
         self.broken = self.broken + (~finite).sum()
         # Move the entries with NaN up; if the gradient is still NaN, move them down.
-        sides = (1, -1) if self.mends else ()
-        for side in sides:
+        signs = (1, -1) if self.mends else ()
+        for sign in signs:
             is_nan = gradient.isnan()
             if not bool(is_nan.any()):
                 break
             self.forwards += len(gradient)
             self.backwards += len(gradient)
-            moved = near(side * is_nan.to(gradient))
+            moved = near(sign * is_nan.to(gradient))
             gradient = torch.where(is_nan, moved, gradient)
         return gradient.nan_to_num(0.0, STEEP, -STEEP)
 

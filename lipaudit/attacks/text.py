@@ -236,8 +236,8 @@ class Suffix:
     text: str = ""
 
     def insert(self, texts: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the texts with the characters of the suffix."""
-        piece, character = self.place
+        """Return a text, or the two of a pair, with the characters of the suffix inserted."""
+        piece, character = self.place  # which text of a pair, and before which character
         text = texts[piece]
         longer = text[:character] + self.text + text[character:]
         return (*texts[:piece], longer, *texts[piece + 1 :])

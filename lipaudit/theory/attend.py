@@ -211,7 +211,7 @@ def map_rows(heads: Heads, p: Tensor | None) -> Iterator[MapRows]:
     """Yield all rows of the attention map P, some queries at a time, (problems, queries, keys).
 
     Args:
-        heads: the heads; each on each batch row is a problem.
+        heads: the heads; a problem is one head on one batch row.
         p: the stored P, yielded as one block. None if P is too large to be stored: its rows are
             then computed here, block by block.
     """
@@ -289,6 +289,7 @@ class Attend:
             u_rows = u[:, queries]
             ds = self._pull_softmax(u_rows, block)
             # `self.q` and `self.k` are q and k times s. `self.slope` is f, `extra` has r and t.
+            # The slices `rows` of the totals are views: gradients are added in place.
             scaled = ds  # ds_ij f_ij
             if self.slope is not None:
                 scaled = ds * self.slope

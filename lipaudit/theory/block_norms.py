@@ -427,10 +427,10 @@ def _bound_local_blocks(heads: Heads, centred: Centred, *, joint: bool) -> Tenso
 
     Block (i, j) is the derivative of output o_i in token j. Through value j and key j it is
     P_ij (Phi^v_j + w u^T) with Phi^v_j = dv_j / dx_j, w = v_j - o_i and the gradient u of logit ij
-    in token j. Its norm is at most P_ij beta_ij (`_local_beta`). Block (i, i) adds a term through
-    query i, with a norm of at most t_i (`_local_query_term`). B is (batch, heads, n, m). If
-    queries read another input than keys (not `joint`), J has further columns for this input, and
-    B = [P∘beta, diag t] is (batch, heads, n, m + n).
+    in token j. Its norm is at most P_ij beta_ij (`_bound_key_blocks`). Block (i, i) adds a term
+    through query i, with a norm of at most t_i (`_local_query_term`). B is (batch, heads, n, m).
+    If queries read another input than keys (not `joint`), J has further columns for this input,
+    and B = [P∘beta, diag t] is (batch, heads, n, m + n).
     """
     # The outputs o_i. For the largest P_ij of each row also c_ij = P_ij (v_j - o_i), without
     # cancellation. Some queries at a time, to save memory.
@@ -438,7 +438,7 @@ def _bound_local_blocks(heads: Heads, centred: Centred, *, joint: bool) -> Tenso
     chunks = heads.policy.chunks(centred.p.shape[2], per_query)
     rows = (attend.MapRows(centred.p[:, :, i], queries=i, keys=slice(None)) for i in chunks)
     largest = attend.anchor_blocks(rows, centred.v, heads.sink_share())
-    blocks = _local_beta(heads, centred, largest)
+    blocks = _bound_key_blocks(heads, centred, largest)
     blocks.mul_(centred.p)
     t = _local_query_term(heads, centred, largest)
     if not joint:
@@ -450,11 +450,12 @@ def _bound_local_blocks(heads: Heads, centred: Centred, *, joint: bool) -> Tenso
     return blocks
 
 
-def _local_beta(heads: Heads, centred: Centred, rows: attend.Anchored) -> Tensor:
+def _bound_key_blocks(heads: Heads, centred: Centred, rows: attend.Anchored) -> Tensor:
     """Return beta_ij >= ||Phi^v_j + w u^T|| of every query and key, (batch, heads, n, m).
 
-    Phi^v_j = dv_j / dx_j, w = v_j - o_i, and u is the gradient of logit ij in the token of key j.
-    beta is the smaller of ||Phi^v_j|| + ||w|| ||u|| (the triangle inequality) and
+    P_ij (Phi^v_j + w u^T) is how output o_i changes with token j through its value v_j and key
+    k_j: Phi^v_j = dv_j / dx_j, w = v_j - o_i, and u is the gradient of logit ij in token j. beta
+    is the smaller of ||Phi^v_j|| + ||w|| ||u|| (the triangle inequality) and
     (||Phi^v_j||^2 + ||Phi^v_j u/||u|| + ||u|| w||^2)^1/2 (the input split along u and across it).
 
     Args:
@@ -467,8 +468,8 @@ def _local_beta(heads: Heads, centred: Centred, rows: attend.Anchored) -> Tensor
     # G_j the Jacobian of a rotary position or qk-norm. With R^T R = W_K^T W_K, R (`root`) in place
     # of W_K gives the same length. a_ij = Phi^v_j u_ij has d_v channels only.
     root = factor(to_k)
-    mixed = to_v.weight.mT @ to_k.weight
-    mixed = mixed[:, None]
+    value_key = to_v.weight.mT @ to_k.weight  # W_V^T W_K, (heads, d_v, d)
+    value_key = value_key[:, None]
     key_maps = local_map(to_k)
     value_maps = local_map(to_v)
     norms = value_norms(heads)
@@ -481,14 +482,14 @@ def _local_beta(heads: Heads, centred: Centred, rows: attend.Anchored) -> Tensor
         precision = torch.float32
     beta = torch.empty_like(p, dtype=precision)
     tokens = torch.arange(p.shape[-1], device=p.device)
-    channels = root.shape[-2] + 3 * mixed.shape[-2]
+    channels = root.shape[-2] + 3 * value_key.shape[-2]
     per_key = p[..., 0].numel() * channels
     for j in heads.policy.chunks(p.shape[-1], per_key):
         # u_ij and a_ij, (batch, heads, keys, channels, n)
         key_map = select_tokens(key_maps, j).mT
         b = attend.logit_gradients(heads, "k", j).mT
         u = (root @ key_map) @ b
-        a = select_tokens(value_maps, j) @ mixed @ key_map
+        a = select_tokens(value_maps, j) @ value_key @ key_map
         a = a @ b
         w = _subtract_outputs(centred.v[:, :, j], tokens[j], rows)
         beta[..., j] = _bound_rank_one_update(select_tokens(norms, j), u, a, w).mT

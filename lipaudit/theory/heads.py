@@ -197,7 +197,7 @@ class Heads:
         if whole or self.sink is None:
             return p
         p_of_keys = p[..., :-1]
-        if self.valid is not None:  # contiguous, as the product with `valid` in `rows` is
+        if self.valid is not None:  # contiguous as from `rows`, so that sums round alike
             p_of_keys = p_of_keys.contiguous()
         return p_of_keys
 

@@ -467,7 +467,7 @@ def fill_patches(
 
 
 def choose_ranks(places: int, k: int, starts: int) -> list[tuple[int, ...]]:
-    """Return k places of an image for each start, as ranks: rank 0 is the most promising place.
+    """Return k patches of an image for each start, as ranks: rank 0 is the most promising patch.
 
     Choices with the smallest sum of ranks come first.
 

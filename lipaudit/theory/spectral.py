@@ -352,7 +352,7 @@ class _Krylov:
         block[:, 0] = u
         self.basis = [block]
         self.coupling = block.new_zeros(count, 1, 1)
-        self.index = torch.arange(count)
+        self.index = torch.arange(count)  # all problems run at first
         self.size = live.cpu()
         self.steps = 0
         self.done = torch.zeros(count, dtype=torch.bool)

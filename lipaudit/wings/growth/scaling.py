@@ -230,6 +230,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
             curve_rows, fit = _fit_curve(curve)
             rows += curve_rows
             fits.append(fit)
+    # Worst cases: one fit for all lengths of a mode, head, mask and radius.
     disagreeing: list[list[Row]] = []  # rows of ascents whose searches differ
     worst_rows = [SCALING_TABLE.row(**cells) for cells in facts["rows"]]
     groups = group_values((_identify_fit(row), row) for row in worst_rows)

@@ -274,7 +274,7 @@ def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return by_head.transpose(1, 2)
 
 
-def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
+def label_affected(source: Probed, label: Tensor, *, rows: bool) -> Tensor | None:
     """Return which labelled part of t, such as a token or a head, each row of y affects.
 
     Instead of one backward pass per label, a few passes (here called probes) are enough. Each
@@ -284,7 +284,7 @@ def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None
 
     Args:
         source: t, (windows, heads, tokens, width), as a function of y, (rows, columns).
-        code: the label of each entry of t, from 0, in a shape that broadcasts to t.
+        label: the label of each entry of t, from 0, in a shape that broadcasts to t.
         rows: whether to examine the rows of y (tokens), or else its columns (channels).
 
     Returns:
@@ -292,29 +292,35 @@ def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None
         affects parts of t with different labels.
     """
     axis = 1 if rows else 0  # the axis of y that is reduced
-    labels = int(code.max()) + 1
-    # The fewest probes with a different half for each label: 12 heads take 6, as C(6, 3) = 20.
-    probes = 2
-    while comb(probes, probes // 2) < labels:
-        probes += 1
-    half = probes // 2
-    halves = islice(combinations(range(probes), half), labels)
-    takes_part = torch.zeros(labels, probes, dtype=torch.bool)  # of a label in a probe
-    takes_part.scatter_(1, torch.tensor(list(halves)), True)
-    takes_part = takes_part.to(code.device)
-    masks = takes_part[code].to(source.random.dtype)  # (*code, probes)
+    takes_part = _assign_probes(int(label.max()) + 1).to(label.device)  # (labels, probes)
+    masks = takes_part[label].to(source.random.dtype)  # (*label, probes)
     hits = []
     for mask in masks.unbind(-1):
         pulled = source.pull(source.random * mask)
         hits.append(find_touched(pulled, axis))
     is_hit = torch.stack(hits, -1)  # (rows or columns of y, probes)
     count = is_hit.sum(-1)
+    half = takes_part.shape[1] // 2
     if ((count > 0) & (count != half)).any():
         return None
     # The label of a row is the label whose probes are the hits of the row. No other label has as
     # many probes in common with the hits.
     common = is_hit.float() @ takes_part.mT.float()  # (rows or columns of y, labels)
     return common.argmax(-1).masked_fill(count == 0, -1)
+
+
+def _assign_probes(labels: int) -> Tensor:
+    """Return in which probes each label takes part, (labels, probes): half of them.
+
+    No two labels have the same half. There are as few probes as possible: 12 labels take 6 probes,
+    as C(6, 3) = 20 is the first number of halves that is at least 12.
+    """
+    probes = 2
+    while comb(probes, probes // 2) < labels:
+        probes += 1
+    halves = islice(combinations(range(probes), probes // 2), labels)
+    takes_part = torch.zeros(labels, probes, dtype=torch.bool)
+    return takes_part.scatter_(1, torch.tensor(list(halves)), True)
 
 
 def reads_only(source: Probed, rows: Tensor) -> bool:

@@ -147,7 +147,7 @@ class Layer:
                 autograd for a random vector on these samples.
         """
         site = self.site
-        structure = self.site.structure
+        structure = site.structure
         if structure is None:  # only measures of plug-ins call this for such a layer
             text = f"layer {site.index} ({site.module}) has no closed form: {site.reason}"
             raise InputError(text, "Leave it out with --layers.")

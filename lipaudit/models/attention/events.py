@@ -110,22 +110,14 @@ class _Softmax:
 
         p = restore(weights)
         v = restore(values)
-        a = self.product.a  # q
-        b = self.product.b  # k^T
-        parts = _broadcast(a, b.mT, v)
-        leading = v.shape[:-2]
-        leading_of_a = a.shape[:-2]
-        is_folded = leading_of_a == b.shape[:-2] and math.prod(leading) == math.prod(leading_of_a)
-        # Samples and heads may be one axis in q and k, and two axes in v; or the reverse.
-        if parts is None and is_folded:
-            a = a.reshape(*leading, *a.shape[-2:])
-            b = b.reshape(*leading, *b.shape[-2:])
-            parts = _broadcast(a, b.mT, v)
-        # P does not have a row for each query and a column for each value, if the model rearranges
-        # it in chunks (Longformer). Such attention is not read; `uses` reports it.
-        if parts is None or p.shape[-2] != a.shape[-2] or v.shape[-2] != p.shape[-1]:
+        parts = _share_axes(self.product.a, self.product.b.mT, v)
+        if parts is None:
             return output
         q, k, v = parts
+        # P does not have a row for each query and a column for each value, if the model rearranges
+        # it in chunks (Longformer). Such attention is not read; `uses` reports it.
+        if p.shape[-2:] != (q.shape[-2], v.shape[-2]):
+            return output
         logits, softmax = _order_axes(self.logits, self.p, p)
         form = Explicit(
             products=(self.product.edge,),
@@ -542,6 +534,22 @@ def _make_fused_call(
     assert parts is not None  # the fused op has accepted them
     q, k, v = parts
     return AttentionCall(q, k, v, Fused(s, attn_mask, is_causal), output)
+
+
+def _share_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...] | None:
+    """Return q, k and v with the same leading axes, (..., tokens, width); None if they do not fit.
+
+    Samples and heads may be one axis in q and k, and two axes in v; or the reverse.
+    """
+    parts = _broadcast(q, k, v)
+    leading = v.shape[:-2]
+    leading_of_q = q.shape[:-2]
+    is_folded = leading_of_q == k.shape[:-2] and math.prod(leading) == math.prod(leading_of_q)
+    if parts is None and is_folded:
+        q = q.reshape(*leading, *q.shape[-2:])
+        k = k.reshape(*leading, *k.shape[-2:])
+        return _broadcast(q, k, v)
+    return parts
 
 
 def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...] | None:

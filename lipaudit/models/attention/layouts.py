@@ -140,8 +140,8 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
             # The same weight again, for other tokens: the model projects windows one by one. Join
             # the patterns of all calls to the patterns of a single map.
             column = moved_columns[index]
-            moved.maps[index] = moved.maps[index] | whole
-            moved.columns[index] = moved.columns[index] | _find_moved(source, column=column)
+            moved.maps[index] |= whole
+            moved.columns[index] |= _find_moved(source, column=column)
     return moved
 
 

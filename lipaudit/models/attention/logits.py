@@ -370,7 +370,7 @@ def _is_cut_off(node: Node) -> bool:
         if level is None or getattr(level, "requires_grad", False):
             continue
         least = torch.as_tensor(level).abs().min()
-        if float(least) < _OUT_OF_REACH:
+        if least < _OUT_OF_REACH:
             return True
     return False
 

@@ -78,13 +78,11 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
 def linearize_module(layer: Layer) -> Linearization | str:
     """Linearise the module of a layer, or return a text that says why it cannot run on its own."""
     reason = "its module cannot be run alone"
-    site = layer.site
-    samples = layer.samples
     # Some attention calls of a loop may lie outside of the module.
-    has_outside_calls = len(layer.numbers) < len(site.addresses)
-    if not site.inputs or layer.frame is None or has_outside_calls:
+    has_outside_calls = len(layer.numbers) < len(layer.site.addresses)
+    if not layer.site.inputs or layer.frame is None or has_outside_calls:
         return reason
-    if len(layer.output) % samples:  # samples do not have the same number of windows
+    if len(layer.output) % layer.samples:  # samples do not have the same number of windows
         return reason
     try:
         linear = _linearize_layer(layer)

@@ -342,7 +342,7 @@ def run_measure(
         The parts in the order of the samples, including parts of an interrupted run; and the ids
         of samples without a complete part, because the time limit came first.
     """
-    kind = load_measures()[name]
+    measure = load_measures()[name]
     net = job.net
     run = job.request.run
     observer = findings.observer
@@ -367,10 +367,10 @@ def run_measure(
     while remaining and time.monotonic() < listener.end:
         # A measure with `chunk` has results that depend on the batch: its batches stay as they
         # are, and the model runs on `size` samples of a batch at a time.
-        if kind.chunk is not None:
+        if measure.chunk is not None:
             options = options.model_copy(update={"batch_size": size})
         try:
-            _measure_batches(kind, net, options, first, remaining, progress, listener)
+            _measure_batches(measure, net, options, first, remaining, progress, listener)
             break
         except Exception as error:
             remaining = progress.list_unfinished(remaining)
@@ -381,7 +381,7 @@ def run_measure(
                 raise
             # The largest remaining batch may be smaller than `size`: halve the smaller of the two.
             size = max(1, min(size, max(map(len, remaining))) // 2)
-            if kind.chunk is None:
+            if measure.chunk is None:
                 remaining = list(chain.from_iterable(batch.split(size) for batch in remaining))
             first = first[:size].trim()
     if progress.journal.refusal:

@@ -31,7 +31,7 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import load_measures
 from lipaudit.measures.base import MeasureOptions, Part, sample_ids, select_complete
 from lipaudit.schema import to_json_values
-from lipaudit.tables import Note, Report, Run, Section
+from lipaudit.tables import Notes, Report, Run, Section
 from lipaudit.tables.columns import Cell, Frozen
 from lipaudit.tables.report import Failure, require_aligned
 
@@ -87,7 +87,7 @@ class Shard(Frozen):
     ids: tuple[str, ...]
     places: dict[str, tuple[Cell, ...]]
     measures: dict[str, MeasurePlan]
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     is_finished: bool = False
     left_out: tuple[str, ...] = ()
     failures: dict[str, Failure] = {}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 from lipaudit.errors import InputError
 from lipaudit.settings.option import Settings, option
 from lipaudit.settings.value_types import Layers
-from lipaudit.tables import Array, Layout, Note, Row, Section
+from lipaudit.tables import Array, Layout, Note, Notes, Row, Section
 from lipaudit.tables.columns import HEAD, make_row, wilson
 from lipaudit.tables.trials import COUNTED, Norm, is_repeat, parse_column
 from lipaudit.theory import TOL
@@ -183,7 +183,7 @@ class Part:
     ids: tuple[str, ...]
     values: Mapping[str, Values]
     facts: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[Note, ...] = ()
+    notes: Notes = ()
     complete: bool = True
 
 
@@ -492,7 +492,7 @@ def seed_of(sample: str, seed: int) -> int:
     return (int(sample[:12], 16) + seed) % 2**63
 
 
-def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
+def notes(parts: Sequence[Part]) -> Notes:
     """Return the distinct notes of all parts in order."""
     return tuple(dict.fromkeys(note for part in parts for note in part.notes))
 

@@ -144,13 +144,13 @@ def _make_head_section(
 
     facts = parts[0].facts
     # Heads without a closed form on some sample: their norms there are numerical.
-    lost: Values = np.asarray(measured["numerical"].any(0))
+    without_form: Values = np.asarray(measured["numerical"].any(0))
     rows = base.make_rows(
         BOUNDS_TABLE,
         facts["heads"],
         **_reduce_heads(measured),
-        kind=_add_numerical(facts["kinds"], [NUMERICAL] * len(lost), lost),
-        input=_add_numerical(facts["inputs"], facts["module_inputs"], lost),
+        kind=_add_numerical(facts["kinds"], [NUMERICAL] * len(without_form), without_form),
+        input=_add_numerical(facts["inputs"], facts["module_inputs"], without_form),
         tokens=measured["tokens"].max(0).astype(int),
         converged=~measured["missed"].any(0),
     )
@@ -203,24 +203,28 @@ def _remove_bounds(measured: dict[str, Values], facts: Mapping[str, Any]) -> dic
     import numpy as np
 
     # Heads, and layers with such a head, that lose their bounds.
-    lost: Values = np.asarray(measured["numerical"].any(0))
+    without_form: Values = np.asarray(measured["numerical"].any(0))
     layer_of_head = np.array([layer for layer, _, _ in facts["heads"]])
-    lost_layers = np.array([lost[layer_of_head == layer].any() for layer, _ in facts["layers"]])
+    layer_without_form = np.array(
+        [without_form[layer_of_head == layer].any() for layer, _ in facts["layers"]]
+    )
     # By name of the figure: the heads or layers at which it becomes NaN. `load_bounds` has the
     # names of all bounds of heads, plug-ins included.
-    removed = dict.fromkeys(load_bounds(), lost)
+    removed = dict.fromkeys(load_bounds(), without_form)
     removed |= dict.fromkeys(
-        ("layer_sharp_sum", "layer_sharp_rss", "layer_theorem3_sum"), lost_layers
+        ("layer_sharp_sum", "layer_sharp_rss", "layer_theorem3_sum"), layer_without_form
     )
     for name in IN_BALLS.values():
         if name in measured:
-            removed[name] = lost[:, None]  # (heads, 1): at every radius
+            removed[name] = without_form[:, None]  # (heads, 1): at every radius
     return measured | {
         name: np.where(mask, np.nan, measured[name]) for name, mask in removed.items()
     }
 
 
-def _add_numerical(texts: Sequence[str], numerical: Sequence[str], lost: Values) -> list[str]:
+def _add_numerical(
+    texts: Sequence[str], numerical: Sequence[str], without_form: Values
+) -> list[str]:
     """Return a text for each head: kind or input of its closed form, and of its numerical norms.
 
     The norm of a head is numerical where it was computed by differentiating the module, without
@@ -229,11 +233,11 @@ def _add_numerical(texts: Sequence[str], numerical: Sequence[str], lost: Values)
     Args:
         texts: kind or input of each head in closed form.
         numerical: kind or input of each head where its norm is numerical.
-        lost: whether the norm of a head is numerical on some sample.
+        without_form: whether the norm of a head is numerical on some sample.
     """
     texts_of_heads = []
-    for text, other, is_lost in zip(texts, numerical, lost, strict=True):
-        if is_lost and text != other:
+    for text, other, is_numerical in zip(texts, numerical, without_form, strict=True):
+        if is_numerical and text != other:
             text = f"{text}, {other}"
         texts_of_heads.append(text)
     return texts_of_heads

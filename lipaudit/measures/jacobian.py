@@ -286,7 +286,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
         if blocks is None or first is None:
             first = find_first(batches, batch)
             blocks = find_blocks(net, first, options)
-        values, facts, of_blocks = measure_batch(net, batch, options, blocks.cuts, first)
+        values, facts, of_blocks = measure_batch(net, batch, options, blocks.starts, first)
         if blocks.inner:
             seeds = options.list_seeds(batch.ids)
             residuals = compute_residual_norms(

@@ -19,7 +19,7 @@ from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
 from lipaudit.models.precision import HALF
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 from lipaudit.tables.columns import group_values
 from lipaudit.tables.trials import Radius
 from lipaudit.theory.bounds.record import Bound, load_bounds
@@ -101,7 +101,7 @@ def list_heads(sites: Sequence[Site]) -> list[tuple[int, int, str]]:
 
 def _read_pieces(
     read: Callable[..., Sequence[Reduced]], sites: tuple[Site, ...], batch: Batch
-) -> tuple[list[Reduced], tuple[Note, ...]]:
+) -> tuple[list[Reduced], Notes]:
     """Return the figures of a batch in pieces of samples, and notes on layers that differ.
 
     The survey, a run on the first sample of the run, found the structure of every layer and

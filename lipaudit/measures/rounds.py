@@ -27,7 +27,7 @@ from lipaudit.errors import UsageError
 from lipaudit.measures import base, drawings, texts
 from lipaudit.measures.base import Part, Values
 from lipaudit.models.net import Net
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 from lipaudit.tables.report import SCORES
 from lipaudit.tables.trials import COSTS, COUNTED, Radius, is_repeat
 
@@ -99,7 +99,7 @@ def prepare_chunks(
     if any(trial.norm in COUNTED for trial in trials):
         reader = texts.make_reader(net)
     # Settings of `evaluate_chunk`.
-    how: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "box": net.box,
         "seed": options.seed,
         "batch_size": options.batch_size,
@@ -110,7 +110,7 @@ def prepare_chunks(
     # Attacks on continuations run to the end, because incomplete chunks of continuations cannot be
     # resumed.
     if net.scored != "continuation":
-        how["check"] = base.require_time
+        settings["check"] = base.require_time
     for batch in batches:
         chunk = _make_chunk(net, batch, options, reader)
         earlier = []
@@ -122,7 +122,7 @@ def prepare_chunks(
         model = net.make_classifier(batch)
         with torch.no_grad():  # the logits without attack
             logits = torch.cat([net.output(piece) for piece in batch.split(options.batch_size)])
-        attacks = evaluate_chunk(model, chunk, trials, earlier=tuple(earlier), **how)
+        attacks = evaluate_chunk(model, chunk, trials, earlier=tuple(earlier), **settings)
         yield ChunkRun(batch, chunk, model, attacks, earlier, logits, examples)
 
 
@@ -347,7 +347,7 @@ def format_duration(seconds: float) -> str:
 # Parts
 
 
-def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note, ...]) -> Part:
+def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: Notes) -> Part:
     """Return the part of a chunk after some or all attacks, with all that the report needs.
 
     An incomplete part also stores the outcomes so far, from which a resumed run continues.

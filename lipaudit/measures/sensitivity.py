@@ -32,7 +32,7 @@ from lipaudit.models.endpoints import (
 from lipaudit.models.linearize import Linearization, linearize
 from lipaudit.models.model_norms import JacobianNorms, compute_jacobian_norms, compute_margins
 from lipaudit.models.net import Net
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Notes
 from lipaudit.tables.columns import group_values
 from lipaudit.tables.trials import Target, find_layer
 
@@ -50,14 +50,14 @@ class Blocks(NamedTuple):
     """Blocks that have norms of their own.
 
     Attributes:
-        cuts: those whose output is an input of the Jacobian, by its name: `layer:5`.
+        starts: those whose output is an input of the Jacobian, by its name: `layer:5`.
         inner: those that are differentiated themselves, from their input to their output.
         notes: remarks on layers without a block.
     """
 
-    cuts: dict[str, Residual]
+    starts: dict[str, Residual]
     inner: tuple[Residual, ...]
-    notes: tuple[Note, ...]
+    notes: Notes
 
 
 def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
@@ -78,22 +78,22 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
     around = inside
     if from_layers:
         around = find_residuals(net, batch, sites, entire=True)
-    cuts: dict[str, Residual] = {}
+    starts: dict[str, Residual] = {}
     for site in chosen:
         block = around[site.index]
         # Several attention layers in one block share the block's output. The output is named after
         # the first of these layers.
-        if from_layers and block and block.by_sample and block not in cuts.values():
-            cuts[f"layer:{site.index}"] = block
+        if from_layers and block and block.by_sample and block not in starts.values():
+            starts[f"layer:{site.index}"] = block
     reasons = _explain_missing(chosen, around)
-    if from_layers and not cuts:
+    if from_layers and not starts:
         raise InputError(
             f"{net.architecture}: {'; '.join(reasons)}", "Use another --from, such as embeddings."
         )
     inner: tuple[Residual, ...] = ()
     if options.per_layer:
         inner = tuple(dict.fromkeys(block for block in inside if block and block.by_sample))
-    return Blocks(cuts, inner, tuple(Note.info("no-block", reason) for reason in reasons))
+    return Blocks(starts, inner, tuple(Note.info("no-block", reason) for reason in reasons))
 
 
 def _explain_missing(sites: Sequence[Site], blocks: Sequence[Residual | None]) -> list[str]:
@@ -130,7 +130,7 @@ def find_position(net: Net, batch: Batch, end: Target) -> Tensor | None:
     return None
 
 
-class _CutGraph:
+class _BlockGraph:
     """The graph of one forward pass, which gives the Jacobian from the input and from each block.
 
     Attributes:
@@ -194,7 +194,7 @@ def measure_batch(
     net: Net,
     batch: Batch,
     options: JacobianOptions,
-    cuts: Mapping[str, Residual],
+    starts: Mapping[str, Residual],
     first: Batch,
 ) -> Sensitivity:
     """Return norms, margins and shares of some samples.
@@ -203,7 +203,7 @@ def measure_batch(
         net: the model.
         batch: the samples; all texts have one length, so a position is the same column in all.
         options: the options.
-        cuts: blocks at whose output the Jacobian may begin, by name: `layer:5`.
+        starts: blocks at whose output the Jacobian may begin, by name: `layer:5`.
         first: the first sample of the run; the attention layers are found by running it.
     """
     end = resolve_target(net, batch, options.target)
@@ -215,15 +215,15 @@ def measure_batch(
         "seeds": options.list_seeds(batch.ids),
     }
     # The Jacobian at each sample, with its norm.
-    graph = _CutGraph(net, at, cuts)
+    graph = _BlockGraph(net, at, starts)
     linear = graph.whole
     start = at.start
     of_blocks = {}
-    if options.start in cuts:  # --from layer:5: all figures are of this Jacobian
+    if options.start in starts:  # --from layer:5: all figures are of this Jacobian
         start = str(options.start)
         linear = graph.start_after(start)
     else:  # --from layers: norms alone, in addition to all figures of the whole model
-        for name in cuts:
+        for name in starts:
             of_blocks[name] = compute_jacobian_norms(graph.start_after(name), **accuracy)
     has_margins = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
     norms = compute_jacobian_norms(
@@ -238,7 +238,7 @@ def measure_batch(
     values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in OF_NORMS.items()}
     ends = []
     for name, of_block in of_blocks.items():
-        ends.append((name, at.target, cuts[name].module, of_block.method))
+        ends.append((name, at.target, starts[name].module, of_block.method))
     facts: dict[str, Any] = {
         "from": start,
         "to": at.target,

@@ -466,8 +466,8 @@ def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Out
     size = options.batch_size
     clean, *attacked = run.outcomes
     last_of_trial = {outcome.trial: outcome for outcome in attacked if outcome.trial is not None}
-    # `end` is the outcome of the attacks that ran before, `top` that of the attacks on the loss.
-    for trial, end in last_of_trial.items():
+    # `before` is the outcome of the attacks on the margin, `after` that of the attacks on the loss.
+    for trial, before in last_of_trial.items():
         texts = chunk.texts
         if trial.norm in COUNTED:
             model, texts = _classify_texts(net, batch, chunk, sign)
@@ -476,22 +476,25 @@ def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Out
         # Attacks need a classifier. In this one, the label of all samples is class 0.
         relabelled = replace(chunk, y=torch.zeros_like(chunk.y), texts=texts)
         # The first outcome is that of the clean samples.
-        _, *climbs = evaluate_chunk(
+        _, *outcomes = evaluate_chunk(
             model, relabelled, [trial], box=net.box, seed=options.seed, batch_size=size
         )
-        top = climbs[-1]
-        scores = score_outcome(net, batch, chunk, end, size)
-        top_scores = score_outcome(net, batch, chunk, top, size)
-        # `top` replaces `end` if the loss at `top` is higher, unless only `end` broke the sample.
-        # If only `top` broke the sample, `top` always replaces `end`.
-        right = top_scores.argmax(1) == chunk.y  # not broken at `top`
-        higher = sign * top_scores[:, 0] < sign * scores[:, 0]  # lower log p, with sign 1
-        only_end_broke = clean.robust & ~end.robust & right
-        only_top_broke = end.robust & ~right
-        replaced = higher & ~only_end_broke | only_top_broke
-        costs = {what: sum(getattr(outcome, what) for outcome in climbs) for what in COSTS}
+        after = outcomes[-1]
+        scores_before = score_outcome(net, batch, chunk, before, size)
+        scores_after = score_outcome(net, batch, chunk, after, size)
+        # `after` replaces `before` if its loss is higher, unless only `before` broke the sample. If
+        # only `after` broke the sample, `after` always replaces `before`.
+        right = scores_after.argmax(1) == chunk.y  # not broken at `after`
+        higher = sign * scores_after[:, 0] < sign * scores_before[:, 0]  # lower log p, with sign 1
+        only_before_broke = clean.robust & ~before.robust & right
+        only_after_broke = before.robust & ~right
+        replaced = higher & ~only_before_broke | only_after_broke
+        costs = {what: sum(getattr(outcome, what) for outcome in outcomes) for what in COSTS}
         yield replace(
-            _merge_outcomes(replaced, top, end), robust=end.robust & right, notes=(), **costs
+            _merge_outcomes(replaced, after, before),
+            robust=before.robust & right,
+            notes=(),
+            **costs,
         )
 
 

@@ -11,7 +11,7 @@ from lipaudit.errors import InputError, StructureError, of_machine
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part
 from lipaudit.settings.option import Need, option, repeat_option
-from lipaudit.tables import Column, Display, Layout, Note, Section
+from lipaudit.tables import Column, Display, Layout, Note, Notes, Section
 from lipaudit.tables.columns import HEAD
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
     blocks: tuple[Residual, ...] = ()
     for number, batch in enumerate(batches):
         facts: dict[str, Any] = {}
-        notes: tuple[Note, ...] = ()
+        notes: Notes = ()
         values = {}
         if number == 0:
             first = find_first(batches, batch)[:1].trim()
@@ -173,7 +173,7 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
 
 def _read_tables(
     net: Net, sample: Batch, sites: Sequence[Site], around: Sequence[Residual | None]
-) -> tuple[dict[str, list[Cells]], tuple[Note, ...]]:
+) -> tuple[dict[str, list[Cells]], Notes]:
     """Return the rows of every table by its name, and notes.
 
     Args:

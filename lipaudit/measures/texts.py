@@ -466,7 +466,7 @@ def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Out
     size = options.batch_size
     clean, *attacked = run.outcomes
     last_of_trial = {outcome.trial: outcome for outcome in attacked if outcome.trial is not None}
-    # `before` is the outcome of the attacks on the margin, `after` that of the attacks on the loss.
+    # `before` is the outcome of the attacks on the margin, `after` of the attacks on the loss.
     for trial, before in last_of_trial.items():
         texts = chunk.texts
         if trial.norm in COUNTED:
@@ -482,8 +482,8 @@ def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Out
         after = outcomes[-1]
         scores_before = score_outcome(net, batch, chunk, before, size)
         scores_after = score_outcome(net, batch, chunk, after, size)
-        # `after` replaces `before` if its loss is higher, unless only `before` broke the sample. If
-        # only `after` broke the sample, `after` always replaces `before`.
+        # `after` replaces `before` if its loss is higher, unless only `before` broke the sample.
+        # If only `after` broke the sample, `after` always replaces `before`.
         right = scores_after.argmax(1) == chunk.y  # not broken at `after`
         higher = sign * scores_after[:, 0] < sign * scores_before[:, 0]  # lower log p, with sign 1
         only_before_broke = clean.robust & ~before.robust & right

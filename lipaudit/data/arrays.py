@@ -291,7 +291,7 @@ def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
 
 
 def _order_axes(x: Tensor, net: Net, origin: str) -> Tensor:
-    """Return images with their channels first, and sequences unchanged.
+    """Return images (samples, channels, height, width) and sequences (samples, tokens, width).
 
     Raises:
         InputError: the shape of a sample is not that of the model's inputs.
@@ -407,9 +407,10 @@ def _note_unnamed_padding(x: Tensor, net: Net) -> Notes:
     if net.pad_id is not None:
         return ()
     for ids in (x, x.flip(1)):  # padding at the end, or at the beginning
-        usual_end = int(ids[:, -1].mode().values)
+        usual_end = int(ids[:, -1].mode().values)  # the most frequent last id
         is_usual = ids == usual_end
-        repeats = is_usual.flip(1).cumprod(1).sum(1)  # how often each text ends in `usual_end`
+        # How many times `usual_end` stands at the end of each text, (samples,).
+        repeats = is_usual.flip(1).cumprod(1).sum(1)
         # The id is probably padding if it occurs only at the ends, and more often in some texts.
         elsewhere = int(is_usual.sum() - repeats.sum())
         if not elsewhere and repeats.max() > max(1, int(repeats.min())):

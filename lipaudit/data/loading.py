@@ -294,7 +294,7 @@ def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     """
     _, height, width = shape
     white = torch.randn(shape, generator=rng)
-    spectrum = torch.fft.rfft2(white)
+    spectrum = torch.fft.rfft2(white)  # (channels, height, width // 2 + 1)
     vertical = torch.fft.fftfreq(height)[:, None]
     horizontal = torch.fft.rfftfreq(width)
     # The mean has the frequency 0. To avoid a division by 0, the lowest other frequency is used.

@@ -241,10 +241,10 @@ def _contrast_groups(
         if not index:  # in a comparison, samples that did not converge are left out: here all
             continue
         group_ids = tuple(ids[i] for i in index)
-        if rule.per_sample:
+        if rule.per_sample:  # the values of the group are among the values above
             group_after = readings.select(rule, after, index)
             group_before = readings.select(rule, before, index)
-        else:
+        else:  # the rows are statistics of all samples: compute them again for the group
             group_after, group_before, _ = _read_shared(rule, shared.select(index))
         found = _contrast_rows(rule, group_after, group_before, group_ids, tol)
         contrasts += (replace(contrast, group=group) for contrast in _keep_distinct(rule, found))
@@ -377,19 +377,7 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     unsettled_rows = set[Key]()
     unsettled_samples = set[str]()
     if lenient:
-        # Norms that did not converge in one report may be far too low: they are not compared. A
-        # per-sample rule also leaves out samples without a value in the column of the rule.
-        column = rule.column if rule.per_sample else ""
-        unsettled_rows, unsettled_samples = readings.find_unsettled((new, old), column)
-    # A row that did not converge does not say which samples caused it. So a per-sample rule cannot
-    # leave out these samples. A rule on rows can leave out rows, but needs at least one.
-    if unsettled_rows and (rule.per_sample or unsettled_rows >= readings.index_rows(old).keys()):
-        raise BaselineError(f"{rule.measure}: {len(unsettled_rows)} rows did not converge")
-    shared = set(new.ids) & set(old.ids)
-    if shared and shared <= unsettled_samples:
-        raise BaselineError(
-            f"{rule.measure}: {len(unsettled_samples)} samples did not converge, or have no value"
-        )
+        unsettled_rows, unsettled_samples = _find_unsettled(rule, new, old)
     if not (new.ids and old.ids):  # without ids, `find_obstacle` has refused different samples
         return Shared((new, old), (None, None), recompute=False, skipped=unsettled_rows)
     # Blank the ids of unsettled samples. No sample has the id "", so a blank id matches no sample
@@ -403,6 +391,28 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
         bool(unsettled_samples) or sorted(new.ids) != sorted(old.ids)
     )
     return Shared((new, old), takes, recompute=recompute, skipped=unsettled_rows)
+
+
+def _find_unsettled(rule: Rule, new: Section, old: Section) -> tuple[set[Key], set[str]]:
+    """Return the rows and the ids of samples that a comparison leaves out.
+
+    Norms that did not converge in one report may be far too low: they are not compared. A
+    per-sample rule also leaves out samples without a value in its column.
+
+    Raises:
+        BaselineError: nothing is left to compare.
+    """
+    rows, samples = readings.find_unsettled((new, old), rule.column if rule.per_sample else "")
+    # A row that did not converge does not say which samples caused it. So a per-sample rule cannot
+    # leave out these samples. A rule on rows can leave out rows, but needs at least one.
+    if rows and (rule.per_sample or rows >= readings.index_rows(old).keys()):
+        raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
+    shared = set(new.ids) & set(old.ids)
+    if shared and shared <= samples:
+        raise BaselineError(
+            f"{rule.measure}: {len(samples)} samples did not converge, or have no value"
+        )
+    return rows, samples
 
 
 def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tuple[str, ...]]:

@@ -154,14 +154,15 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> _Fields:
     worse = {i: rule.worse * figure for i, figure in criterion.figures.items()}
     models = sorted(worse, key=lambda i: (worse[i], i))
     apart = _find_incomparable(rule, models, reports)
-    # `base` is the model in the fewest of these pairs, and all models that can be compared with it
-    # are ranked. With the best model as base, other attacks on this model alone would leave all
-    # other models unranked.
+    # `base` is the model in the fewest pairs that cannot be compared. All models that can be
+    # compared with it are ranked. With the best model as base, other attacks on this model alone
+    # would leave all other models unranked.
     base = min(models, key=lambda i: sum(i in pair for pair in apart))
     ranked = {i: worse[i] for i in models if frozenset((i, base)) not in apart}
     entries = _rank_comparable(rule, ranked, reports)
-    # If only one of several models is left, it was compared with no other model: no rank either.
-    outside = [i for i in models if i not in ranked or [*ranked] == [i] != models]
+    outside = [i for i in models if i not in ranked]
+    if outside and len(ranked) == 1:  # `base` was compared with no other model: no rank either
+        outside = models
     for i in outside:
         reason = next(apart[pair] for pair in apart if i in pair)
         entries[i] = {"outcome": "not comparable", "reason": reason}

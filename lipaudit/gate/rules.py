@@ -216,10 +216,14 @@ def list_metrics(tables: Mapping[str, Layout | Section] | None = None) -> tuple[
     of_rows = list[str]()
     of_samples = list[str]()
     for measure, table in tables.items():
-        for metrics, columns in ((of_rows, table.columns), (of_samples, table.sample_columns)):
-            # The format "s" is text, which nothing can judge.
-            metrics += (f"{measure}.{name}" for name in columns if columns[name].format != "s")
+        of_rows += _name_metrics(measure, table.columns)
+        of_samples += _name_metrics(measure, table.sample_columns)
     return tuple(dict.fromkeys(of_rows + of_samples))
+
+
+def _name_metrics(measure: str, columns: Mapping[str, Column]) -> list[str]:
+    """Return the metrics of the columns of a measure that are not text (format "s")."""
+    return [f"{measure}.{name}" for name, column in columns.items() if column.format != "s"]
 
 
 def _read_statistic(text: str | None, column: str, table: Layout | Section) -> Stat:

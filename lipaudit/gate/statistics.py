@@ -238,13 +238,15 @@ def _draw_changes(
     """
     n = old.size
     generator = np.random.default_rng(0)  # a fixed seed: equal reports have equal verdicts
-    rows = max(1, _CHUNK // n)  # draws at a time
+    most = max(1, _CHUNK // n)  # draws at a time, so that the arrays fit into memory
     resampled = []
     exchanged = []
-    for start in range(0, RESAMPLES, rows):
-        size = min(rows, RESAMPLES - start), n
+    for start in range(0, RESAMPLES, most):
+        size = min(most, RESAMPLES - start), n
+        # Bootstrap: the same samples of old and new, drawn with replacement, (draws, samples).
         index = generator.integers(n, size=size, dtype=np.int32)
         resampled.append(change(old[index], new[index]))
+        # Exchange the old and the new value of each sample with probability 1/2.
         swap = generator.integers(2, size=size) > 0
         exchanged.append(change(np.where(swap, new, old), np.where(swap, old, new)))
     draws = np.sort(round_changes(np.concatenate(resampled)))
@@ -387,6 +389,24 @@ def correct_by_holm(p_values: Mapping[Name, float]) -> dict[Name, tuple[float, i
     return found
 
 
+def _count_signs(signs: Values, both_sides: bool) -> Values:
+    """Return the number of changes for the worse of each row, if signs are flipped at random.
+
+    Args:
+        signs: 1 for a change for the worse, -1 for the better, 0 for none, (rows, samples).
+        both_sides: whether to count the changes of the more frequent sign instead.
+
+    Returns:
+        (draws, rows); a draw flips the signs of the same samples in all rows, the first one none.
+    """
+    # The signs of a row sum to (positive - negative), so (sum + nonzero) / 2 is the number of
+    # positive ones.
+    sums = flip_signs(signs.shape[1]) @ signs.T  # (draws, rows)
+    if both_sides:
+        sums = np.abs(sums)
+    return (sums + np.abs(signs).sum(1)) / 2
+
+
 def correct_jointly(changes: Values, quiet: float, *, both_sides: bool = False) -> Values:
     """Return the p-values of the sign tests of many rows on the same samples, corrected jointly.
 
@@ -409,13 +429,7 @@ def correct_jointly(changes: Values, quiet: float, *, both_sides: bool = False) 
     if n < FEWEST:  # too few to prove anything
         return adjusted
     rounded = round_changes(changes)
-    signs = np.sign(rounded)  # (rows, samples)
-    # The signs of a row sum to (positive - negative), so (sum + nonzero) / 2 is the number of
-    # positive ones.
-    sums = flip_signs(n) @ signs.T  # (draws, rows); the first draw is the observed one
-    if both_sides:
-        sums = np.abs(sums)
-    counts = (sums + np.abs(signs).sum(1)) / 2
+    counts = _count_signs(np.sign(rounded), both_sides)  # the first draw is the observed one
     sizes = [find_middle(line) for line in np.sort(np.abs(rounded))]
     moving = np.flatnonzero(np.array(sizes) > quiet)
     # The indices of the rows that move; rows with most changes for the worse come first.

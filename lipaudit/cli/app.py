@@ -512,7 +512,7 @@ def _parse_values(
         groups: the groups of options, by the function's parameter.
         typed: the values of all arguments and options on the command line; None: not typed.
     """
-    values: dict[str, Any] = {}
+    values = {}
     for name in inspect.signature(function).parameters:
         kind = groups.get(name)
         if kind is None:  # a plain argument, no group of options

@@ -100,7 +100,7 @@ def load_remeasure() -> type[Remeasure]:
     It gets the options of a run in REPEATED. Measures add options for files that may have moved
     since the baseline, such as --transfer.
     """
-    fields: dict[str, Any] = {name: copy(RunOptions.model_fields[name]) for name in REPEATED}
+    fields = {name: copy(RunOptions.model_fields[name]) for name in REPEATED}
     for measure in load_measures().values():
         fields |= measure.moved
     return add_options(Remeasure, fields)

@@ -230,7 +230,7 @@ def draw_arrays(
         make_batch(samples, net, labels),
         notes,
         origins=tuple(map(SampleOrigin, places)),
-        steps=tuple(_list_steps(chosen, net)),
+        steps=[*_list_steps(chosen, net)],
     )
 
 

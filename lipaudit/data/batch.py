@@ -293,10 +293,10 @@ class Samples:
     batch: Batch
     notes: Notes = ()
     commit: Commit | None = None
-    origins: tuple[SampleOrigin, ...] = ()
+    origins: Sequence[SampleOrigin] = ()
     task: Task | None = None
     spec: str = ""
-    steps: tuple[str, ...] = ()
+    steps: Sequence[str] = ()
 
     @property
     def suite_id(self) -> str:

@@ -429,7 +429,7 @@ def _draw_images(
         make_batch(pixels, net, _select_labels(labels, rows)),
         skipped + collect_notes(places, steps),
         origins=tuple(map(SampleOrigin, places)),
-        steps=tuple(step.text for step in steps[0]),
+        steps=[step.text for step in steps[0]],
     )
 
 

@@ -213,11 +213,11 @@ def list_metrics(tables: Mapping[str, Layout | Section] | None = None) -> tuple[
     """Return the metrics of tables, by default of all installed measures."""
     if tables is None:
         tables = layouts()
-    of_rows = list[str]()
-    of_samples = list[str]()
+    of_rows = []
+    of_samples = []
     for measure, table in tables.items():
-        of_rows += _name_metrics(measure, table.columns)
-        of_samples += _name_metrics(measure, table.sample_columns)
+        of_rows.extend(_name_metrics(measure, table.columns))
+        of_samples.extend(_name_metrics(measure, table.sample_columns))
     return tuple(dict.fromkeys(of_rows + of_samples))
 
 

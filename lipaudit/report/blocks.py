@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
@@ -172,7 +172,7 @@ class Histogram:
 
     title: str
     x: Column
-    values: dict[str, Sequence[float]]
+    values: Mapping[str, Sequence[float]]
     colours: dict[str, int] = field(default_factory=dict)
 
 
@@ -240,7 +240,7 @@ class Stack:
     title: str
     places: Sequence[str]
     y: Column
-    parts: dict[str, Sequence[float]]
+    parts: Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)

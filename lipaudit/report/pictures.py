@@ -269,7 +269,7 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
         steps = {i: row for i, row in enumerate(section.rows) if row.part != "block"}
         if not steps or not section.arrays.keys() >= names.keys():
             continue
-        parts: dict[str, Sequence[float]] = {}
+        parts = {}
         for name, word in names.items():
             shares = section.arrays[name].numpy()  # (rows, samples)
             parts[word] = [fmean(finite(shares[i].tolist()) or [0.0]) for i in steps]

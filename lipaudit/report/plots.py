@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import visible
@@ -160,9 +161,7 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
     """
     import numpy as np
 
-    pooled: list[float] = []
-    for values in block.values.values():
-        pooled += values
+    pooled = [*chain.from_iterable(block.values.values())]
     low = min(pooled)
     high = max(pooled)
     log = low > 0 and high > 10 * low

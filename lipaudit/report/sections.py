@@ -228,7 +228,7 @@ def map_column(sections: Sections, name: str) -> Iterator[blocks.Heatmap]:
 
 def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
     """Yield the histogram of a per-sample column over all reports, unless all values are equal."""
-    values: dict[str, Sequence[float]] = {}
+    values = {}
     for label, section in sections.items():
         if name in section.samples:
             known = finite(section.samples[name])

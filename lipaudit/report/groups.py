@@ -9,7 +9,7 @@ from lipaudit.gate.comparison import Pair
 from lipaudit.gate.groups import list_group_figures
 from lipaudit.gate.statistics import ALPHA, Movement, Proportion
 from lipaudit.measures import find_column
-from lipaudit.report.blocks import Block, Cells, Paragraph
+from lipaudit.report.blocks import Block, Cells, Paragraph, Table
 from lipaudit.report.cells import (
     HEADINGS,
     format_limits,
@@ -44,12 +44,12 @@ GROUP_CHANGES = pick_columns(
 MOVEMENT = pick_columns("predictions", "samples", "share", "95% limits")
 
 
-def show_groups(report: Report) -> list[Block]:
+def show_groups(report: Report) -> list[Table]:
     """Return a table for each per-sample figure, with a row for each group of samples.
 
     Without groups there are no tables.
     """
-    found = list[Block]()
+    found = []
     for figures in list_group_figures(report):
         first = figures[0]
         column = find_column(first.metric)
@@ -82,14 +82,14 @@ def count_part(shown: Sequence[object], all_of_them: Sequence[object]) -> str:
     return f" ({len(shown)} of {len(all_of_them)})"
 
 
-def show_group_changes(pair: Pair, most: int) -> list[Block]:
+def show_group_changes(pair: Pair, most: int) -> list[Table]:
     """Show how groups of samples changed: a table for each figure, with the worst group first.
 
     Args:
         pair: the comparison of two models.
         most: largest number of groups in a table.
     """
-    found = list[Block]()
+    found = []
     figures = group_values(((v.metric, v.name), v) for v in list_distinct(pair.groups))
     for verdicts in figures.values():
         rows = []

@@ -293,7 +293,7 @@ class Samples:
     batch: Batch
     notes: Notes = ()
     commit: Commit | None = None
-    origins: Sequence[SampleOrigin] = ()
+    origins: tuple[SampleOrigin, ...] = ()
     task: Task | None = None
     spec: str = ""
     steps: Sequence[str] = ()

@@ -119,4 +119,4 @@ def _set_groups(samples: Samples, groups: Sequence[str], what: str) -> Samples:
     if lacking:
         text = f"{lacking} of {len(groups)} samples belong to no group: {what} is empty for them"
         notes += (Note.warn("no-group", text),)
-    return replace(samples, origins=origins, notes=notes)
+    return replace(samples, origins=tuple(origins), notes=notes)

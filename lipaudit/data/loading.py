@@ -273,7 +273,7 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
         "real data with --data"
     )
     notes = (Note.warn("random-data", text), *notes)
-    return Samples(make_batch(x, net), notes, origins=origins)
+    return Samples(make_batch(x, net), notes, origins=tuple(origins))
 
 
 def _draw_token_ids(net: Net, options: DataOptions, rng: torch.Generator) -> Tensor:

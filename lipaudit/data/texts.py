@@ -50,7 +50,7 @@ def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
         "line, give a .jsonl, or a .csv with the header `text`"
     )
     notes += (Note.info("one-stream", remark),)
-    return Samples(make_batch(x, net), notes, origins=origins)
+    return Samples(make_batch(x, net), notes, origins=tuple(origins))
 
 
 def cut_windows(

@@ -97,10 +97,10 @@ class Recorder(AttentionMode):
 
     def _name_node(self, frame: Frame, output: Any) -> None:
         """Record which module has computed the graph node of an output, when its call ends."""
-        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
-        if not tensors or tensors[0].grad_fn is None:
+        tensors = (t for t in tree_flatten(output)[0] if isinstance(t, Tensor))
+        node = getattr(next(tensors, None), "grad_fn", None)  # of the first tensor
+        if node is None:
             return
-        node = tensors[0].grad_fn
         # Several modules may return one tensor, such as an MLP and the dropout at the end of the
         # MLP. Keep the module with most parameters.
         parameters = sum(1 for _ in frame.module.parameters())

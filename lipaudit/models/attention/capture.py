@@ -192,12 +192,10 @@ def capture(
         EvaluationError: a selected layer did not run.
     """
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
-    cut_sites = []
-    for site in sites:
-        # Cut the graph at the linear maps behind q, k and v of the layers to read. Do so for every
-        # written-out softmax, which the tracer recognises by a graph from q or k.
-        if site.explicit or (projections and site.address in chosen):
-            cut_sites.append(site)
+    # Cut the graph at the linear maps behind q, k and v of the layers to read. Do so for every
+    # written-out softmax, which the tracer recognises by a graph from q or k.
+    read = chosen if projections else {}
+    cut_sites = [site for site in sites if site.explicit or site.address in read]
     # Layers that have not run yet. A layer that the model skips for this batch stays in here.
     pending = dict(chosen)
     results = list[Result]()

@@ -74,15 +74,14 @@ def find_layouts(call: AttentionCall, samples: int) -> tuple[AxisLayout, ...]:
     try:
         # Which vectors of q, k and v change with a channel or a token of these maps.
         moved = {name: _move_inputs(t, leaves[name]) for name, t in tensors.items()}
-        leading = []
-        for axis, size in enumerate(call.q.shape[:-2]):
-            leading.append(_find_factors(moved, axis, size))
+        axes = enumerate(call.q.shape[:-2])
+        leading = [_find_factors(moved, axis, size) for axis, size in axes]
         queries = _find_query_factors(moved, call.q.shape[-2])
     except RuntimeError as error:  # an op of the model has no second derivative
         if of_machine(error):
             raise
         return ()
-    return tuple(AxisLayout(axes, queries) for axes in _choose_samples(leading, samples))
+    return tuple(AxisLayout(each, queries) for each in _choose_samples(leading, samples))
 
 
 @dataclass

@@ -241,11 +241,10 @@ def find_residuals(
             tracer = trace.Tracer(partial(note_frames, call_stack), call_stack=call_stack)
             trace.run(net, copies, tracer)
 
-    residuals = []
-    for site in sites:
-        frames = frames_around.get(site.address, [])
-        residuals.append(_choose_residual(site, frames, by_call, entire=entire))
-    return tuple(residuals)
+    return tuple(
+        _choose_residual(site, frames_around.get(site.address, []), by_call, entire=entire)
+        for site in sites
+    )
 
 
 def _find_skip_path(frame: trace.Frame, output: Any, samples: int) -> Residual | None:

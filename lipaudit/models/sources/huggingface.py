@@ -157,8 +157,8 @@ def _load_checkpoint(
         loader, path, config, formats, state, as_stored=as_stored
     )
     wrong = [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
-    missing = [*report["missing_keys"]]
-    surplus = [*report["unexpected_keys"]]
+    missing = report["missing_keys"]
+    surplus = report["unexpected_keys"]
     if has_new_classifier:  # only weights of the base model must fit
         missing = _list_below(module.base_model, missing)
         surplus = _list_below(module.base_model, surplus)

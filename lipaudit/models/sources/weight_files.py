@@ -108,7 +108,6 @@ def read_weights(path: Path) -> tuple[State, Notes]:
     Raises:
         InputError: the file is damaged, holds code, or holds no weights.
     """
-    notes: Notes = ()
     require_fetched(path)
     if path.suffix == ".safetensors":
         with explain_failure(
@@ -118,6 +117,20 @@ def read_weights(path: Path) -> tuple[State, Notes]:
             content: Any = load_file(path)
     else:
         content = _read_pickle(path)
+    state, notes = _choose_state(content, path)
+    state, notes_on_scales = _apply_scales(state, path)
+    notes += notes_on_scales
+    notes += note_half_precision(value.dtype for value in state.values())
+    return state, notes
+
+
+def _choose_state(content: Any, path: Path) -> tuple[State, Notes]:
+    """Return the weights in the content of a file, of one model, and notes on the choice.
+
+    Raises:
+        InputError: there are none, or several sets without a usual name.
+    """
+    notes: Notes = ()
     state = _find_tensors(content)  # weights at the top of the file
     states: dict[str, State] = {}  # sets of weights inside of a checkpoint, by their keys
     if isinstance(content, Mapping):
@@ -142,9 +155,6 @@ def read_weights(path: Path) -> tuple[State, Notes]:
         if states:
             content_text = f"several sets of weights: {few([*states])}"
         raise InputError(f"{path} holds {content_text}", "Save only the model's state_dict().")
-    state, notes_on_scales = _apply_scales(state, path)
-    notes += notes_on_scales
-    notes += note_half_precision(value.dtype for value in state.values())
     return state, notes
 
 
@@ -531,10 +541,8 @@ def _require_measurable(module: nn.Module, origin: str, bare: bool) -> None:
             f"{origin} has weights that are quantised or sparse: {few(not_dense)}",
             "Load the model before it was quantised, or make its weights dense (to_dense()).",
         )
-    not_finite = []
-    for name, p in module.named_parameters():
-        if not torch.isfinite(compute_values(p)).all():
-            not_finite.append(name)
+    parameters = module.named_parameters()
+    not_finite = [name for name, p in parameters if not compute_values(p).isfinite().all()]
     # Buffers may hold infinities, such as masks.
     not_finite += [name for name, buffer in module.named_buffers() if torch.isnan(buffer).any()]
     if not_finite:

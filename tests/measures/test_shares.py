@@ -201,8 +201,8 @@ def test_every_audit_has_shares_and_says_so_in_words(report):
     patterns = np.median(report.section("jacobian.shares").samples["patterns"])
     line = card.partition("sensitivity via attention maps")[2].split()
     assert f"{patterns:.1%}" in line[:2]  # behind the mark of its footnote
-    assert f"head {first.layer}.{first.head} alone {first.share:.1%}" in card
-    assert f"head {steep.layer}.{steep.head} (share {share:.1%})" in card
+    assert f"head {first.layer}.{first.head} carries most ({first.share:.1%})" in card
+    assert f"head {steep.layer}.{steep.head} (carries {share:.1%})" in card
     (figure,) = find_figures(lipaudit.measures.summarise(report), "sensitivity_in_maps")
     assert figure.value == pytest.approx(patterns)
 

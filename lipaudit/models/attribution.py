@@ -277,10 +277,11 @@ class _Graph:
         self.layers[site.index] = calls
 
     def _list_steps(self, recorder: Recorder) -> None:
-        """List the steps of the network in the order of execution.
+        """List the steps of the network in `steps`, in the order of execution.
 
         They are the residual additions (of attention or an MLP), the blocks of several additions,
-        and attention layers that lie in no addition.
+        and attention layers that lie in no addition. A node of the graph has its place in this
+        order (`get_order`), and a step has the place of its last node.
         """
         modules = {site.index: site.module for site in self.sites}
         attention_nodes = sorted(self._layer_of, key=get_order)

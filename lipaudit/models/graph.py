@@ -394,6 +394,8 @@ def compute_map(
     One backward pass differentiates one channel of every vector. Vectors along the `shared` axes
     have the same Jacobian. In one pass, each of them differentiates another channel, so that few
     passes are enough. If their Jacobians differ after all, the result mixes rows of several.
+    Example: 3 tokens with the same Jacobian of width 6. In the first pass, they differentiate the
+    channels 0, 1 and 2, and in the second pass 3, 4 and 5.
 
     Args:
         source: t, (windows, heads, tokens, d), as a function of y.
@@ -423,9 +425,9 @@ def compute_map(
         unit.scatter_(-1, channel[..., None], 1.0)
         pulled = source.pull(unit)
         gradient = take_entries(pulled, rows, columns)
-        if shared:
+        if shared:  # each vector gives another row
             jacobian[*maps, channel] = gradient
-        else:
+        else:  # all vectors give the same row
             jacobian[..., shift, :] = gradient
     return jacobian
 

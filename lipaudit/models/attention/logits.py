@@ -123,14 +123,20 @@ def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
 
 
 def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, Any], Tensor | None]:
-    """Return the same as `_read_logits` for a softmax that the model writes out.
+    """Return the fields of `Heads` that describe the logits S of a written-out softmax.
 
-    The model's code between q k^T and the logits S is unknown. Slopes dS_ij / d<q_i, k_j> and
-    values of S show what it computes: s q k^T + B with one slope s in each head, or a curve.
+    The model's code between q k^T and S is unknown. Slopes dS_ij / d<q_i, k_j> and values of S
+    show what it computes: s q k^T + B with one slope s in each head, or another function of each
+    product <q_i, k_j>. A column of S without a key (a sink) takes a share of the softmax.
 
     Args:
         form: the logits.
         product: q k^T, (windows, heads, queries, keys).
+
+    Returns:
+        The fields: "scale" (s of each head), "sink", "bias" (B, or S itself if it is another
+        function), and "pairs" in the latter case. And S with its graph if S depends on q or k
+        beyond q k^T, else None.
     """
     keys = _find_keys(form, product)  # the columns of S that belong to keys, without a sink
     # The ops between q k^T and the logits.
@@ -167,6 +173,7 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
             shifted = sink is None and bool(largest)
             bias = _read_bias(logits, scale * product, masked, shifted=shifted)
         return fields | {"bias": bias}, None
+    # S is another function of q and k: keep S itself, and its slopes.
     fields["bias"] = logits.masked_fill(masked, -torch.inf)
     fields["pairs"] = Pairs(_divide_slopes(form, slope, scale, is_live))
     if form.has_other_inputs:

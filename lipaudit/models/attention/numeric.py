@@ -264,7 +264,9 @@ def _find_skip_path(frame: trace.Frame, output: Any, samples: int) -> Residual |
     if x.shape != y.shape or x.grad_fn is None:
         return None
     _, hits = leaves(y, {x.grad_fn})
-    if not hits:  # the graph is cut at linear maps: y does not depend on x beside these
+    # The graph is cut at linear maps and attention. So y depends on x in this graph only by a path
+    # around them: a skip path.
+    if not hits:
         return None
     return Residual(frame.name, frame.number, i, j, by_sample=y.shape[:1] == (samples,))
 

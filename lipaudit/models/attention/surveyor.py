@@ -290,13 +290,15 @@ class Surveyor(Tracer):
         if layer is None:
             return
         arranged = call.arrange(layer.site.layout, 2)
+        # q, k and v of both samples in this pass; `layer.parts` has those of the earlier pass.
         parts = arranged.q, arranged.k, arranged.v
         if layer.site.sources:  # q, k and v are not all constants, equal for all samples
             # Note for `leave_loops` whether q, k or v change. Exact equality works, as both
             # batches have the same size and rounding.
             has_changed = not all(map(torch.equal, layer.parts, parts))
             self._changes.setdefault(layer.site.module, set()).add(has_changed)
-        # `first` (of the first sample) is empty if the call has one window: nothing to compare.
+        # The first sample is the same in both passes, so its q, k and v must be. `layer.first`
+        # has them from the earlier pass. It is empty if one window holds both samples.
         if not len(layer.first[0]):
             return
         for before, t in zip(layer.first, parts, strict=True):

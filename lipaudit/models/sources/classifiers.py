@@ -60,7 +60,7 @@ def read_class_names(path: Path, flag: str = "--classes") -> tuple[str, ...]:
         InputError: the file cannot be read, has fewer than two names, or a name twice.
     """
     advice = f"{flag} takes a text file with one class name per line."
-    if flag == "--classes":
+    if flag == "--classes":  # `lipaudit train` has an option of this name that takes a number
         advice = f"{advice.removesuffix('.')}; only train takes a number."
     with explain_failure(f"{path} cannot be read as class names", advice, OSError, ValueError):
         lines = path.read_text(encoding="utf-8-sig").splitlines()

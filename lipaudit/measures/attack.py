@@ -159,6 +159,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     from lipaudit.attacks.transfer import note_source
     from lipaudit.data.batch import find_unfinished
     from lipaudit.measures import texts
+    from lipaudit.measures.losses import move_losses
     from lipaudit.measures.rounds import ROUND, Round, make_part, prepare_chunks
 
     steps = kinds.list_steps(options.trials())
@@ -180,7 +181,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         for run in Round(group, steps, net.classes or 2, prefix).attack():
             complete = len(run.outcomes) > len(steps)  # the clean samples, and one per attack
             if continues and complete:
-                run.outcomes += list(texts.move_losses(net, run, options))
+                run.outcomes += list(move_losses(net, run, options))
             if complete or (incomplete is not None and not continues):
                 yield make_part(net, run, options, notes)
 
@@ -245,7 +246,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     A trial is some attacks in one ball (a norm and a radius). In the worst case of a ball, a
     sample is robust if no trial inside the ball broke it.
     """
-    from lipaudit.measures import texts
+    from lipaudit.measures.losses import note_losses
 
     trials = options.trials()
     of_trials = _read_results(parts, trials)
@@ -259,7 +260,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         names = ["loss", *(key.column("loss") for key in of_trials)]
         losses = dict(zip(names, base.join_parts(parts, "losses").astype(float).T, strict=True))
         columns |= losses
-        notes.append(texts.note_losses(losses, options.target))
+        notes.append(note_losses(losses, options.target))
     # Log-probabilities of the classes, from which two models are compared; not for many classes.
     arrays = {}
     if all(SCORES in part.values for part in parts):

@@ -1,0 +1,191 @@
+"""Attacks on the loss of continuations, which a language model scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lipaudit.attacks.evaluate import Chunk, Outcome, Texts, evaluate_chunk
+from lipaudit.attacks.kinds import Trial
+from lipaudit.attacks.oracle import ByRow
+from lipaudit.data.batch import Batch
+from lipaudit.measures.base import Values
+from lipaudit.measures.texts import forward_pieces, score_outcome
+from lipaudit.models.net import Net
+from lipaudit.tables import Note
+from lipaudit.tables.trials import COSTS, COUNTED, parse_column
+
+if TYPE_CHECKING:
+    from lipaudit.measures.attack_options import AttackOptions
+    from lipaudit.measures.rounds import ChunkRun
+
+# Relative drop of a score above which a loss counts as raised, beyond rounding.
+SMALL = 1e-3
+# More nats than any text has.
+FAR = 1e6
+
+
+def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Outcome]:
+    """Increase the loss of every continuation, right or wrong, with the attacks of each trial.
+
+    The attacks that ran before lower the margin, not the loss, and skip samples that are wrong
+    already. So each trial gets one more outcome from attacks on the loss. Its points or texts are
+    those that broke the sample, or else those with the higher loss. A sample stays robust only if
+    the attacks on the loss do not break it either. With a target, the continuation, the attacks
+    decrease the loss.
+
+    Args:
+        net: the model, which scores continuations (see `models.sources.classifiers`): the first
+            score is log p, the log-probability of the continuation.
+        run: a chunk of samples, and the outcomes of all attacks before.
+        options: the options of the attacks.
+    """
+    batch = run.batch
+    chunk = run.chunk
+    sign = 1 if options.target is None else -1
+    size = options.batch_size
+    clean, *attacked = run.outcomes
+    last_of_trial = {outcome.trial: outcome for outcome in attacked if outcome.trial is not None}
+    # `before` is the outcome of the attacks on the margin, `after` of the attacks on the loss.
+    for trial, before in last_of_trial.items():
+        outcomes = _attack_loss(net, run, options, trial, sign)
+        after = outcomes[-1]
+        scores_before = score_outcome(net, batch, chunk, before, size)
+        scores_after = score_outcome(net, batch, chunk, after, size)
+        # `after` replaces `before` if its loss is higher, unless only `before` broke the sample.
+        # If only `after` broke the sample, `after` always replaces `before`.
+        right = scores_after.argmax(1) == chunk.y  # not broken at `after`
+        higher = sign * scores_after[:, 0] < sign * scores_before[:, 0]  # lower log p, with sign 1
+        only_before_broke = clean.robust & ~before.robust & right
+        only_after_broke = before.robust & ~right
+        replaced = higher & ~only_before_broke | only_after_broke
+        costs = {what: sum(getattr(outcome, what) for outcome in outcomes) for what in COSTS}
+        yield replace(
+            _merge_outcomes(replaced, after, before),
+            robust=before.robust & right,
+            notes=(),
+            **costs,
+        )
+
+
+def _attack_loss(
+    net: Net, run: ChunkRun, options: AttackOptions, trial: Trial, sign: int
+) -> list[Outcome]:
+    """Run the attacks of a trial on the loss -log p of each continuation.
+
+    Args:
+        net: the model, whose first score is log p of the continuation.
+        run: a chunk of samples.
+        options: the options of the attacks.
+        trial: the attacks, and the ball.
+        sign: 1 raises the loss; -1 lowers it.
+    """
+    chunk = run.chunk
+    size = options.batch_size
+    texts = chunk.texts
+    if trial.norm in COUNTED:
+        model, texts = _classify_texts(net, run.batch, chunk, sign)
+    else:
+        model = _classify_points(net, run.batch, chunk.x, sign, size)
+    # Attacks need a classifier. In this one, the label of all samples is class 0.
+    relabelled = replace(chunk, y=torch.zeros_like(chunk.y), texts=texts)
+    _clean, *outcomes = evaluate_chunk(
+        model, relabelled, [trial], box=net.box, seed=options.seed, batch_size=size
+    )
+    return outcomes
+
+
+def _merge_outcomes(chosen: Tensor, one: Outcome, other: Outcome) -> Outcome:
+    """Return an outcome with the points or texts of `one` where `chosen`, else those of `other`.
+
+    Args:
+        chosen: (samples,).
+        one: the outcome of some attacks.
+        other: the outcome of other attacks; it gives all other attributes.
+    """
+    drafts = other.drafts
+    if drafts is not None and one.drafts is not None:
+        drafts = list(drafts)
+        for i in chosen.nonzero().flatten().tolist():
+            drafts[i] = one.drafts[i]
+    return replace(
+        other,
+        x_adv=torch.where(chosen[:, None, None], one.x_adv, other.x_adv),
+        distance=torch.where(chosen, one.distance, other.distance),
+        drafts=drafts,
+    )
+
+
+def _classify_points(net: Net, batch: Batch, x: Tensor, sign: int, size: int) -> ByRow:
+    """Return a classifier of points in which attacks raise the loss -log p of each continuation.
+
+    Class 0, the label of all samples, has the logit log p; class 1 has a constant logit, the
+    floor. The cross-entropy softplus(floor - log p) rises as log p falls, and its gradient has the
+    direction of the gradient of -log p. The margin is log p - floor: the iterate with the smallest
+    margin has the highest loss.
+
+    Args:
+        net: the model, whose first score is log p of the continuation.
+        batch: the samples.
+        x: the clean points.
+        sign: 1 raises the loss; -1 lowers it, with -log p in place of log p.
+        size: number of samples at a time.
+    """
+    log_p = sign * forward_pieces(net, batch, x, size)[:, 0]
+    # Slightly below log p of the clean sample: all samples are classified as class 0 at first, so
+    # all are attacked, and the gradient of the softplus is not flat there.
+    floor = log_p - SMALL * (1 + log_p.abs())
+
+    def make_logits(z: Tensor, rows: Tensor) -> Tensor:
+        """Return log p and the floor as the logits of two classes, (rows, 2)."""
+        log_p = sign * net.forward(z, batch.without_ids(rows))[:, 0]
+        return torch.stack([log_p, floor[rows]], 1)
+
+    return ByRow(make_logits)
+
+
+def _classify_texts(net: Net, batch: Batch, chunk: Chunk, sign: int) -> tuple[ByRow, Texts]:
+    """Return a classifier as `_classify_points` does, and the texts for a search with it.
+
+    Class 0, the label of all samples, has the logit log p. The logit of class 1 is far below. A
+    search ends once the margin is negative. With this logit the margin stays positive, and the
+    search goes on to the highest loss.
+    """
+    assert chunk.texts is not None
+    reader = chunk.texts.reader
+
+    def make_logits(scores: Tensor) -> Tensor:
+        """Return log p and a number far below it as the logits of two classes, (rows, 2)."""
+        log_p = sign * scores[:, 0].double()
+        return torch.stack([log_p, torch.full_like(log_p, -FAR)], 1)
+
+    two_class_reader = replace(
+        reader,
+        output=lambda ids, mask: make_logits(reader.output(ids, mask)),
+        forward=lambda z, ids, mask: make_logits(reader.forward(z, ids, mask)),
+    )
+    model = ByRow(lambda z, rows: make_logits(net.forward(z, batch.without_ids(rows))))
+    return model, replace(chunk.texts, reader=two_class_reader)
+
+
+def note_losses(losses: dict[str, Values], target: str | None) -> Note:
+    """Note the mean loss of continuations, without attack and under each attack.
+
+    Args:
+        losses: loss of every sample without change (`loss`) and under each attack
+            (`loss@ATTACK,NORM,EPS`).
+        target: the class that the attacks aim at: the continuation, or None.
+    """
+    attacked = []
+    for name, values in losses.items():
+        _, trial = parse_column(name)
+        if trial is not None:  # None: the column without attack
+            attacked.append(f"{values.mean():#.3g} by {trial.attack} ({trial.ball})")
+    verb = "raised" if target is None else "lowered"
+    clean = losses["loss"].mean()
+    text = f"the mean loss of a continuation ({clean:#.3g} nats) was {verb} to "
+    return Note.info("loss", text + ", ".join(attacked))

@@ -50,9 +50,10 @@ def make_report(
     worst_samples = find_worst(report)
     smaller = []  # the sections, with pictures and tokens of the worst samples only
     for section in sections:
-        pictures = _select(section.examples, worst_samples)
-        tokens = _select(section.gradients, worst_samples)
-        update = {"examples": pictures, "gradients": tokens}
+        update = {
+            "examples": _select(section.examples, worst_samples),
+            "gradients": _select(section.gradients, worst_samples),
+        }
         smaller.append(section.model_copy(update=update))
     return report.model_copy(update={"sections": tuple(smaller)})
 
@@ -72,8 +73,7 @@ def make_failed(
     name: str, options: MeasureOptions, failure: Failure, notes: Notes = ()
 ) -> Section:
     """Return the section of a failed measure, with the reason in place of figures."""
-    settings = options.model_dump()
-    return layouts()[name].section(settings=settings, notes=notes, failure=failure)
+    return layouts()[name].section(settings=options.model_dump(), notes=notes, failure=failure)
 
 
 def identify(job: Job, name: str, options: MeasureOptions) -> dict[str, object]:

@@ -48,13 +48,14 @@ def _share(label: str, meaning: str, values: str, **how: Any) -> Column:
 
 def _total(label: str, what: str) -> Column:
     """Return the column of the share of all parts of one kind (`what`) together."""
-    meaning = f"Share of the sensitivity that passes through {what}."
-    reading = (
-        "Exact at the sample, along one direction. With all these parts held constant, the norm "
-        "would fall by at most this share. A path may pass attention and MLPs, so the shares of "
-        "both overlap."
+    return Column(
+        label,
+        f"Share of the sensitivity that passes through {what}.",
+        format=".1%",
+        reading="Exact at the sample, along one direction. With all these parts held constant, "
+        "the norm would fall by at most this share. A path may pass attention and MLPs, so the "
+        "shares of both overlap.",
     )
-    return Column(label, meaning, format=".1%", reading=reading)
 
 
 ENDS = {

@@ -113,9 +113,11 @@ def parse_range(text: str) -> tuple[Radius, ...]:
         stop = _read_radius(match[2])
         count = int(match[3])
     if not (start and stop and start.value < stop.value and 2 <= count <= _MOST):
-        advice = "Write it as START:STOP:COUNT, for example 0:8/255:9, with START below STOP"
-        advice += f" and a COUNT from 2 to {_MOST}."
-        raise UsageError(f"{text!r} is not a range of radii", advice)
+        raise UsageError(
+            f"{text!r} is not a range of radii",
+            "Write it as START:STOP:COUNT, for example 0:8/255:9, with START below STOP and a "
+            f"COUNT from 2 to {_MOST}.",
+        )
     step = (stop.value - start.value) / (count - 1)
     inside = []
     for i in range(1, count - 1):

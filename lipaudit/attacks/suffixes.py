@@ -113,7 +113,7 @@ class _Search:
         lowest: that lead; negative if the attack succeeded.
         current: the suffix that the next step changes.
         lead: the lead with that suffix.
-        seen: suffixes that were tried, or that the tokenizer reads otherwise.
+        seen: suffixes that `make_drafts` took: tried, or read as other tokens by the tokenizer.
         tried: number of suffixes that were tried.
         ended: whether no other suffix can be tried.
     """
@@ -226,7 +226,9 @@ class _Search:
     def draw(self) -> Iterator[Ids]:
         """Yield random suffixes of `most` tokens that the tokenizer reads as the same tokens.
 
-        The generator ends once it failed DRAWS times to draw a new suffix.
+        `make_drafts` reads from this generator until it has enough texts, and adds each suffix to
+        `seen`. A suffix that is seen already, or too short, is a failure. After DRAWS failures in
+        all, new suffixes are too rare, and the generator ends.
         """
         if self.most == 1:  # every token once
             for token in self._shuffle(len(self.tokens)):
@@ -235,7 +237,8 @@ class _Search:
         failures = 0
         while failures < DRAWS:
             ids: Ids = ()
-            # Token by token: a token that the tokenizer would join with the others is left out.
+            # Add one random token at a time. A token that the tokenizer would join with the others
+            # is left out, and another one is drawn.
             for _ in range(DRAWS * self.most):
                 longer = (*ids, self._draw_token())
                 if self.write(longer) is not None:

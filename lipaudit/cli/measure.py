@@ -68,7 +68,9 @@ def make_measure(name: str) -> Callable[..., None]:
             raise UsageError("missing argument 'MODEL'", f"Give a MODEL, or {flags}.")
         _measure_one(name, model, options, run, output, extent, terminal)
 
-    # The command line reads the parameters and the help of a command from its function.
+    # The command line reads the parameters and the help of a command from its function. MODEL may
+    # be left out only if an option of the measure runs without it. `samples` replaces the default
+    # of --samples in the help by that of the measure.
     measure.__kwdefaults__ = {"model": None} if kind.alone else {}
     measure.__doc__ = kind.__doc__
     measure.__annotations__ |= {

@@ -361,7 +361,14 @@ def _find_pair(
 ) -> Sequence[str] | None:
     """Return the columns of a prompt and its continuation; None for another kind of question.
 
-    The columns have usual names, or --text-column names two and the table has no label.
+    Without --text-column and --label-column, the columns have usual names (`CONTINUED`). With
+    --text-column, it names the two, and the table has no column of labels.
+
+    Args:
+        table: the table.
+        label: the column of labels that was found: the one of --label-column, or a column with a
+            usual name for labels; None if the table has none.
+        options: the names of columns that the user gave.
     """
     if options.text_column is None and options.label_column is None:
         return next((pair for pair in CONTINUED if set(pair) <= set(table.columns)), None)

@@ -21,9 +21,6 @@ from lipaudit.tables import Note, Notes
 if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
-if TYPE_CHECKING:
-    from lipaudit.models.net import Net
-
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"),
     *(".pnm", ".jfif", ".jpe", ".jp2", ".j2k", ".avif", ".apng", ".dib", ".tga"),

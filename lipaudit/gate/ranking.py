@@ -95,10 +95,7 @@ class Criterion:
 def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     """Rank models by accuracy under attack, else certified, else by the median Jacobian norm.
 
-    Each model is compared with the best as in `compare`: by Bonett and Price's limits for an
-    accuracy, by the sign test for the median ratio of norms. With n models the limits are
-    one-sided at 2.5% / (n - 1). So, by the union bound, a model that no other beats is called
-    behind with a chance of at most 2.5%, whichever model is taken as the best. Accuracy under
+    Each model is compared with the best as in `compare` (see `_rank_comparable`). Accuracy under
     attack means the smallest ball that most models have.
 
     Args:
@@ -116,16 +113,19 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     # by their places in the data.
     matched, by_place = pairing.match_samples(reports, names)
     criteria = _list_criteria(reports, by)
-    # A model that cannot be compared has no rank.
+    # Index of a model -> fields of its `Ranked`, the best model first. A model that cannot be
+    # compared has a reason and no rank; a model without the metric has no entry.
     found = _rank_models(criteria[0], matched) if criteria else {}
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {}  # fields of the `Ranking`
     compared = sum("rank" in fields for fields in found.values()) - 1  # all but the best
     if compared >= 1:
         rule = criteria[0].rule
         name = criteria[0].name
-        known["compared"] = compared
-        known["criterion"] = rule.metric
-        known["better"] = "lower" if rule.worse > 0 else "higher"
+        known |= {
+            "compared": compared,
+            "criterion": rule.metric,
+            "better": "lower" if rule.worse > 0 else "higher",
+        }
         if isinstance(name, TrialKey):
             known["ball"] = name.ball
         for i in range(len(names)):
@@ -185,6 +185,11 @@ def _find_incomparable(
 
 def _rank_comparable(rule: Rule, worse: Mapping[int, float], reports: Sequence[Report]) -> _Fields:
     """Return the fields of `Ranked` for models that can all be compared, by index, best first.
+
+    Each model is compared with the best: by Bonett and Price's limits for an accuracy, by the sign
+    test for the median ratio of norms. With n models the limits are one-sided at 2.5% / (n - 1).
+    So, by the union bound, a model that no other beats is called behind with a chance of at most
+    2.5%, whichever model is taken as the best.
 
     Args:
         rule: names the figure; it allows no change.

@@ -380,7 +380,8 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     p_norm = figures.pop("p_norm")
     # The other figures describe each row: largest entries, entropy, norm of its softmax Jacobian.
     by_row = softmax.row_statistics(softmax.RowProfile(**figures), gamma=options.gamma)
-    # (samples, heads, keys): the share of all attention that each key gets.
+    # (samples, heads, keys): the share of all attention that each key gets. A sample may have
+    # several windows, which are rows of the batch: `heads.sample` is the sample of each row.
     received = sum_windows(mass, heads.sample, samples)
     share = received / received.sum(-1, keepdim=True)
     most_attended = share.max(-1)
@@ -390,6 +391,7 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
         rows = attention_rows.keep_rows(by_row, heads.sample, samples)
         statistics[f"{ROWS}{layer.site.index}"] = rows
     return statistics | {
+        # (samples, heads, 2): the share of the first token, and the largest share of any token.
         "sink": torch.stack([share[..., 0], most_attended.values], -1),
         "sink_token": most_attended.indices,
         "p_norm": per_sample(p_norm, heads.sample),

@@ -36,9 +36,9 @@ def describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
     """Return what tables and notes say of the layers: the facts that are equal for all samples.
 
     The facts are lists with an item per head (`kinds`, `inputs`, `module_inputs`, `reasons`) or
-    per layer (`layers`). `apart` lists layers whose queries read another input than keys and
-    values, so that the norm varies both inputs independently. For these layers, --input module
-    gives another norm.
+    per layer (`layers`). `apart` is for a note, which advises --input module. It lists the layers
+    whose queries read another input than keys and values, so that the norm varies both inputs
+    independently. With --input module, the norm is by the arguments of the module.
     """
     names = ("kinds", "inputs", "module_inputs", "reasons", "layers", "apart")
     facts: Facts = {name: [] for name in names}
@@ -54,7 +54,8 @@ def describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
         facts["module_inputs"] += [site.module_input] * site.heads
         facts["reasons"] += [site.reason or ""] * site.heads
         facts["layers"].append((site.index, site.module))
-        # Projections that read the module's arguments directly have the norm of --input module.
+        # `direct`: the projections read the arguments of the module as they are. Then both norms
+        # are equal, and the layer needs no note.
         if is_closed_form and site.input == APART and not site.direct:
             facts["apart"].append(site.index)
     return facts

@@ -88,9 +88,9 @@ def _attack_loss(
     size = options.batch_size
     texts = chunk.texts
     if trial.norm in COUNTED:
-        model, texts = _classify_texts(net, run.batch, chunk, sign)
+        model, texts = _make_text_classifier(net, run.batch, chunk, sign)
     else:
-        model = _classify_points(net, run.batch, chunk.x, sign, size)
+        model = _make_point_classifier(net, run.batch, chunk.x, sign, size)
     # Attacks need a classifier. In this one, the label of all samples is class 0.
     relabelled = replace(chunk, y=torch.zeros_like(chunk.y), texts=texts)
     _clean, *outcomes = evaluate_chunk(
@@ -120,13 +120,14 @@ def _merge_outcomes(chosen: Tensor, one: Outcome, other: Outcome) -> Outcome:
     )
 
 
-def _classify_points(net: Net, batch: Batch, x: Tensor, sign: int, size: int) -> ByRow:
+def _make_point_classifier(net: Net, batch: Batch, x: Tensor, sign: int, size: int) -> ByRow:
     """Return a classifier of points in which attacks raise the loss -log p of each continuation.
 
-    Class 0, the label of all samples, has the logit log p; class 1 has a constant logit, the
-    floor. The cross-entropy softplus(floor - log p) rises as log p falls, and its gradient has the
-    direction of the gradient of -log p. The margin is log p - floor: the iterate with the smallest
-    margin has the highest loss.
+    The model scores continuations: its first output is log p, the log-probability of the
+    continuation. Class 0, the label of all samples, has the logit log p; class 1 has a constant
+    logit, the floor. The cross-entropy softplus(floor - log p) rises as log p falls, and its
+    gradient has the direction of the gradient of -log p. The margin is log p - floor: the iterate
+    with the smallest margin has the highest loss.
 
     Args:
         net: the model, whose first score is log p of the continuation.
@@ -148,18 +149,34 @@ def _classify_points(net: Net, batch: Batch, x: Tensor, sign: int, size: int) ->
     return ByRow(make_logits)
 
 
-def _classify_texts(net: Net, batch: Batch, chunk: Chunk, sign: int) -> tuple[ByRow, Texts]:
-    """Return a classifier as `_classify_points` does, and the texts for a search with it.
+def _make_text_classifier(
+    net: Net, batch: Batch, chunk: Chunk, sign: int
+) -> tuple[ByRow, Texts]:
+    """Return a classifier whose margin falls as the loss of a continuation rises, and its texts.
 
-    Class 0, the label of all samples, has the logit log p. The logit of class 1 is far below. A
-    search ends once the margin is negative. With this logit the margin stays positive, and the
-    search goes on to the highest loss.
+    Searches for changed texts lower a margin: the logit of the label minus the largest other
+    logit. Here they must raise the loss -log p instead, where p is the probability that the model
+    gives a continuation behind its prompt. So class 0, the label of all samples, has the logit
+    log p, and class 1 has the constant logit -FAR. A search ends once the margin, log p + FAR, is
+    negative. It never is, so the search goes on to the highest loss.
+
+    Args:
+        net: the model, whose first score is log p.
+        batch: the samples.
+        chunk: the samples, with their texts.
+        sign: 1 raises the loss; -1 lowers it (a target), with -log p in place of log p.
+
+    Returns:
+        The classifier of embeddings, and the texts, whose reader returns the two logits.
     """
     assert chunk.texts is not None
     reader = chunk.texts.reader
 
     def make_logits(scores: Tensor) -> Tensor:
-        """Return log p and a number far below it as the logits of two classes, (rows, 2)."""
+        """Return log p and -FAR as the logits of two classes, (rows, 2).
+
+        Scores: (rows, scores), first log p of the continuation, then log p of its rivals.
+        """
         log_p = sign * scores[:, 0].double()
         return torch.stack([log_p, torch.full_like(log_p, -FAR)], 1)
 

@@ -50,8 +50,9 @@ class Blocks(NamedTuple):
     """Blocks that have norms of their own.
 
     Attributes:
-        starts: those whose output is an input of the Jacobian, by its name: `layer:5`.
-        inner: those that are differentiated themselves, from their input to their output.
+        starts: for --from, those whose output is an input of the Jacobian, by its name: `layer:5`.
+        inner: for --per-layer, those that are differentiated themselves, from their input to their
+            output.
         notes: remarks on layers without a block.
     """
 
@@ -72,28 +73,41 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
         return Blocks({}, (), ())
     sites = find_layers(net, batch)
     chosen = choose_layers(sites, None if layer is None else (layer,))
-    # For --per-layer, the smallest module with a skip path around the attention. For --from, the
-    # entire block, with its MLP: the residual stream after the layer is its output.
+    # For --per-layer, the smallest module with a skip path around the attention.
     inside = find_residuals(net, batch, sites)
     around = inside
+    starts = dict[str, Residual]()
     if from_layers:
+        # The entire block, with its MLP: its output is the residual stream after the layer.
         around = find_residuals(net, batch, sites, entire=True)
-    starts: dict[str, Residual] = {}
-    for site in chosen:
-        block = around[site.index]
-        # Several attention layers in one block share the block's output. The output is named after
-        # the first of these layers.
-        if from_layers and block and block.by_sample and block not in starts.values():
-            starts[f"layer:{site.index}"] = block
+        starts = _find_starts(chosen, around)
     reasons = _explain_missing(chosen, around)
     if from_layers and not starts:
         raise InputError(
             f"{net.architecture}: {'; '.join(reasons)}", "Use another --from, such as embeddings."
         )
     inner: tuple[Residual, ...] = ()
-    if options.per_layer:
+    if options.per_layer:  # all layers, also with --from layer:5, which only names an input
         inner = tuple(dict.fromkeys(block for block in inside if block and block.by_sample))
     return Blocks(starts, inner, tuple(Note.info("no-block", reason) for reason in reasons))
+
+
+def _find_starts(sites: Sequence[Site], blocks: Sequence[Residual | None]) -> dict[str, Residual]:
+    """Return the blocks around attention layers whose output has a row per sample, by name.
+
+    Several attention layers in one block share the block's output. The output is named after the
+    first of these layers: `layer:5`.
+
+    Args:
+        sites: some attention layers.
+        blocks: the block around every attention layer of the model; None if it has none.
+    """
+    outputs: dict[str, Residual] = {}
+    for site in sites:
+        block = blocks[site.index]
+        if block and block.by_sample and block not in outputs.values():
+            outputs[f"layer:{site.index}"] = block
+    return outputs
 
 
 def _explain_missing(sites: Sequence[Site], blocks: Sequence[Residual | None]) -> list[str]:

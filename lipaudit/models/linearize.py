@@ -45,7 +45,7 @@ def _refuse_dropout(probability: float) -> Tensor:
 
 
 class _StoredProduct(torch.autograd.Function):
-    """x W^T, or x W if `is_transposed`, with W converted again for every product.
+    """x W^T as in nn.Linear, or x W if `is_transposed`, with W converted again for every product.
 
     A graph that stores W would keep a converted copy of every weight: 28 GB for a 7B model in
     bfloat16.
@@ -53,6 +53,7 @@ class _StoredProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, reference: WeightReference, is_transposed: bool) -> Tensor:
+        # W is (out, in), as in nn.Linear: x W^T of inputs x, and x W of cotangents x (`backward`).
         ctx.reference = reference
         ctx.is_transposed = is_transposed
         weight = reference.convert()  # freed after this product

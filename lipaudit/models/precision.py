@@ -100,7 +100,9 @@ def _switch_tf32_off(stack: ExitStack) -> None:
         setting.fp32_precision = "none"
     try:
         allowed = cudnn.allow_tf32
-    except RuntimeError:  # only True contradicts newer settings that are all "none"
+    except RuntimeError:
+        # The older setting contradicts the newer ones. These are "none", which agrees with False,
+        # so the older setting is True.
         allowed = True
     stack.callback(setattr, cudnn, "allow_tf32", allowed)
     stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from lipaudit.gate.comparison import Pair
 from lipaudit.gate.verdicts import Judgement, Verdict
@@ -14,16 +15,28 @@ from lipaudit.report.rows import list_distinct
 from lipaudit.tables import Report
 from lipaudit.tables.formats import CHARACTERS
 
-Step = tuple[str, str, str]
-"""A point of a list: no mark, a sentence, and a command or nothing."""
+# A change that needs more times as many samples is as good as none: no step asks for them.
 MOST = 100
-"""A change that needs more times as many samples is as good as none: no step asks for them."""
+# The command of a measurement: the measure, MODEL and options.
 MEASURED = re.compile(r"lipaudit (?!gate|compare|merge)(\w+) [^-].*")
-"""The command of a measurement: the measure, MODEL and options."""
+# Options that depend on the number of samples, or name the files of a run.
 REPLACED = re.compile(
     r" (-n|--samples|-q?o|--output|--run-dir|--parts)[ =]('[^']*'|\S+)| --resume"
 )
-"""Options that depend on the number of samples, or name the files of a run."""
+
+
+class Step(NamedTuple):
+    """One thing to do next, a point of a list (`blocks.Points`).
+
+    Attributes:
+        mark: the mark of a note; steps have none.
+        text: a sentence.
+        command: a command to paste; empty for none.
+    """
+
+    mark: str = ""
+    text: str = ""
+    command: str = ""
 
 
 def suggest_after_comparison(
@@ -37,16 +50,23 @@ def suggest_after_comparison(
         files: the files of the reports, likewise; empty if unknown.
     """
     leading = find_leading(pair.verdicts)
-    open_ones = []
-    for verdict in list_distinct(pair.verdicts):
-        if verdict.status == "inconclusive" and verdict.samples_needed:
-            # First the main figure, then figures of the scorecard.
-            is_other = find_headline(verdict.metric) is None
-            rank = (verdict != leading, is_other, verdict.samples_needed)
-            open_ones.append((rank, verdict))
+    open_ones = [
+        verdict
+        for verdict in list_distinct(pair.verdicts)
+        if verdict.status == "inconclusive" and verdict.samples_needed
+    ]
     if open_ones:
-        _, first = min(open_ones, key=lambda pair: pair[0])
-        yield from _settle(first, (reports[pair.old], reports[pair.new]))
+        # The main figure if it is open, else a figure of the scorecard, else any; of several, the
+        # one that needs the fewest samples.
+        first = min(
+            open_ones,
+            key=lambda verdict: (
+                verdict != leading,
+                find_headline(verdict.metric) is None,
+                verdict.samples_needed or 0,
+            ),
+        )
+        yield from _suggest_samples(first, (reports[pair.old], reports[pair.new]))
     if not files:
         return
     old = files[pair.old]
@@ -54,8 +74,9 @@ def suggest_after_comparison(
     for sample in pair.samples[:1]:  # those with losses come first
         if sample.lost:
             words = ("inspect", new, sample.id[:CHARACTERS])
-            yield "", "Look at a sample that got worse.", _write(*words)
-    yield "", f"Make CI fail where {pair.new} is worse.", _write("gate", new, "--baseline", old)
+            yield Step(text="Look at a sample that got worse.", command=_write(*words))
+    command = _write("gate", new, "--baseline", old)
+    yield Step(text=f"Make CI fail where {pair.new} is worse.", command=command)
 
 
 def suggest_after_judgement(
@@ -68,16 +89,18 @@ def suggest_after_judgement(
         reports: the reports of the baseline and of the current model; empty if unknown.
         files: their files; empty if unknown.
     """
+    # Some changes have too few samples to be judged. The verdict that needs the most samples
+    # decides how many would settle all of them.
     if judgement.outcome == "not proven":
         hardest = max(judgement.verdicts, key=lambda verdict: verdict.samples_needed or 0)
-        yield from _settle(hardest, reports, "gate {new} --baseline {file}")
+        yield from _suggest_samples(hardest, reports, "gate {new} --baseline {file}")
     command = ""
     if files:
         command = _write("compare", *files)
-    yield "", "See which samples, groups and heads changed.", command
+    yield Step(text="See which samples, groups and heads changed.", command=command)
 
 
-def _settle(
+def _suggest_samples(
     verdict: Verdict, reports: Sequence[Report], judge: str = "compare {file} {new}"
 ) -> Iterator[Step]:
     """Yield the step to measure two models on so many samples that an open verdict is settled.
@@ -103,7 +126,7 @@ def _settle(
             text += f" With {count}, no measure gets fewer than before."
             model = shlex.quote(new.run.model.spec)
             command += f" && lipaudit {judge.format(new=model, file=file)}"
-    yield "", text, command
+    yield Step(text=text, command=command)
 
 
 def repeat_command(report: Report, samples: int) -> tuple[str, str]:

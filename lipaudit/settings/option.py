@@ -183,7 +183,11 @@ class Settings(BaseModel):
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Return the options that can be typed on a command line, by field name."""
+        """Return the options that can be typed on a command line, by field name.
+
+        These are the fields declared by `option`. Fields without such a declaration can be given
+        in Python only. `complete` adds the options of installed plug-ins to this class.
+        """
         described = {}
         for name, info in cls.complete().model_fields.items():
             extra: Any = info.json_schema_extra or {}
@@ -193,6 +197,8 @@ class Settings(BaseModel):
                 attributes: dict[str, Any] = {
                     "flags": (flag(name),),
                     "values": partial(_list_choices, info.annotation),
+                    # (): an option that may be repeated, and is not given at all. The help would
+                    # show "()", so it shows no default.
                     "default": None if info.default == () else info.default,
                     "kind": kind,
                     "repeats": repeats,

@@ -102,6 +102,10 @@ class Headline:
     ) -> Row:
         """Return the figure as a row of the summary.
 
+        The metric of a row is written as rules of the gate write it: `attack.robust@linf,4/255`
+        for the column `robust` of the section `attack` in a ball. The figure is of all attacks in
+        this ball together, so the metric names none of them.
+
         Args:
             section: the section of the figure.
             value: the value of the figure.

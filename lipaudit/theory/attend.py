@@ -383,6 +383,7 @@ class Attend:
         """
         # dS_ij = f_ij (<s k_j, dq_i> + <s q_i, dk_j>) + <r_ij, dq_i> + <t_ij, dk_j>; k and q
         # include s, `slope` is f of a soft cap, `extra` has r and t of relative positions.
+        # ds has (problems, queries, keys).
         ds = None
         if "q" in tangents:
             dq = tangents["q"][:, queries]
@@ -402,6 +403,9 @@ class Attend:
         # the terms r and t do.
         for name, terms in self.extra.items():
             if name in tangents:
+                # `vectors` has the rows r_ij of each query i, (sets, queries, keys, d), or t_ij of
+                # each key j, (sets, keys, queries, d). Their products with dq_i or dk_j are
+                # (problems, queries, keys) for q, and (problems, keys, queries) for k.
                 by_partner = terms._replace(vectors=terms.vectors.mT)
                 added = _times_sets(tangents[name], by_partner)
                 if name == "k":

@@ -259,6 +259,9 @@ def ball_size_bounds(heads: Heads, r: float) -> dict[str, PerHead]:
         heads: all heads of a layer, any kind.
         r: radius, as in `ball_sharp`.
     """
+    # The bounds are proportional to the values V = X W_V. So they are computed for values divided
+    # by `size` (about one), and multiplied by it: nothing overflows on the way. 1 + ROUNDING is
+    # more than the relative rounding error of this float64 computation.
     heads, size = unit_values(heads.to(torch.float64))
     ingredients = Ingredients(heads, Tokens(heads))
     size = (1 + ROUNDING) * size.to(heads.v.device)

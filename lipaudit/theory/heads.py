@@ -163,7 +163,8 @@ class Heads:
 
         p = torch.softmax(logits, -1)
         if sees_nothing is not None:
-            # Softmax of such a row is NaN. nan_to_num would also hide a NaN in q or k.
+            # Softmax of such a row is NaN (0 / 0), or 0 for all keys and 1 for the sink. All of it
+            # becomes zero. nan_to_num would also hide a NaN in q or k.
             p = p.masked_fill(sees_nothing, 0.0)
         if self.sink is not None and not whole:
             p = p[..., :-1]

@@ -391,7 +391,15 @@ class _Krylov:
         return shift_exponent(image, change[:, None])
 
     def _apply(self, products: Products, u: Tensor) -> Tensor:
-        """Return 2^exponent A u: the product with A as it is scaled."""
+        """Return 2^exponent A u, where A = J J^T is not scaled and 2^exponent A is.
+
+        The method runs on the scaled matrix, whose products with u are of about size one.
+
+        Args:
+            products: returns A u for every problem.
+            u: one vector per problem, (problems, size).
+        """
+        # `exponent` has one integer per problem, (problems,).
         if not self.exponent.any():
             return products(u)
         # Multiply u by a part of the power that keeps u in range, and A u by the remaining part.

@@ -358,8 +358,13 @@ def _choose_samples(
     Every factor of windows whose size is a multiple of the number of samples is tried, outermost
     first: as (samples, windows) and as (windows, samples).
 
+    With 2 samples and q of shape (8, 3, tokens, width), `leading` may be ((8 windows), (3 heads)).
+    The two results have the first axis as (samples, 4 windows) and as (4 windows, samples). Other
+    batches have other numbers of windows, in larger images for example. So the results hold the
+    size 0, which means that it follows from the size of the axis.
+
     Args:
-        leading: the factors of each leading axis.
+        leading: the factors of each leading axis, as the linear maps behind q, k and v show them.
         samples: number of samples in the batch.
     """
     for number, axis in enumerate(leading):

@@ -207,7 +207,9 @@ def _divide_slopes(form: Explicit, slope: Tensor, scale: Tensor, is_live: Tensor
 def _is_affine_path(path: Sequence[Node], *, has_sink: bool) -> bool:
     """Say whether the ops from q k^T to the logits are affine, so that slopes never change.
 
-    This is judged by the names of the ops. Values at one sample cannot show it.
+    This is judged by the names of the ops. Values at one sample cannot show it. The largest logit
+    of a row is not affine, but models subtract it from the whole row. This does not change the
+    softmax, so it is allowed. A clamp that cuts off logits is not allowed: its slope is 0 or 1.
     """
     allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST
     if has_sink:  # padding may add the column of the sink

@@ -441,9 +441,10 @@ def _read_projection(
 ) -> Projection:
     """Return the map from X to q, k or v on this batch, per head.
 
-    The map has W and b of the linear map, and the Jacobian of the function behind it (None if this
-    function is affine: M and c are then multiplied into W and b). Heads that are repeated (grouped
-    keys) have one entry.
+    A linear map y = x W + b is followed by a function t of y, such as rotary positions or a norm.
+    The result has W and b of the linear map, and the Jacobian of this function. If the function is
+    affine, t = M y + c, the result has W M^T and M b + c in place of W and b, and no Jacobian.
+    Heads that are repeated (grouped keys) have one entry.
 
     Args:
         form: how q, k or v is computed.
@@ -465,6 +466,7 @@ def _read_projection(
     # A norm over all heads follows the linear map: each output channel depends on the columns of
     # all heads. So every head gets all columns, and its own rows of the joint Jacobian.
     heads = source.t.shape[1]
+    # (windows, tokens, heads d, e): with all heads joined, the axis of heads has size 1.
     local = _compute_local_map(form, source.join_heads(), rows)[:, 0]
     local = local.reshape(*local.shape[:2], heads, -1, local.shape[3])
     local = local.transpose(1, 2)  # (windows, heads, tokens, d, e)

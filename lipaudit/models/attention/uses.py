@@ -26,9 +26,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# depends on the sample; on all pairs of entries; is a pair
+# Marks of a tensor, bits of one number. It depends on the sample.
 _SAMPLE = 1
+# Its entries are of all pairs of entries of two tensors, like q_i + k_j.
 _OUTER = 2
+# It is a "pair": a product of two tensors that depend on the sample, like q k^T, or a function of
+# such a product.
 _PAIR = 4
 # Ops that multiply two tensors: the position of the first tensor among the arguments of the op.
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "convolution": 0, "_cdist_forward": 0}
@@ -161,7 +164,11 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the marks of a matrix product, and count it if it weights values by a pair.
 
         A product of two tensors that depend on the sample is a pair (q k^T); a product of a pair
-        with a third one is a use of attention (P v).
+        with a third one is a use of attention (P v). A product of two pairs, or of two tensors
+        that are no pairs, is a pair.
+
+        Marks are bits: _SAMPLE depends on the sample; _OUTER, like q_i + k_j, on all pairs of
+        entries; _PAIR is a pair.
         """
         a = self._find_marks(left)
         b = self._find_marks(right)

@@ -428,6 +428,10 @@ def _expand_channels(name: str, values: PerChannel, channels: int) -> PerChannel
 def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
     """Return the description with `prepare`, which turns pictures into pixels, by --preprocess.
 
+    None: the model's own steps, for pictures of another size than the model takes. "model": its
+    own steps, for pictures of every size. "resize": no steps of its own; other sizes are scaled
+    and cropped. "none": other sizes are refused.
+
     Raises:
         UsageError: the model's own steps are requested, and it has none.
     """
@@ -435,18 +439,19 @@ def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
     prepare = spec.prepare or Resizing(spec.input_shape)
     if choice is None:
         return replace(spec, prepare=prepare)
-    if isinstance(prepare, Resizing):
-        steps = prepare.steps
-    else:
-        steps = {"prepare": prepare}
-    if choice == "model" and not steps:
-        raise UsageError(
-            "--preprocess model: this model has no resizing of its own for its size",
-            "Leave it out, or give --preprocess resize.",
-        )
     if choice == "model":
+        # The steps by the names that the report shows. A function of a factory is one step.
+        if isinstance(prepare, Resizing):
+            steps = prepare.steps
+        else:
+            steps = {"prepare": prepare}
+        if not steps:
+            raise UsageError(
+                "--preprocess model: this model has no resizing of its own for its size",
+                "Leave it out, or give --preprocess resize.",
+            )
         return replace(spec, prepare=Resizing(spec.input_shape, steps, choice))
-    # The report must not describe the model's own resizing, which is not used.
+    # resize or none. The report must not describe the model's own resizing, which is not used.
     facts = {name: fact for name, fact in spec.preprocess.items() if name not in RESIZING}
     return replace(spec, prepare=Resizing(spec.input_shape, choice=choice), preprocess=facts)
 
@@ -522,7 +527,13 @@ def freeze_net(net: Net) -> Iterator[Net]:
 
 @contextmanager
 def restore(module: nn.Module) -> Iterator[None]:
-    """Undo, when the block ends, all changes that `assemble` made to a module."""
+    """Undo, when the block ends, all changes that `assemble` made to a module.
+
+    `assemble` changes modes, flags, dtypes and devices, and puts other tensors or tables in the
+    place of those that the module has. It adds no entries to tables, and parameters are frozen, so
+    no gradients appear: entries and gradients from before the block are restored, and none need to
+    be removed.
+    """
     modes = {part: part.training for part in module.modules()}
     # `convert_on_read` and `dequantise` replace tables of a module, or entries of a table.
     tables = []  # with their module, their name and their entries

@@ -57,7 +57,9 @@ def read_lexicon(
     """
     count = min(vocabulary, len(tokenizer))
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(range(count))]
-    mark = _find_mark(tokenizer)  # the prefix that distinguishes words and their continuations
+    # The prefix that tells the first token of a word from later ones: "##" before later tokens
+    # (WordPiece), or one of BEGINS_MARKS before first tokens; "" for vocabularies without marks.
+    mark = _find_mark(tokenizer)
     # Whether each id begins a word, continues a word, or is fixed.
     kinds = [_classify_token(token, mark) for token in tokens]
     reserved = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
@@ -84,7 +86,8 @@ def read_lexicon(
     def write(token: int) -> str:
         """Return the characters that an id adds to a word; empty for a part of a character.
 
-        The mark of a WordPiece token that continues a word (##ing) is no character of the word.
+        A WordPiece token is written as in the vocabulary, without the mark: ##ing adds "ing". All
+        other tokens are decoded.
         """
         text = ""
         if mark and mark not in BEGINS_MARKS:  # WordPiece
@@ -95,15 +98,15 @@ def read_lexicon(
         return text
 
     return Lexicon(
-        torch.tensor(kinds),
-        spell,
-        lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
-        special,
-        reserved,
-        tokens,
-        read,
-        write,
-        marked=mark is not None,
+        kinds=torch.tensor(kinds),
+        spell=spell,
+        encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        special=special,
+        reserved=reserved,
+        tokens=tokens,
+        read=read,
+        write=write,
+        marked=mark != "",
     )
 
 
@@ -126,11 +129,11 @@ def _find_spans(texts: Sequence[str], encoded: Any) -> Iterator[Span]:
         yield number, left, right
 
 
-def _find_mark(tokenizer: Any) -> str | None:
+def _find_mark(tokenizer: Any) -> str:
     """Return the prefix by which a vocabulary distinguishes words and their continuations.
 
     WordPiece marks tokens that continue a word (##). Byte-level BPE and SentencePiece mark tokens
-    that begin a word (`BEGINS_MARKS`). None for other vocabularies.
+    that begin a word (`BEGINS_MARKS`). Empty for other vocabularies.
     """
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     model = settings["model"]
@@ -142,21 +145,21 @@ def _find_mark(tokenizer: Any) -> str | None:
         return byte_level
     if sentence_piece in decoder:
         return sentence_piece
-    return None
+    return ""
 
 
-def _classify_token(token: str, mark: str | None) -> int:
+def _classify_token(token: str, mark: str) -> int:
     """Return whether a token begins a word, continues a word, or may not be changed.
 
     Args:
         token: the spelling of the token in the vocabulary.
         mark: the prefix that `_find_mark` returns.
     """
-    plain = token.removeprefix(mark or "")
+    plain = token.removeprefix(mark)
     is_reserved = plain.startswith(("[", "<")) and plain.endswith(("]", ">"))  # [unused1], <0x0A>
     if is_reserved or not any(letter.isalnum() for letter in plain):
         return FIXED
-    if mark is None:  # without a mark, every token counts as the beginning of a word
+    if not mark:  # without a mark, every token counts as the beginning of a word
         return BEGINS
     # Some marks stand at the beginning of words, others at their continuations.
     begins = token.startswith(mark) == (mark in BEGINS_MARKS)

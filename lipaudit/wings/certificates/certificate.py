@@ -174,10 +174,19 @@ def _prove_words(
     The texts with a single replaced word are run first. If one of them gets another class, the
     sample is broken. The embeddings of these texts then span a set (`hull`) that contains all
     combinations of k replacements, and one pass through the model tries to prove this set.
+
+    Args:
+        net: a classifier of texts.
+        sample: one text, as a batch.
+        label: its class.
+        k: number of words that may be replaced at once.
+        proof: how the proof is computed.
+        texts: the same text, split into words: `drafts` has one entry.
     """
     substitutes = list_substitutes(texts.reader, texts.drafts[0], k)
     if substitutes is None:  # replacements change how the text is tokenized
         return Certificate(why="tokens")
+    # `moves` are differences of embeddings, one for each replaced word: changed text - text.
     margin, moves = _run_substitutes(net, sample, label, [ids for _, ids in substitutes])
     if margin < 0:
         return Certificate(why="broken", bound=margin)

@@ -190,10 +190,10 @@ def find_largest(x: Form) -> Form:
     _, high = sub(x, chosen).range()
     # Entry i itself, and masked entries (-inf), are left out of the comparison.
     is_out = (x.centre == -torch.inf).scatter(-1, top, True)
-    # Half of h. It must be added to centre and slack, because [0, h] is h / 2 +- h / 2.
+    # [0, h] is h / 2 +- h / 2: half of h is added to the slack here, and to the centre by `add`,
+    # which also adds the rounding of the new centre to the slack.
     half = round_up(high.masked_fill(is_out, 0.0).amax(-1).clamp_min(0.0) / 2)
     chosen = chosen.select(-1, 0)
-    # [0, h] is h / 2 +- h / 2.
     slack = round_up(chosen.slack + half)
     wide = Form(chosen.centre, chosen.dense, slack, x.symbols, blocks=chosen.blocks)
     return add(wide, half)

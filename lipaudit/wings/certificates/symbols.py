@@ -154,6 +154,8 @@ class Symbols:
             self.pairs = torch.triu_indices(inputs, inputs)
         # Order of the rows of coefficients: symbols e_i, then products, then errors.
         self.first_error = inputs + self.pairs.shape[1]
+        # The state of a pass through the model: no error symbols yet. Rules may add many of them,
+        # which makes bounds tighter and the pass slower.
         self.restart(many_symbols=True)
 
     def restart(self, *, many_symbols: bool) -> None:

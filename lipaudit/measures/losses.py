@@ -149,9 +149,7 @@ def _make_point_classifier(net: Net, batch: Batch, x: Tensor, sign: int, size: i
     return ByRow(make_logits)
 
 
-def _make_text_classifier(
-    net: Net, batch: Batch, chunk: Chunk, sign: int
-) -> tuple[ByRow, Texts]:
+def _make_text_classifier(net: Net, batch: Batch, chunk: Chunk, sign: int) -> tuple[ByRow, Texts]:
     """Return a classifier whose margin falls as the loss of a continuation rises, and its texts.
 
     Searches for changed texts lower a margin: the logit of the label minus the largest other

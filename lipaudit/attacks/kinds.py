@@ -296,9 +296,12 @@ def read_plan(
     """Return the trials of the option `--attack`: names of attacks and presets, with commas.
 
     Every name makes one trial per radius, labelled by the name; `autoattack` is `standard`.
-    `custom:NAME,NAME` is one ensemble. Attacks on balls take radii without a unit. An attack that
-    counts changes, such as replaced words, takes radii with its unit (`2words`). Without such
-    radii it takes radii without a unit if all attacks count changes, else its default radii.
+    `custom:NAME,NAME` is one ensemble. Which of the radii a name gets:
+
+    - an attack on balls: the radii without a unit (`2/255`);
+    - an attack that counts changes, such as replaced words: the radii with its unit (`2words`).
+    If there are none, the radii without a unit, but only if no name of `--attack` is an attack on
+    balls, which would take these. Otherwise its default radii.
 
     Args:
         attack: names, separated by commas.
@@ -312,8 +315,8 @@ def read_plan(
         UsageError: a name is unknown, no radius is given, or no attack uses the norm or a radius.
     """
     settings = {"steps": steps, "restarts": restarts, "queries": queries}
-    changes: dict[str, Any] = {name: n for name, n in settings.items() if n is not None}
-    for name, value in changes.items():
+    typed_settings: dict[str, Any] = {name: n for name, n in settings.items() if n is not None}
+    for name, value in typed_settings.items():
         if value < 1:
             raise UsageError(f"{name} is {value}", "Give a number of at least 1.")
     if attack in PRESETS or attack.startswith("custom:"):
@@ -328,19 +331,19 @@ def read_plan(
     for name, attacks in ensembles.items():
         unit = units[name]
         fitting = _choose_radii(radii, attacks, unit, only_counts)
-        notes = _note_changes(name, changes)
+        notes = _note_settings(name, typed_settings)
         for trial in _plan_radii(name, attacks, unit or norm or "linf", fitting):
             # Typed settings replace those of the attacks.
-            changed = tuple(replace(attack, **changes) for attack in trial.attacks)
-            plan.append(replace(trial, attacks=changed, notes=trial.notes + notes))
+            as_typed = tuple(replace(each, **typed_settings) for each in trial.attacks)
+            plan.append(replace(trial, attacks=as_typed, notes=trial.notes + notes))
     return tuple(plan)
 
 
-def _note_changes(name: str, changes: Mapping[str, Any]) -> Notes:
+def _note_settings(name: str, typed_settings: Mapping[str, Any]) -> Notes:
     """Return a note on the settings that the user changed in a preset; none for other attacks."""
-    if not changes or name not in PRESETS:
+    if not typed_settings or name not in PRESETS:
         return ()
-    listed = ", ".join(f"{setting} = {value}" for setting, value in changes.items())
+    listed = ", ".join(f"{setting} = {value}" for setting, value in typed_settings.items())
     preset = "standard" if name == "autoattack" else name
     return (Note.info("preset-changed", f"the preset {preset} was changed: {listed}"),)
 

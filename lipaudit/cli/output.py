@@ -181,7 +181,17 @@ def _print(subject: Subject, format: Format, *, details: bool) -> None:
 
 
 def emit_facts(record: Any, output: Output, lines: Sequence[str] = ()) -> None:
-    """Write facts that are no report, as lines for people or as a record for JSON."""
+    """Write facts that are no report, such as the models that exist: as text or as JSON.
+
+    Args:
+        record: the facts, for JSON.
+        output: the destinations.
+        lines: the facts as lines of text, for people; empty: only JSON is offered.
+    """
     from lipaudit.report import FACTS, Subject
 
-    emit(Subject(FACTS if lines else FACTS[1:], record, lines=lines), output)
+    # The forms of facts, ("lines", "record"). Without --format, the first is printed.
+    forms = FACTS
+    if not lines:
+        forms = FACTS[1:]
+    emit(Subject(forms, record, lines=lines), output)

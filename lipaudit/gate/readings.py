@@ -362,17 +362,18 @@ def index_rows(section: Section) -> dict[Key, Row]:
 
 
 def _name_row(row: Row, section: Section) -> Key:
-    """Return the name of a row in rules: `layer 3 head 1`, or its attack and ball."""
+    """Return the name of a row in rules, from the columns that tell it from the other rows."""
     known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
-    if "layer" in row:
+    if "layer" in row:  # `layer 3 head 1`, `layer 0 part MLP`, `layer 0 head 0 mode real n 8`
         shown = [key for key in ("layer", "head", "part", "mode", "n", "r") if key in known]
         return " ".join(f"{key} {known[key]}" for key in shown)
-    if row.key:  # an attack and a ball
+    if row.key:  # an attack and a ball: `pgd,linf,2/255`
         return row.key
-    if known:
+    if known:  # the ends of a Jacobian, or a module: `pixels,logits`, `blocks.0`
         return ",".join(map(str, known.values()))
+    # Rows of any other section, as of a plug-in: `clean`, `temperature 1.0`.
     texts = []
-    for key in naming(section.columns):  # the columns that name a row
+    for key in naming(section.columns):  # the leading columns, before the measured values
         cell = row[key]
         if isinstance(cell, str):
             texts.append(cell)

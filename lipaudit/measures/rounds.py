@@ -218,7 +218,7 @@ class Round:
     def _count_samples(self) -> int:
         return sum(len(run.batch) for run in self.runs)
 
-    def _count_remaining(self) -> int:
+    def _count_remaining_passes(self) -> int:
         """Return the largest number of forward passes of the attacks still to come."""
         passes = 0
         for run in self.runs:
@@ -245,13 +245,16 @@ class Round:
         for run in self.runs:
             for outcome, cost in zip(run.outcomes[1:], self.costs, strict=False):
                 done += cost * int(outcome.tried.sum())
-        base.report_progress(samples * done / (done + self._count_remaining()) - complete)
+        base.report_progress(samples * done / (done + self._count_remaining_passes()) - complete)
 
     def _estimate_seconds(self, number: int) -> float:
-        """Return the largest time in seconds of the attacks still to come, at the pace of one.
+        """Return the largest time of the attacks still to come: their passes x seconds per pass.
 
-        The pace is that of attack `number`, the position in `outcomes`; 0 are the clean samples.
-        A backward pass counts as two forward passes.
+        The seconds per pass are those of one attack that ran. A backward pass counts as two
+        forward passes.
+
+        Args:
+            number: position of this attack in `outcomes`, where 0 are the clean samples.
         """
         seconds = 0.0
         passes = 0
@@ -259,7 +262,8 @@ class Round:
             outcome = run.outcomes[number]
             seconds += outcome.seconds
             passes += outcome.forwards + 2 * outcome.backwards
-        return self._count_remaining() * seconds / max(passes, 1)
+        seconds_per_pass = seconds / max(passes, 1)
+        return self._count_remaining_passes() * seconds_per_pass
 
     def _describe_survivors(self, trial: Trial, attack: Attack) -> str:
         """Return a message after an attack: how many samples survive so far.
@@ -293,7 +297,7 @@ class Round:
         if sum(self.costs) < COUNTED_PASSES:  # timing a pass would take as long as the attacks
             return
         seconds_per_pass = time_pass(self.runs[0].model, self.runs[0].chunk)
-        seconds = seconds_per_pass * self._count_remaining()
+        seconds = seconds_per_pass * self._count_remaining_passes()
         text = f"the attacks on {self._count_samples()} samples take at most about "
         text += format_duration(seconds)
         options = []

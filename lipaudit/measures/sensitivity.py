@@ -323,19 +323,24 @@ def _measure_margins(
 ) -> tuple[dict[str, Values], Tensor | None]:
     """Return margins and first-order radii per sample, and the gradients of the margins.
 
-    The gradient, (samples, inputs), is the direction in which the margin changes most. Without
-    labels, margins are those of the predicted class.
+    The margin of a sample of class y is f_y - f_j, with the logits f and the next best class j.
+    Without a label, y is the predicted class. The gradient, (samples, inputs), is the direction in
+    which the margin changes most.
+
+    `complete` says of which samples the radius is that of the nearest class. For the other samples
+    --rivals ended the search before all classes were examined, and the radius is a lower limit.
 
     Args:
         linear: the Jacobian from the input to the logits, at each sample.
-        labels: true classes, -1 for none; None without any.
+        labels: true classes; -1: the sample has no label. None: no sample has one.
         upper: an upper limit of the norm of each Jacobian; it rules out classes that are too far.
         options: the options.
     """
     predicted = linear.output.argmax(1)
     y = predicted if labels is None else labels
     margins = compute_margins(linear, y, rivals=options.rivals, norm=options.norm, upper=upper)
-    # A sample without a label counts as right. A wrong sample has no radius: it is NaN.
+    # A sample without a label counts as right, as its class is the predicted one. A wrong sample
+    # has no radius: it is NaN.
     right = ((y < 0) | (predicted == y)).cpu()
     values = {
         "margin": margins.margin.numpy(),

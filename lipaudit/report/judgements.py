@@ -189,8 +189,12 @@ def _list_chapters(
         ("groups", "Which groups changed?", show_group_changes(pair, most)),
         ("predictions", "How did the predictions move?", show_movement(pair.predictions)),
         ("samples", "Which samples changed?", _show_samples(pair, places, reports, short=short)),
-        ("heads", "Which heads changed?", _show_heads(heads, most)),
-        ("carriers", "Which heads carry the change of the norm?", _show_heads(carriers, most)),
+        ("heads", "Which heads changed?", _show_heads(heads, most, short=short)),
+        (
+            "carriers",
+            "Which heads carry the change of the norm?",
+            _show_heads(carriers, most, short=short),
+        ),
     ):
         if found:
             yield Chapter(name, title, found)
@@ -239,14 +243,13 @@ def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
     return [head for head in sorted(changes, key=size, reverse=True) if size(head) >= 0]
 
 
-def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
+def _show_heads(heads_moved: Sequence[HeadChange], most: int, *, short: bool) -> list[Block]:
     """Return a table of the heads that changed most, and a map of all heads for each metric.
-
-    The short page has only the table, without old and new values.
 
     Args:
         heads_moved: the change of each head in each metric. The first metric ranks the heads.
-        most: number of heads in the table; FEW on the short page.
+        most: number of heads in the table.
+        short: for one screen: only the table, without the old and new values of each metric.
     """
     # The changes by metric; `partition` removes the statistic behind the colon.
     groups = group_values((head.metric.rpartition(":")[0], head) for head in heads_moved)
@@ -254,31 +257,46 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
         return []
     first, changes = next(iter(groups.items()))
     ranked = rank_heads(changes)
-    has_maps = most > FEW  # FEW rows mean the short page
     shown = ranked[:most]
-    if has_maps and len(ranked) <= FIT:  # the full page has room for all heads
+    if not short and len(ranked) <= FIT:  # a full page has room for all heads
         shown = ranked
     rows = [_list_head_cells(head) for head in shown]
-    if not has_maps:
-        groups = {}  # the loop below then adds neither maps nor old and new values
-    maps = []
     columns = dict(HEADS)
-    for metric, group in groups.items():
-        column = find_column(metric)
-        heads = {(head.layer, head.head): head for head in group}
-        for when in ("old", "new"):
-            key = f"{metric}, {when}"
-            columns[key] = replace(column, label=f"{find_words(metric)}, {when}")
-            for row in rows:
-                same = heads.get((row["layer"], row["head"]))  # None: not measured in this metric
-                row[key] = same and getattr(same, when)
-        maps.append(_map_changes(metric, heads))
+    maps = []
+    if not short:
+        for metric, group in groups.items():
+            heads = {(head.layer, head.head): head for head in group}
+            _add_values(metric, heads, columns, rows)
+            maps.append(_map_changes(metric, heads))
     proven = sum(head.stands for head in changes)
     found: list[Block] = [Paragraph(f"{proven} of {len(changes)} changes are proven. {OF_HEADS}")]
     strong = {i for i, head in enumerate(shown) if head.stands}
     title = f"Heads that moved most{count_part(shown, ranked)}, by {find_words(first)}"
     found += tabulate_rows(columns, rows, title, strong=strong)
     return found + maps
+
+
+def _add_values(
+    metric: str,
+    heads: Mapping[tuple[int, int], HeadChange],
+    columns: dict[str, Column],
+    rows: Sequence[Cells],
+) -> None:
+    """Add the old and the new value of a metric to the table of heads that moved most.
+
+    Args:
+        metric: the metric, which gets two columns.
+        heads: the changes of the metric, by layer and head.
+        columns: the columns of the table.
+        rows: the cells of the table, a row for each head.
+    """
+    column = find_column(metric)
+    for when in ("old", "new"):
+        key = f"{metric}, {when}"
+        columns[key] = replace(column, label=f"{find_words(metric)}, {when}")
+        for row in rows:
+            head = heads.get((row["layer"], row["head"]))  # None: not measured in this metric
+            row[key] = head and getattr(head, when)
 
 
 def _list_head_cells(head: HeadChange) -> Cells:

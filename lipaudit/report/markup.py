@@ -182,8 +182,10 @@ def align_numbers(grid: blocks.Grid) -> list[tuple[str, ...]]:
 def _align_column(texts: Sequence[str]) -> list[str]:
     """Return the characters that, behind each number of a column, align the decimal points.
 
-    The longest part behind an integer part sets the length: beside 1.25 the number 3 gets ".25".
-    Cells without a number get no characters.
+    The page writes these characters invisibly: they only take up width. Every number gets what it
+    lacks of the longest part behind an integer part. In a column with 3, 0.5 and 1.25, the number
+    3 gets ".25", as wide as the decimals of 1.25, and 0.5 gets "5". Cells without a number get no
+    characters.
     """
     # By row: the characters of a number behind its integer part, without the unit.
     fractions = {}

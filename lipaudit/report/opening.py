@@ -318,6 +318,7 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
     if report.status != "complete" and not command.startswith(MERGES):
         resume = f"{command.removesuffix(RESUME)}{RESUME}"
         yield "", "Measure the missing results.", resume
+    # Why the report cannot be a baseline, such as random weights. More samples would not help.
     obstacles = list_obstacles(report)
     if not obstacles:
         yield from _suggest_more(report, summary)
@@ -326,8 +327,9 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
         *_suggest_samples(report),
         *_suggest_radii(report, summary),
     ]
-    judged = any(headline.rule and report.section(name) for name, headline in list_headlines())
-    if report.status == "complete" and judged and not obstacles:
+    # Whether the gate has a default rule for a figure of this report, as for robust accuracy.
+    has_rule = any(headline.rule and report.section(name) for name, headline in list_headlines())
+    if report.status == "complete" and has_rule and not obstacles:
         file, save = _find_saved(command)
         text = f"Make CI fail if the next checkpoint is worse{save}."
         # The gate reads the options of the run from the baseline.

@@ -134,9 +134,15 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
         product: q k^T, (windows, heads, queries, keys).
 
     Returns:
-        The fields: "scale" (s of each head), "sink", "bias" (B, or S itself if it is another
-        function), and "pairs" in the latter case. And S with its graph if S depends on q or k
-        beyond q k^T, else None.
+        The fields: "scale" (s of each head), "sink" and "bias". If S = s q k^T + B, "bias" is B.
+        Otherwise "bias" is S itself, and "pairs" has the slopes relative to s.
+
+        And S with its graph if S depends on q or k beyond q k^T (relative positions), else None.
+        `read_position_terms` reads the position vectors from this graph.
+
+    Raises:
+        NotClosedForm: a logit depends on the product of another pair of query and key, or P is
+            changed before P is multiplied by v.
     """
     keys = _find_keys(form, product)  # the columns of S that belong to keys, without a sink
     # The ops between q k^T and the logits.
@@ -175,7 +181,8 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
         return fields | {"bias": bias}, None
     # S is another function of q and k: keep S itself, and its slopes.
     fields["bias"] = logits.masked_fill(masked, -torch.inf)
-    fields["pairs"] = Pairs(_divide_slopes(form, slope, scale, is_live))
+    # The slopes relative to s. `read_position_terms` adds the position vectors, if there are any.
+    fields["pairs"] = Pairs(slope=_divide_slopes(form, slope, scale, is_live))
     if form.has_other_inputs:
         return fields, form.logits
     return fields, None

@@ -151,19 +151,24 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
 def _are_heads(group: Sequence[Surveyed]) -> bool:
     """Say whether calls compute different heads of one attention.
 
-    Heads have the same shapes and read the same tokens, but different columns of the linear maps
-    behind q, k and v.
+    All calls must have the same shapes and read the same tokens. Each call must read other columns
+    of the linear maps behind q, k and v than all other calls do.
+
+    There is one exception: calls of one head each may share keys and values, or queries. Calls of
+    several heads may not. For example, one call has the heads with the queries q0 and q1 and the
+    keys k0 and k1, and the other call has q2 and q3 with the same keys. Side by side, the keys of
+    the four heads are k0, k1, k0, k1. Grouped-query attention, as which shared keys are read,
+    repeats each key in succession: k0, k0, k1, k1.
     """
     shapes = [layer.shapes for layer in group]
     if not _are_same(shapes) or not _are_same([layer.tokens for layer in group]):
         return False
-    differs = []  # whether all calls read different columns, for q, for k and for v
+    # For q, for k and for v: whether no two calls read the same columns.
+    differs = []
     for part in range(3):
         differs.append(_are_disjoint([layer.reads[part].columns for layer in group]))
-    # Calls of one head each may share keys or queries. Calls of several heads may not: joined,
-    # their keys would not be in the order in which grouped-query attention repeats keys.
-    q_shape = shapes[0][0]
-    if q_shape[:2] == (1, 1):  # one window and one head
+    q_shape = shapes[0][0]  # (windows, heads, tokens, width)
+    if q_shape[:2] == (1, 1):  # one head: other queries or other keys are enough
         return differs[0] or differs[1]
     return all(differs)
 

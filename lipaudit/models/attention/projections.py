@@ -397,18 +397,22 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     # Maps of one input act like one map with all their columns side by side.
     linear = join_linears(linears)
     outputs = tuple(leaf.tensor for leaf in leaves)
-    # q, k or v without repeated heads, as a function of the outputs of the maps.
-    source = Probed(t[:, :: form.repeat], outputs, linear.outputs)
-    total = linear.inputs.shape[0]
-    # Which token of X each token of t reads. At another length of texts this may be unknown.
-    index = form.index.resize(total // samples, source.t.shape[2])
+    # Of repeated heads, only the first of each group is read.
+    t = t[:, :: form.repeat]
+    # t together with the tensors that it is computed from: its gradients show what it reads.
+    source = Probed(t, outputs, linear.outputs)
+    total = linear.inputs.shape[0]  # rows of X: the tokens of all samples
+    # Which token of X each token of t reads, from `decode`. At another length of texts this may be
+    # unknown: then gradients show it.
+    index = form.index.resize(total // samples, t.shape[2])
+    is_known = index is not None
     if index is None:
         index = attribute_rows(find_token_rows(source), samples, total)
-    # Check by gradients that t reads these tokens only. An affine map needs no such check:
-    # `_read_projection` compares it with the values of t at all tokens.
-    elif form.kind != "affine" and not graph.reads_only(source, index.rows(samples)):
-        raise NotClosedForm("reads other tokens than in the first pass", "changed")
     rows = index.rows(samples)
+    # If it is known, check by gradients that t reads no other tokens. An affine map needs no such
+    # check: `_read_projection` compares it with the values of t at all tokens.
+    if is_known and form.kind != "affine" and not graph.reads_only(source, rows):
+        raise NotClosedForm("reads other tokens than in the first pass", "changed")
     projection = _read_projection(form, source, linear, rows)
     projection = _repeat_heads(projection, form.repeat)
     x = graph.take(linear.inputs, rows, 0)

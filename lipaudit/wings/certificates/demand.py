@@ -319,13 +319,15 @@ def _find_read_position(call: Call) -> Position | None:
     Return None if there is no such axis, or if the call cannot be computed at one index alone. It
     can if it is elementwise or row-wise and has one result.
     """
-    # Keyword arguments are not narrowed, so none of them may depend on the input or on the axis.
-    if (
-        call.name not in ELEMENTWISE | ROW_WISE
-        or len(call.results) != 1
-        or _list_nodes(call.kwargs)
-    ):
+    if call.name not in ELEMENTWISE | ROW_WISE or len(call.results) != 1:
         return None
+    # `Plan` narrows positional arguments only. So a call with a keyword argument that depends on
+    # the input (a node) is computed as a whole.
+    if _list_nodes(call.kwargs):
+        return None
+    # The same holds for constant tensors among the keywords of an elementwise call: the mask of
+    # `masked_fill(x, mask=mask)` may differ from token to token. In row-wise calls such tensors
+    # are weights, which are the same for all rows; only an attention mask is not (`_list_axes`).
     if call.name in ELEMENTWISE and any(isinstance(each, Tensor) for each in call.kwargs.values()):
         return None
     read = call.results[0].read  # mask of the entries of the result that later calls read

@@ -163,11 +163,16 @@ class CertifyOptions(MeasureOptions):
     @model_validator(mode="after")
     def _require_possible(self) -> CertifyOptions:
         """Refuse options that have no meaning together."""
-        instead = "verify" if self.verify else "instances"
-        if self.verify or self.instances:
-            self._require_only(OPTIONS_WITHOUT_MODEL[instead], f"--{instead}")
-        # Raises an error if the attacks do not suit the balls.
-        self.trials(self.eps or (ONE_CHANGE if self.counted else PLACEHOLDER_RADIUS,))
+        # --verify and --instances take the place of MODEL, and allow few other options.
+        for name, allowed in OPTIONS_WITHOUT_MODEL.items():
+            if getattr(self, name):
+                self._require_only(allowed, f"--{name}")
+        # Planning the attacks refuses attacks that do not suit the balls. The plan is not used.
+        radii = self.eps
+        if not radii:  # any radius shows whether the attacks suit the balls
+            radius = ONE_CHANGE if self.counted else PLACEHOLDER_RADIUS
+            radii = (radius,)
+        self.trials(radii)
         return self
 
     def _require_only(self, allowed: Sequence[str], use: str) -> None:

@@ -353,8 +353,9 @@ class _Objective:
 
         A search maximises ||J^T u|| / ||u|| over the n tokens and over u, a vector in the outputs
         of the head. The maximum over u is the norm ||J||. The tokens are copies of three points: a
-        row of parameters has the points, and an angle that encodes the numbers of copies. Each
-        search climbs from several starts.
+        row of parameters has the points, two leaders and a follower, and an angle t for the
+        numbers of copies. Both leaders have c = (n / 3)^(sin^2 t) copies: 1 for t = 0, and n / 3
+        for t = pi / 2. The follower has the other n - 2 c. Each search climbs from several starts.
 
         In the first ascent the number of copies is a real number. In the second ascent the
         number is rounded and fixed, so that the result stands for n tokens.
@@ -494,24 +495,27 @@ class _Objective:
 
         J is the Jacobian at the tokens that a row stands for. The quotient is at most ||J||, with
         equality at the leading left singular vector u.
+
+        Without a mask, w copies of a point move together and are computed as one token: its key
+        has the bias log w in the softmax, and lengths count every copy, sum w ||x||^2. With
+        R = diag(w^1/2), these are plain lengths of R x. In such coordinates J becomes R J R^-1, so
+        J^T u becomes R^-1 J^T R u. See `weighted_norm`.
         """
         x = self._read_points(rows)
         if self.causal:  # copies of a token see different keys: every token is needed
             x = x[:, self._point_of_token]
             heads = move_heads(self.head, x, causal=True)
-            root = torch.ones_like(x[..., :1])
+            root = torch.ones_like(x[..., :1])  # R is the identity
         else:
-            # w copies of a point that move together are one token with the bias log w in the
-            # softmax, and lengths are measured in sum w ||x||^2: see `weighted_norm`.
             copies = self._count_copies(rows)
             heads = move_heads(self.head, x, causal=False)
             heads = replace(heads, bias=copies.log()[:, None, None])
-            root = copies.sqrt()[..., None]
+            root = copies.sqrt()[..., None]  # the diagonal of R, (rows, points, 1)
         u = rows[:, self._angle_column + 1 :]
         u = u.view(*x.shape[:2], -1)
         outputs = (heads.attention() @ heads.v)[:, 0]  # (rows, tokens, d_v)
-        (pulled,) = pull_back(outputs, x, root * u, create_graph=True)
-        length = (pulled / root).flatten(1).norm(dim=1)
+        (pulled,) = pull_back(outputs, x, root * u, create_graph=True)  # J^T R u
+        length = (pulled / root).flatten(1).norm(dim=1)  # || R^-1 J^T R u ||
         return length / u.flatten(1).norm(dim=1)
 
 

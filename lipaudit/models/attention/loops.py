@@ -199,14 +199,14 @@ def _share_maps(a: Surveyed, b: Surveyed) -> bool:
 
     Such calls may compute chunks of the queries, which one module makes in several runs.
     """
-    modules = []
-    maps = []
+    of_layers = []
     for layer in (a, b):
         q, k, _ = layer.origins
-        modules.append({(o.address.module, o.address.op, o.root) for o in q})
-        maps.append({origin.address for origin in k})
-    has_maps = bool(modules[0] and maps[0])
-    return has_maps and modules[0] == modules[1] and maps[0] == maps[1]
+        modules = {(o.address.module, o.address.op, o.root) for o in q}
+        maps = {origin.address for origin in k}
+        of_layers.append((modules, maps))
+    first, second = of_layers
+    return first == second and all(first)  # all: neither set is empty
 
 
 def _share_input(a: Surveyed, b: Surveyed) -> bool:

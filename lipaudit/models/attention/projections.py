@@ -304,7 +304,7 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
         heads share some; the number of repetitions of each head.
     """
     t = source.t
-    heads = source.t.shape[1]
+    heads = t.shape[1]
     # Try no repetition first. If no two heads share columns, no head is repeated, and equal heads
     # are chance (or zero). Otherwise try the largest repetition first: 8 equal heads are one head
     # repeated 8 times, not two heads repeated 4 times.

@@ -304,14 +304,15 @@ class CertifyOptions(MeasureOptions):
             UsageError: an attack is unknown, or makes other changes than the certificates cover.
         """
         attack = self.attack or self.counted or "pgd"
-        names = attack.removeprefix("custom:").split(",")
-        for kind in (attack_kinds().get(name.strip()) for name in names):
-            if kind is not None and kind.counts is None and self.counted:
+        for name in attack.removeprefix("custom:").split(","):
+            kind = attack_kinds().get(name.strip())
+            if kind is None or kind.counts == self.counted:  # a preset, or an attack that fits
+                continue
+            if kind.counts is None:  # an attack on balls
                 text = f"--attack {attack} cannot change {self.counted}"
                 raise UsageError(text, f"Leave it out, or use --attack {self.counted}.")
-            if kind is not None and kind.counts != self.counted:
-                text = f"certificates hold for balls, not for changed {kind.counts}"
-                raise UsageError(f"--attack {attack}: {text}", "Use --attack pgd.")
+            text = f"certificates hold for balls, not for changed {kind.counts}"
+            raise UsageError(f"--attack {attack}: {text}", "Use --attack pgd.")
         trials = read_plan(attack, norm=self.norm, radii=radii)
         return tuple(sorted(trials, key=lambda trial: trial.radius.value))
 

@@ -319,7 +319,7 @@ def read_plan(
     for name, value in typed_settings.items():
         if value < 1:
             raise UsageError(f"{name} is {value}", "Give a number of at least 1.")
-    if attack in PRESETS or attack.startswith("custom:"):
+    if attack.startswith("custom:"):
         names = [attack]  # the commas of custom:NAME,NAME are inside one ensemble
     else:
         names = [name.strip() for name in attack.split(",")]

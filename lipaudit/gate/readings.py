@@ -85,7 +85,7 @@ def read(
     else:
         rows = index_rows(section)
         points = _read_rows(rule, section, rows, skipped)
-        pairs = _read_pairs(rule, section, take, [*rows], points)
+        pairs = _read_pairs(rule, section, take, rows, points)
         if recompute and points and _needs_samples(rule, pairs):
             reduced = dict(zip(rows, _reduce_samples(rule, section, take), strict=True))
             points = {key: reduced[key] for key in points}
@@ -148,7 +148,7 @@ def _read_pairs(
     rule: Rule,
     section: Section,
     take: list[int],
-    rows: Sequence[Key],
+    rows: Collection[Key],
     points: Mapping[Key, float],
 ) -> dict[Key, Values]:
     """Return the stored values of all samples behind each row, (samples,) each; empty if none.
@@ -455,8 +455,7 @@ def _matches(row: Row, word: str, section: Section) -> bool:
         UsageError: the word names a column that the rows do not have.
     """
     key, equals, value = word.partition("=")
-    trial = row.key
-    if trial is not None and trial.matches(word):
+    if row.key and row.key.matches(word):  # the radius or norm of the row's ball
         return True
     if not equals:
         return any(isinstance(cell, str) and cell == word for cell in row.values())

@@ -276,7 +276,7 @@ class Round:
         survivors = 0
         for run in self.runs:
             clean, *attacked = run.outcomes
-            robust = clean.robust.clone()
+            robust = clean.robust.clone()  # the samples that are right without attack
             for outcome in attacked:
                 other = outcome.trial
                 assert other is not None

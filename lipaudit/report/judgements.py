@@ -84,6 +84,7 @@ CALLED = {
 FEW = 3
 """Number of samples and heads on one screen; it has twice as many figures."""
 CARRIED = "jacobian.shares."
+"""Beginning of the metrics of parts of the model's norm that pass through each head."""
 BRIEF_CHANGES = pick_columns(
     "figure", status="verdict", baseline="old", current="new", paired="paired change"
 )
@@ -132,12 +133,12 @@ def make_comparison_page(
     chapters = []
     warnings = list_warnings(reports)
     steps = list[Step]()
-    named = dict(zip(comparison.models, reports, strict=True))
-    saved = dict(zip(comparison.models, files, strict=False))
+    report_of_model = dict(zip(comparison.models, reports, strict=True))
+    file_of_model = dict(zip(comparison.models, files, strict=False))
     for number, pair in enumerate(pairs, 1):
         counts.append(write_answer(pair))
         if not short:
-            steps += suggest_after_comparison(pair, named, saved)
+            steps += suggest_after_comparison(pair, report_of_model, file_of_model)
         for text in (*pair.warnings, *_list_excluded(pair)):
             note = Note.warn("differs", text)
             warnings.append(note.add_lead(pair.new if several else ""))

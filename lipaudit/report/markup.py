@@ -387,6 +387,7 @@ def _write_character(character: str) -> str:
         return WRITTEN[character]
     if ord(character) < 0x180:  # ASCII and Latin letters with accents, which LaTeX reads as UTF-8
         return character
+    # Of a raised digit such as U+00B2: `<super> 0032`, the code of 2.
     kind, *parts = unicodedata.decomposition(character).split() or [""]
     if kind == "<super>":
         raised = "".join(chr(int(part, 16)) for part in parts)

@@ -289,6 +289,7 @@ def find_file(command: str) -> str | None:
     if words[1:2] in (["gate"], ["compare"]):
         flags = "--report"
     joined = "\0".join(words)  # no word contains this character, so words may contain spaces
+    # -o FILE.json, -qo FILE.json or --output=FILE.json
     found = re.search(rf"\0(?:{flags})[\0=]?([^\0]+[.]json)(?=\0|$)", joined)
     if found is not None:
         return found[1]
@@ -307,7 +308,7 @@ def list_obstacles(report: Report) -> dict[str, str]:
 def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, str]]:
     """Yield what to do next, the most urgent step first, as points of a list.
 
-    A point is a triple: a mark (always empty), a sentence and a command.
+    A point is a triple as in `blocks.Points`: a mark, here always empty, a sentence and a command.
 
     Args:
         report: the report.
@@ -391,14 +392,17 @@ def _suggest_radii(report: Report, summary: Section) -> Iterator[_Step]:
 
 
 def _suggest_more(report: Report, summary: Section) -> Iterator[tuple[str, str, str]]:
-    """Yield the step to take more samples, if few leave wide limits of an accuracy."""
+    """Yield the step to take more samples, if the report has few: limits of an accuracy are wide.
+
+    Only commands that choose samples themselves can be repeated with more (MEASURES).
+    """
     command = report.run.command
     clean = find_figures(summary, CLEAN)
     if not clean or clean[0].samples >= FEW or not MEASURES.match(command):
         return
     widths = []
     for count in (clean[0].samples, ENOUGH):
-        low, high = wilson(count / 2, count)
+        low, high = wilson(count / 2, count)  # limits are widest at an accuracy of 50%
         widths.append(f"{100 * (high - low):.0f} points apart with {count} samples")
     text = f"Measure more samples: 95% limits of an accuracy are up to {', '.join(widths)}."
     command = re.sub(r" (-n|--samples)[ =]*\d+", "", command)

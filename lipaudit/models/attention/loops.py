@@ -76,7 +76,7 @@ def find_loops(layers: Collection[Surveyed]) -> list[Loop]:
         for group in _group(layers, are_alike):
             axis = _find_loop_axis(group)
             addresses = tuple(layer.site.address for layer in group)
-            if axis is not None and axis in axes and in_loops.isdisjoint(addresses):
+            if axis in axes and in_loops.isdisjoint(addresses):
                 loops.append(Loop(addresses, axis))
                 in_loops.update(addresses)
     return loops
@@ -178,6 +178,7 @@ def _are_chunks(group: Sequence[Surveyed]) -> bool:
 
     The queries of different calls are different tokens, and equal in all axes but that of tokens.
     """
+    # Windows, heads and width of q; the numbers of queries may differ.
     shapes = {(q[:2], q[3]) for q, _, _ in (layer.shapes for layer in group)}
     tokens = [layer.reads[0].rows for layer in group]
     keys_and_values = [layer.reads[1:] for layer in group]

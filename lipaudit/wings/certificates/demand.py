@@ -219,6 +219,7 @@ def _narrow(value: Tensor, position: Position) -> Tensor:
     parts: dict[Position, Form] = value.__dict__.setdefault("parts", {})
     if position not in parts:
         part = cast("Form", value.narrow(axis, index, 1))
+        # Limits of attention weights. They need all entries of the last axis, which sum to 1.
         if value.weights and axis != -1:
             low, high = value.weights
             part.weights = (low.narrow(axis, index, 1), high.narrow(axis, index, 1))
@@ -351,21 +352,24 @@ def _list_axes(call: Call, read: Tensor) -> list[int]:
     if call.name in ELEMENTWISE:
         return axes
     first = call.args[0]
+    # If the first argument is broadcast, its rows are not the rows of the result.
     if not isinstance(first, Node) or first.read.shape[:-1] != read.shape[:-1]:
         return []
     if call.name == "softmax" and _read_argument(call, "dim") not in (-1, read.ndim - 1):
         return []
-    if call.name == "layer_norm":
+    if call.name == "layer_norm":  # mixes the last axes: as many as `normalized_shape` has
         shape = _read_argument(call, "normalized_shape")
         return axes[1 if isinstance(shape, int) else len(shape) :]
-    if call.name == "batch_norm":
+    if call.name == "batch_norm":  # mixes nothing; axis 1 has channels, each with own weights
         return [axis for axis in axes if axis % read.ndim != 1]
     if call.name == "scaled_dot_product_attention":
         # An attention mask would have to be narrowed, too, and that is not implemented.
         has_mask = len(call.args) > 3 or call.kwargs.get("attn_mask") is not None
         if has_mask or call.kwargs.get("is_causal"):
             return []
-    if call.name in ROW_MIXING and read.ndim > 1:  # axes of the batch are in all arguments
+    # A product has its rows (tokens) from the first argument alone. Axes of the batch are in all
+    # arguments, and only the first would be narrowed.
+    if call.name in ROW_MIXING and read.ndim > 1:
         return [-2]
     return axes[1:]  # row-wise: the last axis is mixed
 
@@ -394,6 +398,7 @@ def _repeat_form(form: Form, position: Position, size: int) -> Form:
         position: the axis, and the index that was computed.
         size: the size that the model expects.
     """
+    # A normalisation is stored as numerator / root + constant: expand each of these forms.
     quotient = form.pending_quotient
     if quotient:
         parts = quotient.move(lambda part: _repeat_form(part, position, size))

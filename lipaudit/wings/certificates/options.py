@@ -195,7 +195,7 @@ class CertifyOptions(MeasureOptions):
         if len(units) > 1:
             text = "a run certifies one kind of change, but the units of --eps differ"
             raise UsageError(text, "Run it once for each: --eps 1patch, then --eps 2/255.")
-        unit: Any = "".join(units)
+        unit: Any = "".join(units)  # the single unit, or "" if --eps is empty or has none
         if not unit and self.norm in WHOLE:
             unit = self.norm
         return unit or None

@@ -157,7 +157,7 @@ def _choose_direction(slope: Tensor, memory: list[CurvaturePair]) -> Tensor:
         memory: the latest steps, each with the fall of the gradient along it.
     """
     direction = slope
-    shares = []
+    shares = []  # alpha in the book, by step from the last to the first
     for pair in reversed(memory):
         share = pair.weight * _dot(pair.step, direction)
         direction = direction - share * pair.fall
@@ -174,7 +174,7 @@ def _choose_direction(slope: Tensor, memory: list[CurvaturePair]) -> Tensor:
         scale = torch.where(last.weight > 0, 1 / curvature, scale)
     direction = scale * direction
     for pair, share in zip(memory, reversed(shares), strict=True):
-        back = pair.weight * _dot(pair.fall, direction)
+        back = pair.weight * _dot(pair.fall, direction)  # beta in the book
         direction = direction + (share - back) * pair.step
     # If the step points downhill, follow the gradient instead.
     plain = _FIRST * (slope / steepness)
@@ -279,17 +279,23 @@ def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
 
 @dataclass(frozen=True)
 class _Objective:
-    """||J^T u|| / ||u|| as a function of rows of parameters: three points, copies, and u.
+    """||J^T u|| / ||u|| as a function of rows of parameters: three points, an angle, and u.
 
-    A point z stands for R sin|z| z / |z|, any point of the ball; t for (n / 3)^(sin^2 t) copies of
-    each leader. Unmasked, u is over the points, weighted by copies as in `weighted_norm`.
+    Parameters are any real numbers, so that the searches need no constraints:
+
+    - a vector z for each of three points, two leaders and a follower: R sin|z| z / |z|, a point of
+    the ball of radius R;
+    - an angle t: each leader has (n / 3)^(sin^2 t) copies, between 1 and n / 3. All other tokens
+    are copies of the follower;
+    - u, a vector in the outputs of the tokens. Without a mask, u has an output for each of the
+    three points only, whose copies move together (`_measure`).
 
     Attributes:
-        head: in as few coordinates as it reads.
+        head: the head, for tokens in the coordinates of `_narrow_head`.
         radius: R.
-        n: tokens.
+        n: number of tokens.
         causal: whether later keys are masked.
-        whole: whether the copies are rounded, and stay.
+        whole: whether numbers of copies are rounded to whole numbers, which a search then keeps.
     """
 
     head: Heads

@@ -241,6 +241,24 @@ class Explicit:
             whole = torch.cat([*map(_show_heads, parts)], self.axis)
         return self.arrange_product(whole)
 
+    def arrange(self, arrange_pairs: Callable[[Tensor], Tensor]) -> Explicit:
+        """Return the logits and P with other axes, also in the gradients of `pull`.
+
+        Args:
+            arrange_pairs: converts logits or P to these axes.
+        """
+        # A tensor that multiplies v but has no row for each query is not P: keep it as it is.
+        weights = self.weights
+        if weights.numel() % self.logits[..., 0].numel() == 0:
+            weights = arrange_pairs(weights)
+        return replace(
+            self,
+            logits=arrange_pairs(self.logits),
+            p=arrange_pairs(self.p),
+            weights=weights,
+            arrange_product=arrange_pairs,
+        )
+
 
 Role = Literal["sample", "window", "head", "token"]
 ROLES: tuple[Role, ...] = ("sample", "window", "head", "token")
@@ -433,31 +451,19 @@ class AttentionCall:
             return layout.arrange(pairs.reshape(*rows, -1), samples)
 
         if isinstance(form, Explicit):
-            # A tensor that multiplies v but has no row for each query is not P: keep it as it is.
-            weights = form.weights
-            if weights.numel() % rows.numel() == 0:
-                weights = arrange_pairs(weights)
-            form = replace(
-                form,
-                logits=arrange_pairs(form.logits),
-                p=arrange_pairs(form.p),
-                weights=weights,
-                arrange_product=arrange_pairs,
-            )
-        else:
-            mask = form.mask
-            if form.causal and not layout.keeps_queries:
-                # `causal` hides keys by the position of a query along the model's axis of queries.
-                # The layout divides this axis, so make an explicit mask first.
-                mask = hide_later_keys(self.q.shape[-2], keys, mask, self.q)
-                form = replace(form, causal=False)
-            if mask is not None and layout.is_plain:
-                # No axis moves, so the mask need not be expanded to all heads: that takes memory.
-                mask = mask[(None,) * (4 - mask.ndim)]
-            elif mask is not None:
-                mask = arrange_pairs(mask.expand(*rows, keys))
-            form = replace(form, mask=mask)
-        return replace(self, q=q, k=k, v=v, output=o, form=form)
+            return replace(self, q=q, k=k, v=v, output=o, form=form.arrange(arrange_pairs))
+        mask = form.mask
+        if form.causal and not layout.keeps_queries:
+            # `causal` hides keys by the position of a query along the model's axis of queries. The
+            # layout divides this axis, so make an explicit mask first.
+            mask = hide_later_keys(self.q.shape[-2], keys, mask, self.q)
+            form = replace(form, causal=False)
+        if mask is not None and layout.is_plain:
+            # No axis moves, so the mask need not be expanded to all heads: that takes memory.
+            mask = mask[(None,) * (4 - mask.ndim)]
+        elif mask is not None:
+            mask = arrange_pairs(mask.expand(*rows, keys))
+        return replace(self, q=q, k=k, v=v, output=o, form=replace(form, mask=mask))
 
 
 OnAttention = Callable[[AttentionCall, Address], object]

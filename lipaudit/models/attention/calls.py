@@ -90,10 +90,8 @@ def join_linears(linears: Sequence[Linear]) -> Linear:
 
     def arrange(*parts: Tensor) -> Tensor:
         """Return the outputs of all maps side by side, one token per row."""
-        rows = []
-        for linear, y in zip(linears, parts, strict=True):
-            rows.append(linear.outputs(y))
-        return torch.cat(rows, 1)
+        pairs = zip(linears, parts, strict=True)
+        return torch.cat([linear.outputs(y) for linear, y in pairs], 1)
 
     return Linear(linears[0].x, torch.cat(weights, 1), torch.cat(biases), arrange)
 

@@ -237,9 +237,8 @@ def _find_query_factors(moved: Mapping[str, _Moved], size: int) -> tuple[Factor,
             heads.append(one)
     if not heads:
         return TOKENS
-    factors = []
-    for count, single in _split_axis(size, -1, {"columns": heads}):
-        factors.append(Factor("head" if single else "token", count))
+    parts = _split_axis(size, -1, {"columns": heads})
+    factors = [Factor("head" if single else "token", count) for count, single in parts]
     return _free_sizes(factors, "token")
 
 

@@ -192,9 +192,7 @@ def _compute_largest_row_sum(linear: Linearization) -> JacobianNorms:
             f"the inf norm of {m} outputs takes {m} backward passes per sample",
             f"Use --norm 2, or an output of at most {MOST_ROWS} entries.",
         )
-    sums = []
-    for i in range(m):
-        sums.append(_compute_rows(linear, i).abs().sum(1, dtype=torch.float64))
+    sums = [_compute_rows(linear, i).abs().sum(1, dtype=torch.float64) for i in range(m)]
     largest = torch.stack(sums, 1).amax(1)
     return _make_exact(linear, largest, m, "rows")
 

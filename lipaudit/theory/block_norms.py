@@ -324,7 +324,9 @@ def row_spread(centred: Centred, length: Rows) -> Rows:
     """Return the smaller of two upper limits of ||F_i||, F_i with the columns P_ij (v_j - o_i).
 
     The first limit is the Frobenius norm, given as `length`. The second is the Schatten-4 norm,
-    the fourth root of `power` from `sum_spread`, raised by three errors (u = eps / 2):
+    the fourth root of the sum of sigma^4 over the singular values of F_i, which is never larger in
+    exact arithmetic. It is the fourth root of `power` from `sum_spread`, raised by three errors
+    (u = eps / 2):
 
     * underflow: numbers below the smallest one become 0;
     * `error`: rounding of the sums in `power`;
@@ -361,10 +363,13 @@ def value_key_norm(
 ) -> PerHead:
     """Bound ||A B^T||, where A and B are the derivatives of the output through values and keys.
 
-    For g with the rows g_l, (n, d_v), A B^T g = H a. H_il is (P F_l^T g_l)_i, where F_l has the
-    columns P_lj (v_j - o_l), and a has the rows a_l = W_V^T u_l, u_l = s W_K q_l. With numbers
-    rho_l >= ||P F_l^T||,
-    ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g|| ||diag(rho) a||. So the spectral
+    For a matrix g with the rows g_l, (n, d_v), A B^T g is a product H a:
+
+    * H, (n, n), has the columns P F_l^T g_l, where F_l has the columns P_lj (v_j - o_l);
+    * a, (n, d_v), has the rows a_l = W_V^T u_l with u_l = s W_K q_l.
+
+    Take numbers rho_l >= ||P F_l^T||. Then column l of H has at most the length rho_l ||g_l||, so
+    ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g||_F ||diag(rho) a||. So the spectral
     norm of diag(rho) a is a bound. The Schatten-8 norm of diag(rho) a is returned: it is no
     smaller, and needs no eigenvalues.
 
@@ -383,9 +388,10 @@ def value_key_norm(
 def _bound_mixed_rows(centred: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"]) -> Rows:
     """Return rho_l >= ||P F_l^T|| of every query, where F_l has the columns P_lj (v_j - o_l).
 
-    For a unit vector e and y = P^T e, P = e y^T + P' with e^T P' = 0. So
-    rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2 is a bound, for every e >= 0. If e is near the
-    leading left singular vector of P, P' is small and the bound is tight.
+    Forming P F_l^T for every query l would be too expensive. So P is split into a matrix of rank
+    one and the rest: for a unit vector e and y = P^T e, P = e y^T + P' with e^T P' = 0. Then
+    ||P F_l^T||^2 <= ||F_l y||^2 + ||P'||^2 ||F_l||^2, which is rho_l^2, for every e >= 0. If e is
+    near the leading left singular vector of P, P' is small and the bound is tight.
 
     Args:
         centred: P, values and outputs.

@@ -355,20 +355,27 @@ def _choose_limits(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a_ij and b_ij: on a ball of radius rho no log P_ij grows by more than its limit.
+    """Bound how fast each attention weight P_ij can grow around X.
 
-    The limit is a_ij rho + b_ij ||A|| rho^2, A = s W_Q W_K^T. Logit ij has the gradient
-    z_j = s W_Q k_j in token i and u_i = s W_K q_i in token j; E_i is the mean over the keys with
-    weights P_i. The tokens move by e_l, sum_l ||e_l||^2 <= rho^2. By the convexity of exp, log
-    P_ij grows by at most the change of logit ij less the mean change of the logits of row i. With
-    c_l = delta_jl - P_il this difference has two parts. <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>
-    is linear in the moves, with a coefficient of length a_ij. e_i^T A sum_l c_l e_l is at most
-    ||A|| (|c_i| ||e_i||^2 + ||e_i|| (sum_{l != i} c_l^2)^1/2 (rho^2 - ||e_i||^2)^1/2).
+    On a ball of radius rho, log P_ij grows by at most a_ij rho + b_ij ||A|| rho^2 with
+    A = s W_Q W_K^T. The proof, for moves e_l of the tokens with sum_l ||e_l||^2 <= rho^2:
+
+    * Logit ij has the gradient z_j = s W_Q k_j in token i, and u_i = s W_K q_i in token j. E_i is
+      the mean over the keys with the weights P_i, and c_l = delta_jl - P_il.
+    * exp is convex. So log P_ij grows by at most the change of logit ij less the mean change of
+      the logits of row i. This difference has a linear and a quadratic part.
+    * The linear part is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>. The length of its coefficients
+      is at most a_ij.
+    * The quadratic part is e_i^T A sum_l c_l e_l, which is at most
+      ||A|| (|c_i| ||e_i||^2 + ||e_i|| (sum_{l != i} c_l^2)^1/2 (rho^2 - ||e_i||^2)^1/2).
 
     Args:
         p: P, (batch, heads, n, m).
         z: ||z_j - E_i z||, in the same shape.
         u: ||u_i||, (batch, heads, n, 1).
+
+    Returns:
+        a and b, (batch, heads, n, m).
     """
     others = _others(p)  # 1 - P_ij
     # For each i and j, (batch, heads, n, m): |c_i| = P_ii, or 1 - P_ii where j = i.
@@ -444,16 +451,18 @@ def bound_moves(point: BallPoint, rho: float) -> BallLimits:
 def bound_curvature(point: BallPoint, on: BallLimits) -> PerHead:
     """Bound the largest second derivative of the output O on a ball, given upper limits there.
 
-    f_j are the moves of the tokens, with sum_j ||f_j||^2 = 1. With x_j = ||f_j||^2 and
-    y = spread x, row i of the second derivative is at most, in norm,
-    sum_j columns_ij x_j + diagonal_i x_i + 2 mixed_i (x_i y_i)^1/2. The last term is at most a
-    multiple of x_i plus a multiple of y_i. So row i is at most (H x)_i for some matrix H, and the
-    second derivative is at most the length of the longest column of H.
+    The second derivative takes moves f_j of the tokens, with sum_j ||f_j||^2 = 1, to a change of
+    every output. With x_j = ||f_j||^2 and y = spread x, the change of output i has at most the
+    norm sum_j columns_ij x_j + diagonal_i x_i + 2 mixed_i (x_i y_i)^1/2. The last term is at most
+    a multiple of x_i plus a multiple of y_i. So the norm is at most (H x)_i for some matrix H. As
+    the x_j sum to 1, ||H x|| is at most the length of the longest column of H.
 
     Args:
         point: quantities at the centre X.
         on: upper limits on the ball.
     """
+    # At X (`point`), w is ||v_j - o_i||, wv is ||W_V||, and a is ||s W_Q W_K^T||. On the ball
+    # (`on`), z and v are standard deviations of gradients and values, and u is ||s W_K q_i||.
     widest = point.w.amax(-1, keepdim=True)
     longest = widest + on.shift  # of v_j - o_i, on the whole ball
     # The changes of the logits of query i have a standard deviation of at most

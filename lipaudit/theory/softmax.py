@@ -244,7 +244,10 @@ def _step_secular(rows: _Ordered, gap: Tensor, t: Tensor) -> Tensor:
 
     lambda solves the characteristic equation sum_j p_j / (p_j - lambda) = 0. With
     r_j(t) = p_j / (lambda - p_j) the equation is sum_{j>1} r_j(t) = p_(1) / (gap - t), where j = 1
-    is the largest entry. One step replaces the left side by c + b / t'. For
+    is the largest entry.
+
+    The left side has a pole at t = 0, near which Newton's method converges slowly. So one step
+    replaces the left side by a function with this pole, c + b / t'. For
     b = t^2 sum_j r_j (1 + r_j) / lambda this has the same value and slope at t' = t, and is larger
     elsewhere. The better solution t' is the root of (c + b / t') (gap - t') = p_(1).
 

@@ -468,7 +468,8 @@ def _read_projection(
         local = _compute_local_map(form, source, rows)
         return Projection(weight, bias, local, form.kind)
     # A norm over all heads follows the linear map: each output channel depends on the columns of
-    # all heads. So every head gets all columns, and its own rows of the joint Jacobian.
+    # all heads, and `form.columns` has one row with all of them, (1, e). So every head gets all
+    # columns, and its own rows of the joint Jacobian.
     heads = source.t.shape[1]
     # (windows, tokens, heads d, e): with all heads joined, the axis of heads has size 1.
     local = _compute_local_map(form, source.join_heads(), rows)[:, 0]

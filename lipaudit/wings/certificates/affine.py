@@ -204,8 +204,11 @@ def align_blocks(x: Form, y: Form) -> None:
     """Store the errors that both forms have in the same way, in place.
 
     Blocks store error coefficients sparsely. Coefficients of the same symbol can only be added if
-    both forms have them in a block with the same layers, or both have them dense.
+    both forms have them in a block with the same layers, or both have them dense. For x + f(x),
+    both forms have the errors of x. If f has changed how the block stores them, both blocks become
+    dense.
     """
+    # Blocks of the same errors have the same key.
     x_blocks = {block.key: block for block in x.blocks}
     for block in y.blocks:
         shared = x_blocks.get(block.key)

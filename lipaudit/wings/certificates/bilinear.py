@@ -386,6 +386,10 @@ def _count_product_symbols(
 def _choose_products(pairs: FactorPairs, layers: int, dtype: torch.dtype) -> Tensor:
     """Return the `layers` largest products r_ij g_sj of each row i, (layers, heads, i, d).
 
+    In O = P V, an error of weight P_ij, at most r_ij, is multiplied by symbol s of value j, with
+    the coefficient g_sj. The caller gives each of these products an error symbol of its own. All
+    other products become slack.
+
     Args:
         pairs: one or two pairs of radii r, (*b, i, j), of the weights of keys j, and coefficients
             g, (symbols, *b, j, d), of their values; *b are the heads.

@@ -320,9 +320,10 @@ class Form(Tensor):
     def split_by_row(self) -> Form:
         """Rewrite the blocks so that each symbol acts in one row of the last axis, in place.
 
-        Blocks store coefficients of error symbols sparsely. After the rewrite, an operation that
-        mixes entries of a row only can be applied to blocks and to dense coefficients alike. If a
-        block cannot be rewritten, all coefficients become dense.
+        Blocks store coefficients of error symbols sparsely: an entry has coefficients for the
+        symbols of its group only. After the rewrite, every row is one group. So an operation that
+        mixes the entries of a row, such as a product with weights, can be applied to blocks and to
+        dense coefficients alike. If a block cannot be rewritten, all coefficients become dense.
         """
         blocks = []
         for block in self.blocks:

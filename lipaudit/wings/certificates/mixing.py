@@ -363,8 +363,11 @@ def _bound_by_chords(p: Tensor, r: Tensor) -> Tensor:
 def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     """Return the form of rho = log sum_j p_j e^(d_j) per row, as q / 2 +- error; for order 2.
 
+    rho is how far the logarithm of the sum in a softmax moves on the ball, one number per row.
     q = sum p d^2: p are softmax weights, and d_j is the deviation of score j from the weighted
-    mean of its row. At order 2 a form also has coefficients of products of two input symbols.
+    mean of its row. At order 2 a form also has coefficients of products of two input symbols, and
+    q / 2 is written with them. A form of order 1 has it in its slack.
+
     With d = L + R, where L is linear in the input symbols and R is the rest,
     q = sum p L^2 + sum p (2 L R + R^2). The first sum becomes coefficients of products. The second
     sum is in [-first, first + second], where `first` bounds |sum p 2 L R| and `second` bounds
@@ -393,8 +396,9 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     # Rounding of the quadratic part, and of p, which is not exactly the softmax.
     radius = d.radii.linear + d.nonlinear_radius
     rounding = bound_rounding(2 * keys + 4 * LIBRARY_ULPS, dtype) * _sum_row(p * radius.square())
-    linear = d.dense[:n]
+    linear = d.dense[:n]  # the coefficients of L, (inputs, *rows, keys)
     half = (p / 2).to(dtype)
+    # (symbols, *rows, 1): the products of inputs get coefficients, the inputs themselves get 0.
     coefficients = d.dense.new_zeros(symbols.first_error, *second.shape)
     coefficients[n:] = symbols.sum_products(linear * half, linear)
     slack = round_up(slack + 2 * rounding, keys + 32)

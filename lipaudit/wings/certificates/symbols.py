@@ -274,13 +274,18 @@ class Symbols:
     def _bound_quadratic(self, q: Float[Tensor, "b n n"]) -> Float[Tensor, "2 b"]:
         """Return upper bounds of max e^T Q e and of -min e^T Q e over the unit ball.
 
-        On the L2 ball the maximum is the largest eigenvalue of Q. On the box, for any w_i > 0, it
-        is at most the largest eigenvalue of Q_ij / (w_i w_j), if positive, times sum w_i^2, as
-        e_i^2 <= 1. With w_i^2 = sum_j |Q_ij| no eigenvalue is above 1: the bound is at most
-        sum |Q_ij|, and it is exact for a square.
+        On the L2 ball the maximum is the largest eigenvalue of Q, or 0 if that is negative.
+
+        On the box, e^T Q e = f^T Q' f with f_i = w_i e_i and Q'_ij = Q_ij / (w_i w_j), for any
+        w_i > 0. As e_i^2 <= 1, ||f||^2 is at most sum w_i^2, and the maximum at most the largest
+        eigenvalue of Q', if positive, times sum w_i^2. With w_i^2 = sum_j |Q_ij| no eigenvalue is
+        above 1: the bound is at most sum |Q_ij|, and it is exact for the square of a coordinate.
 
         `bound_norms` bounds the largest absolute value of an eigenvalue. To bound the largest
         eigenvalue, Q is shifted: it is at most ||Q + m I|| - m for any m > 0.
+
+        Args:
+            q: b symmetric matrices Q, with a row and a column for each input e_i.
         """
         dtype = q.dtype
         sum_of_weights = q.new_ones(len(q), dtype=DOUBLE)

@@ -375,7 +375,9 @@ def _find_pair(
     if options.text_column is None or label is not None:
         return None
     texts = tables.choose_text_columns(table, options)
-    return texts if len(texts) == 2 else None
+    if len(texts) != 2:
+        return None
+    return texts
 
 
 def _list_words(

@@ -38,7 +38,7 @@ def describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
     The facts are lists with an item per head (`kinds`, `inputs`, `module_inputs`, `reasons`) or
     per layer (`layers`). `apart` is for a note, which advises --input module. It lists the layers
     whose queries read another input than keys and values, so that the norm varies both inputs
-    independently. With --input module, the norm is by the arguments of the module.
+    independently. With --input module, the norm varies the arguments of the module instead.
     """
     names = ("kinds", "inputs", "module_inputs", "reasons", "layers", "apart")
     facts: Facts = {name: [] for name in names}

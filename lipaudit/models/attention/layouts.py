@@ -359,15 +359,15 @@ def _choose_samples(
 
     With 2 samples and q of shape (8, 3, tokens, width), `leading` may be ((8 windows), (3 heads)).
     The two results have the first axis as (samples, 4 windows) and as (4 windows, samples). Other
-    batches have other numbers of windows, in larger images for example. So the results hold the
-    size 0, which means that it follows from the size of the axis.
+    batches may have other numbers of windows, for example of larger images. So the 4 becomes 0,
+    an open size, which then follows from the size of the axis (`_free_sizes`).
 
     Args:
         leading: the factors of each leading axis, as the linear maps behind q, k and v show them.
         samples: number of samples in the batch.
     """
     for number, axis in enumerate(leading):
-        for place, factor in enumerate(axis):
+        for position, factor in enumerate(axis):
             if factor.role != "window" or factor.size % samples:
                 continue
             windows = Factor("window", factor.size // samples)
@@ -377,7 +377,7 @@ def _choose_samples(
                 orders = [[Factor("sample")]]
             for order in orders:
                 axes = [list(factors) for factors in leading]
-                axes[number][place : place + 1] = order
+                axes[number][position : position + 1] = order  # in place of the windows
                 yield tuple(_free_sizes(factors, "window") for factors in axes)
 
 

@@ -170,18 +170,20 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Marks are bits: _SAMPLE depends on the sample; _OUTER, like q_i + k_j, on all pairs of
         entries; _PAIR is a pair.
         """
-        a = self._find_marks(left)
-        b = self._find_marks(right)
-        if not (a and b):  # one factor is a weight: a linear map, whose result is no pair
+        of_left = self._find_marks(left)
+        of_right = self._find_marks(right)
+        if not (
+            of_left and of_right
+        ):  # one factor is a weight: a linear map, whose result is no pair
             marks = _SAMPLE
             # A map to one column scores each entry, as in additive attention w tanh(q_i + k_j).
             if out.ndim == 1 or out.shape[-1] == 1:
-                marks |= (a | b) & _OUTER
+                marks |= (of_left | of_right) & _OUTER
             return marks
-        one_is_pair = (a ^ b) & _PAIR
+        one_is_pair = (of_left ^ of_right) & _PAIR  # exactly one
         # The axis of the factor that is no pair and that the product keeps: the channels of the
         # values. With a single channel, the factor holds no values, and the result is a pair.
-        channels = left.shape[-2:-1] if b & _PAIR else right.shape[-1:]
+        channels = left.shape[-2:-1] if of_right & _PAIR else right.shape[-1:]
         if tuple(channels) == (1,) or not one_is_pair:
             return _SAMPLE | _PAIR
         return self._count_use()

@@ -541,6 +541,7 @@ def restore(module: nn.Module) -> Iterator[None]:
         for name in ("_parameters", "_buffers", "_modules"):
             table = getattr(part, name)
             tables.append((part, name, table, dict(table.items())))
+    # A move to another dtype or device gives the same tensors, and their gradients, new data.
     tensors = (*module.parameters(), *module.buffers())
     values = [(t, t.data, t.requires_grad) for t in tensors]
     gradients = [(p, p.grad, p.grad.data) for p in module.parameters() if p.grad is not None]

@@ -474,12 +474,15 @@ class _Krylov:
 
         The norm must be proven to `within`, and accurate to `tol` by an estimate or a proof.
         """
+        is_proven = self.proves(within)
+        if not is_proven.any():  # the first steps, where an estimate cannot end any problem
+            return self.exhausted
         # Eigenvalues of A = J J^T are squares of norms: a relative error tol of a norm is an error
         # of (1 + tol)^2 - 1 of the eigenvalue.
         estimate = kato_temple(self.ritz, self.shorter, self.beta)
         is_accurate = estimate <= (1 + tol) ** 2 - 1
         is_accurate |= self.proves(tol)
-        return (self.proves(within) & is_accurate) | self.exhausted
+        return (is_proven & is_accurate) | self.exhausted
 
     def proves(self, share: float) -> Tensor:
         """Return where the norm is proven to be at most 1 + share times the estimate.

@@ -64,9 +64,7 @@ class HeadProducts:
         # [q k v] = x W, and `pull` by its transpose. J J^T u = J_qkv (I kron W^T W) J_qkv^T u
         # needs only the small Gram matrix W^T W of each head, not the width D of the tokens.
         pulled = self.attend.pull(u.view_as(self.attend.o))
-        images = []
-        for y, gram in zip(pulled, self.grams, strict=True):
-            images.append(_times_gram(y, gram))
+        images = [_times_gram(y, gram) for y, gram in zip(pulled, self.grams, strict=True)]
         return self.attend.push(images).flatten(1)
 
     def pulled_norm(self, u: Tensor) -> Tensor:

@@ -358,13 +358,13 @@ class _Krylov:
         self.done = torch.zeros(count, dtype=torch.bool)
         self.exhausted = torch.zeros_like(self.done)
         self.t = torch.zeros(count, 0, 0, dtype=torch.float64)
-        self.beta = torch.zeros(count, dtype=torch.float64)
-        self.ritz = torch.zeros(count, 0, dtype=torch.float64)
+        self.beta = torch.zeros_like(length)
+        self.ritz = self.t.new_zeros(count, 0)
         self.shorter = self.ritz
         # log(1 / delta); `advance` adds log beta_k of each step. See `probabilistic_limit`.
         self.level = length.log() - _compute_log_delta(self.size)
-        self.exponent = torch.zeros(count, dtype=torch.int64)
-        self.repeated = torch.zeros(count, dtype=torch.int64)
+        self.exponent = torch.zeros_like(self.index)
+        self.repeated = torch.zeros_like(self.index)
 
     def image(self, products: Products) -> Tensor:
         """Return A times the newest basis vector; in the first step, scale A to about size one.

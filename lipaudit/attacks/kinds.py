@@ -57,11 +57,14 @@ class AttackKind:
         masked: whether it respects masked positions, and supports a model that needs to know the
             samples (text).
         targeted: whether it aims at one class after the other, perhaps several in one batch.
-        effort: cost of a turn: one gradient, in which case restarts add nothing; `steps`
-            gradients; `queries` forward passes; or, for every change of a text (`edits`), a
-            gradient and `queries` forward passes, in which case restarts add nothing; or a forward
-            pass for every example of `--transfer` (`points`), without restarts; or `steps` times
-            a gradient and `queries` forward passes (`swaps`), without restarts.
+        effort: what one run on a sample costs. Only attacks of `steps` and `queries` have
+            restarts.
+            gradient: one gradient.
+            steps: `steps` gradients.
+            queries: `queries` forward passes.
+            edits: for every change of a text, a gradient and `queries` forward passes.
+            points: a forward pass for every example of `--transfer`.
+            swaps: `steps` times a gradient and `queries` forward passes.
         steps: default iterations; None: those of `Attack`.
         queries: default forward passes; None: those of `Attack`.
         restarts: default starts; None: those of `Attack`.
@@ -201,7 +204,7 @@ class Attack:
         """Return the largest number of runs on a sample: starts times target classes per start."""
         if self.kind.effort in ("steps", "queries"):
             return self.restarts * self.aims
-        return 1  # attacks of other kinds have no restarts
+        return 1  # attacks with another effort have no restarts
 
     def estimate_cost(self, radius: Radius) -> int:
         """Return the largest cost of the attack on one sample, in forward passes.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from lipaudit.gate.comparison import Comparison, HeadChange, Pair
+from lipaudit.gate.comparison import Comparison, HeadChange, Pair, SampleChange
 from lipaudit.gate.ranking import Ranking
 from lipaudit.gate.rules import find_words
 from lipaudit.gate.verdicts import Judgement, format_change
@@ -158,8 +158,8 @@ def make_comparison_page(
     opening = open_page(answer, "", facts, warnings)
     chapters[1:1] = blocks.list_steps(steps)  # after the first chapter: what changed
     page = make_pages(reports, [opening, *chapters], short=short)
-    which = f"{len(pairs)} models" if several else pairs[0].new
-    return replace(page, title=f"lipaudit: {which} against {pairs[0].old}")
+    which = f"{len(pairs)} models" if several else new[0]
+    return replace(page, title=f"lipaudit: {which} against {old}")
 
 
 def _list_excluded(pair: Pair) -> Iterator[str]:
@@ -222,9 +222,9 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     moved = {i for i, verdict in enumerate(shown) if verdict.status in MOVED}
     title = f"Figures, proven changes first{count_part(shown, judged)}"
     found += tabulate_rows(columns, rows, title, strong=moved)
-    if shown and not short:
-        found.append(Paragraph(OF_FIGURES))
     if not short:
+        if shown:
+            found.append(Paragraph(OF_FIGURES))
         found += blocks.list_notes(Note.info("differs", text) for text in pair.notes)
     return found
 
@@ -345,11 +345,30 @@ def _show_samples(
     rows = list_names([sample.id for sample in shown], places)
     for row, sample in zip(rows, shown, strict=True):
         row["became"] = describe_flip(sample)
-    counts = Counter(chain.from_iterable(sample.figures for sample in shown))
+    if not short:
+        _add_figures(shown, columns, rows)
+    title = "Samples that changed" + count_part(shown, flipped)
+    counted = f"Samples that got worse: {len(worse)}. Samples that only got better: {len(better)}."
+    found: list[Block] = [Paragraph(counted), *tabulate_rows(columns, rows, title)]
+    if not short:
+        found += show_flipped(flipped, reports)
+    return found
+
+
+def _add_figures(
+    samples: Sequence[SampleChange], columns: dict[str, Column], rows: Sequence[Cells]
+) -> None:
+    """Add to a table of samples the metrics that half of the samples have: old and new value.
+
+    Args:
+        samples: the samples.
+        columns: the columns of the table.
+        rows: the cells of the table, a row for each sample.
+    """
+    counts = Counter(chain.from_iterable(sample.figures for sample in samples))
     for metric, known in counts.most_common():
         name, _, trial = metric.partition("@")
-        # Shown if half of the samples have the metric; the short page has no room.
-        if short or 2 * known < len(shown):
+        if 2 * known < len(samples):
             continue
         if name.split(".")[-1] in FLAGS:  # yes-or-no results: the column `became` shows them
             continue
@@ -357,15 +376,9 @@ def _show_samples(
         for end, when in enumerate(("old", "new")):
             key = f"{metric}, {when}"
             columns[key] = replace(column, label=join_texts((find_words(name), trial, when)))
-            for row, sample in zip(rows, shown, strict=True):
+            for row, sample in zip(rows, samples, strict=True):
                 if metric in sample.figures:
                     row[key] = sample.figures[metric][end]
-    title = "Samples that changed" + count_part(shown, flipped)
-    counted = f"Samples that got worse: {len(worse)}. Samples that only got better: {len(better)}."
-    found: list[Block] = [Paragraph(counted), *tabulate_rows(columns, rows, title)]
-    if not short:
-        found += show_flipped(flipped, reports)
-    return found
 
 
 # Rankings
@@ -465,6 +478,7 @@ def _read_ranked(ranking: Ranking) -> dict[str, str]:
     figures = {}
     for model in ranking.models:
         if model.difference is not None:
+            # `values` is a text such as "64.8% -> 51.6%": the best model, then this model.
             best, _, figures[model.model] = model.difference.values.partition(" -> ")
             figures.setdefault(ranking.models[0].model, best)
     return figures

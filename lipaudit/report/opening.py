@@ -386,9 +386,10 @@ def _suggest_radii(report: Report, summary: Section) -> Iterator[_Step]:
     """Yield the step to attack with more radii, if attacks broke the model in a ball."""
     for row in _find_broken(summary)[:1]:
         if row.norm not in WHOLE:  # in WHOLE, changes are counted: there are few radii to try
-            words = ("attack", *_spell_model(report), *_spell_data(report), "--attack", "pgd")
+            model_and_data = (*_spell_model(report), *_spell_data(report))
             radii = ("--norm", row.norm, "--eps", f"0:{row.radius}:9")
-            yield "Find the radius at which attacks begin to succeed.", (*words, *radii)
+            words = ("attack", *model_and_data, "--attack", "pgd", *radii)
+            yield "Find the radius at which attacks begin to succeed.", words
 
 
 def _suggest_more(report: Report, summary: Section) -> Iterator[tuple[str, str, str]]:

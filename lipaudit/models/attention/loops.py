@@ -22,10 +22,12 @@ class Reads(NamedTuple):
 
 @dataclass
 class Surveyed:
-    """A layer, and data for the rest of the pass.
+    """An attention call of the pass that finds the layers, with data to compare it to the others.
+
+    The pass runs two samples.
 
     Attributes:
-        site: its site.
+        site: where the call is, and how it is read.
         parts: q, k and v of both samples, (windows, heads, tokens, width).
         first: q, k and v of the first sample; empty tensors if a window holds both samples.
         origins: the linear maps behind q, k and v. Their tensors take memory, and are stored only
@@ -99,7 +101,10 @@ def mark_parts(layers: Collection[Surveyed]) -> None:
 def _group(
     layers: Collection[Surveyed], are_alike: Callable[[Surveyed, Surveyed], bool]
 ) -> list[list[Surveyed]]:
-    """Return groups of two or more layers that are alike, by a test of two layers."""
+    """Return groups of two or more layers that are alike, by a test of two layers.
+
+    A layer joins the first group whose first layer passes the test with it.
+    """
     groups: list[list[Surveyed]] = []
     for layer in layers:
         for group in groups:

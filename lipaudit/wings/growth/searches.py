@@ -71,7 +71,7 @@ def climb(
         direction = _choose_direction(last.slope, memory)
         position = _search_line(heights, last, direction, idle < _PATIENCE)
         pair = _make_pair(position.x - last.x, last.slope - position.slope)
-        memory = [*memory[1 - _MEMORY :], pair]
+        memory = [*memory[1 - _MEMORY :], pair]  # the last _MEMORY steps
         gains = position.height - last.height > gain * position.height.abs()
         idle = torch.where(gains, 0.0, idle + 1)
         if bool((idle >= _PATIENCE).all()):
@@ -125,7 +125,7 @@ def _search_line(heights: Heights, start: Position, step: Tensor, active: Tensor
         step: the step of each row.
         active: which rows move.
     """
-    promised = _dot(step, start.slope)[:, 0]
+    promised = _dot(step, start.slope)[:, 0]  # the rise that the gradient predicts
     rounding = torch.finfo(step.dtype).eps ** 0.5
     # At a maximum, the predicted rise is too small to be seen beside rounding errors.
     is_top = promised <= rounding * start.height.abs()

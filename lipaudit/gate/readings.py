@@ -305,8 +305,10 @@ def find_contradiction(section: Section, column: str) -> str:
                     where = f"{section.measure}.{name} of {key}"
                 else:
                     where = section.measure
-                text = f"{where} is {cell:.4g}, and its samples give {expected:.4g}"
-                return f"{text}: the report contradicts itself"
+                return (
+                    f"{where} is {cell:.4g}, and its samples give {expected:.4g}: the report "
+                    "contradicts itself"
+                )
     return ""
 
 
@@ -365,8 +367,8 @@ def _name_row(row: Row, section: Section) -> Key:
     """Return the name of a row in rules, from the columns that tell it from the other rows."""
     known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
     if "layer" in row:  # `layer 3 head 1`, `layer 0 part MLP`, `layer 0 head 0 mode real n 8`
-        shown = [key for key in ("layer", "head", "part", "mode", "n", "r") if key in known]
-        return " ".join(f"{key} {known[key]}" for key in shown)
+        ends = ("from", "to", "module")
+        return " ".join(f"{key} {cell}" for key, cell in known.items() if key not in ends)
     if row.key:  # an attack and a ball: `pgd,linf,2/255`
         return row.key
     if known:  # the ends of a Jacobian, or a module: `pixels,logits`, `blocks.0`
@@ -487,8 +489,10 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
     if how is not None and not how.per:
         stored = section.arrays.get(how.values)
     if how is None or stored is None:
-        why = "is stored only over all samples of a report, and the two reports have others"
-        raise BaselineError(f"{metric} {why}")
+        raise BaselineError(
+            f"{metric} is stored only over all samples of a report, and the two reports have "
+            "others"
+        )
     weights = None
     if how.weights in section.arrays:
         weights = section.arrays[how.weights].numpy()[:, take]

@@ -289,8 +289,10 @@ class Round:
         name = attack.name
         if trial.label != name:
             name = f"{name} of {trial.label}"
-        text = f"{name}, {trial.key.ball}: robust accuracy at most {survivors / samples:.1%} "
-        return text + f"({survivors} of {samples} samples)"
+        return (
+            f"{name}, {trial.key.ball}: robust accuracy at most {survivors / samples:.1%} "
+            f"({survivors} of {samples} samples)"
+        )
 
     def _report_estimate(self) -> None:
         """Report how long all attacks take at most, and which flags make it shorter."""

@@ -179,8 +179,9 @@ class CertifyOptions(MeasureOptions):
         """Refuse options that are set and not allowed beside another option, named in `use`."""
         for known in self.options().values():
             if self._differs(known) and known.name not in allowed:
-                text = f"{known.flags[0]} has no meaning with {use}"
-                raise UsageError(text, "Leave one of the two out.")
+                raise UsageError(
+                    f"{known.flags[0]} has no meaning with {use}", "Leave one of the two out."
+                )
 
     @property
     def counted(self) -> Norm | None:
@@ -193,8 +194,10 @@ class CertifyOptions(MeasureOptions):
         """
         units = {radius.unit for radius in self.eps}
         if len(units) > 1:
-            text = "a run certifies one kind of change, but the units of --eps differ"
-            raise UsageError(text, "Run it once for each: --eps 1patch, then --eps 2/255.")
+            raise UsageError(
+                "a run certifies one kind of change, but the units of --eps differ",
+                "Run it once for each: --eps 1patch, then --eps 2/255.",
+            )
         unit: Any = "".join(units)  # the single unit, or "" if --eps is empty or has none
         if not unit and self.norm in WHOLE:
             unit = self.norm
@@ -213,8 +216,10 @@ class CertifyOptions(MeasureOptions):
         if self.smooth is None:
             return name, self
         if self.counted:
-            text = f"with --smooth certificates hold for balls, not for changed {self.counted}"
-            raise UsageError(text, "Give radii without a unit: --eps 0.25.")
+            raise UsageError(
+                f"with --smooth certificates hold for balls, not for changed {self.counted}",
+                "Give radii without a unit: --eps 0.25.",
+            )
         allowed = [*SMOOTHING_OPTIONS]
         if self.norm == "l2":  # certificates with --smooth are in L2
             allowed.append("norm")
@@ -244,8 +249,10 @@ class CertifyOptions(MeasureOptions):
                 "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
             )
         if self.export is not None and norm != "linf":
-            text = f"--export writes properties of boxes, and a ball of the norm {norm} is none"
-            raise UsageError(text, "Add --norm linf.")
+            raise UsageError(
+                f"--export writes properties of boxes, and a ball of the norm {norm} is none",
+                "Add --norm linf.",
+            )
         if norm == "words" and self.order == "2":
             raise UsageError("--order 2 has no rule for words", "Leave it out.")
         filled: dict[str, Any] = {"norm": norm, "eps": eps, "nodes": self.most_nodes}
@@ -309,10 +316,14 @@ class CertifyOptions(MeasureOptions):
             if kind is None or kind.counts == self.counted:  # a preset, or an attack that fits
                 continue
             if kind.counts is None:  # an attack on balls
-                text = f"--attack {attack} cannot change {self.counted}"
-                raise UsageError(text, f"Leave it out, or use --attack {self.counted}.")
-            text = f"certificates hold for balls, not for changed {kind.counts}"
-            raise UsageError(f"--attack {attack}: {text}", "Use --attack pgd.")
+                raise UsageError(
+                    f"--attack {attack} cannot change {self.counted}",
+                    f"Leave it out, or use --attack {self.counted}.",
+                )
+            raise UsageError(
+                f"--attack {attack}: certificates hold for balls, not for changed {kind.counts}",
+                "Use --attack pgd.",
+            )
         trials = read_plan(attack, norm=self.norm, radii=radii)
         return tuple(sorted(trials, key=lambda trial: trial.radius.value))
 

@@ -74,7 +74,7 @@ def climb(
         memory = [*memory[1 - _MEMORY :], pair]  # the last _MEMORY steps
         gains = position.height - last.height > gain * position.height.abs()
         idle = torch.where(gains, 0.0, idle + 1)
-        if bool((idle >= _PATIENCE).all()):
+        if (idle >= _PATIENCE).all():
             break
     return position
 

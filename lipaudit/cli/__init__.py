@@ -14,7 +14,7 @@ def main() -> None:
     gc.disable()
     try:
         from lipaudit.cli.app import app
-        from lipaudit.cli.output import Unheeded
+        from lipaudit.cli.output import GuardedStream
 
         # Stdout and stderr accept every character, also without a reader (None: closed).
         for name in ("stdout", "stderr"):
@@ -22,7 +22,7 @@ def main() -> None:
             # Strict streams of an ASCII terminal would end a long run with a UnicodeEncodeError.
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, Unheeded(stream))
+            setattr(sys, name, GuardedStream(stream))
         app()
     except KeyboardInterrupt:  # before the command line is read; commands say it themselves
         sys.stderr.write("error: interrupted\n")

@@ -50,8 +50,11 @@ def drop_output(stream: TextIO) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class Unheeded:
-    """A text stream that drops its text once the reader is gone."""
+class GuardedStream:
+    """A text stream for stdout and stderr, which neither its text nor its reader can break.
+
+    Control characters in the text become visible, and the text is dropped once the reader is gone.
+    """
 
     stream: TextIO
 

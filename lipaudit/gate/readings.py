@@ -395,8 +395,8 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
     """
     values = {}
     for name, cells in section.samples.items():
-        kind, trial = trials.parse_column(name)
-        if kind == rule.column:
+        column, trial = trials.parse_column(name)
+        if column == rule.column:
             if any(isinstance(cell, str) for cell in cells):
                 raise EvaluationError(f"{section.measure}.{name} holds text")
             values[trial or ""] = read_numbers(cells)
@@ -428,6 +428,7 @@ def _name_samples(section: Section, count: int) -> Sequence[str]:
 
 
 def _matches_all(key: Key, words: Sequence[str]) -> bool:
+    """Return whether a column matches all words of a selector, such as `pgd` and `2/255`."""
     if isinstance(key, TrialKey):
         return all(key.matches(word) for word in words)
     return not words

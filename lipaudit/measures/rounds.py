@@ -113,7 +113,7 @@ def prepare_chunks(
         settings["check"] = base.require_time
     for batch in batches:
         chunk = _make_chunk(net, batch, options, reader)
-        earlier = []
+        earlier = []  # the outcomes of the interrupted run
         examples = {}
         part = incomplete.get(batch.ids[0])
         if part is not None:

@@ -297,10 +297,11 @@ def _count_unlabelled(batch: Batch) -> int:
 def _find_directions(
     norms: JacobianNorms, linear: Linearization, labels: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the directions of the output of each sample for its shares, and which of them count.
+    """Return directions of the output of each sample, and which of them count, for its shares.
 
-    These are the leading left singular vectors of the Jacobian, (samples, vectors, outputs). Those
-    count whose singular values agree with the largest one to tol.
+    A share of a head is measured in each direction that counts; the sample has their mean. The
+    directions are the leading left singular vectors of the Jacobian, (samples, vectors, outputs).
+    Those count whose singular values agree with the largest one to tol, (samples, vectors).
 
     Without these vectors (--direction margin), the direction is that of the margin f_y - f_j:
     u = e_y - e_j, (samples, 1, classes), with unit vectors e, the class y and the next best class

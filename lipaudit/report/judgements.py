@@ -144,10 +144,7 @@ def make_comparison_page(
             warnings.append(note.add_lead(pair.new if several else ""))
         for chapter in _list_chapters(pair, places, reports, short=short):
             if several:
-                title = chapter.title
-                if pair.new not in title:
-                    title = f"{pair.new}: {title}"
-                chapter = replace(chapter, name=f"{chapter.name}-{number}", title=title)
+                chapter = _add_model(chapter, pair.new, number)
             chapters.append(chapter)
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
     old, *new = comparison.models
@@ -160,6 +157,22 @@ def make_comparison_page(
     page = make_pages(reports, [opening, *chapters], short=short)
     which = f"{len(pairs)} models" if several else new[0]
     return replace(page, title=f"lipaudit: {which} against {old}")
+
+
+def _add_model(chapter: Chapter, model: str, number: int) -> Chapter:
+    """Return a chapter with the model in its title, and a name that no other model's chapter has.
+
+    A page with several comparisons has the same chapters for each further model.
+
+    Args:
+        chapter: a chapter of the comparison with this model.
+        model: name of the model.
+        number: number of the comparison, from 1.
+    """
+    title = chapter.title
+    if model not in title:
+        title = f"{model}: {title}"
+    return replace(chapter, name=f"{chapter.name}-{number}", title=title)
 
 
 def _list_excluded(pair: Pair) -> Iterator[str]:

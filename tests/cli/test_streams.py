@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 import pytest
 
 from lipaudit.cli.app import Terminal, app
-from lipaudit.cli.output import Unheeded
+from lipaudit.cli.output import GuardedStream
 from lipaudit.cli.progress import OnStderr
 from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.prepare import Request, prepare
@@ -23,12 +23,12 @@ SHOWN = r"a\x1b]0;t\x07\x9b2J\x7f\u202e\u2028[red]"
 
 def test_streams_errors_and_json_show_control_characters_and_a_terminal_gets_colours(monkeypatch):
     written = io.StringIO()
-    Unheeded(written).write(f"{HOSTILE}\n\tb")
+    GuardedStream(written).write(f"{HOSTILE}\n\tb")
     assert written.getvalue() == f"{SHOWN}\n\tb"
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    Unheeded(terminal).write(f"\x1b[31mred\x1b[0m {HOSTILE}")
+    GuardedStream(terminal).write(f"\x1b[31mred\x1b[0m {HOSTILE}")
     assert terminal.getvalue() == f"\x1b[31mred\x1b[0m {SHOWN}"
     error = InputError(f"{HOSTILE}\n", HOSTILE)
     assert (error.message, error.advice) == (rf"{SHOWN}\x0a", SHOWN)

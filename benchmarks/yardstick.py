@@ -300,6 +300,7 @@ def measure(subject: Subject) -> dict[str, Any]:
         "about": subject.about,
         "trained": subject.trained,
         "data": subject.data,
+        "images": "mean" in report.run.preprocess,
         "figures": read_figures(report),
     }
 

@@ -156,7 +156,7 @@ ATTENTION_TABLE = Layout(
             column="intermediate",
             label="fragile attention rows",
             meaning="Share of rows neither flat nor one-hot, where softmax reacts. It says where, "
-            "not how robust: demo and demo:robust both have 81%.",
+            "not how robust: models with equal shares may differ in robust accuracy.",
             place=70,
             read=read_fragile,
             over_heads="mean",

@@ -89,7 +89,10 @@ def read_tightest(headline: Headline, section: Section, report: Report) -> Itera
     for name, of_bound in found.items():
         column = section.columns[name]
         if column.status == "certified":
-            text += f"; certified: {column.label} {_write_ratio(median(of_bound))}"
+            text += (
+                f"; for any input of no larger norm: {column.label} "
+                f"{_write_ratio(median(of_bound))}"
+            )
             break
     label = f"{headline.label}, {section.columns[best].label}"
     value = raise_ten(median(logs))
@@ -129,16 +132,18 @@ BOUNDS_TABLE = Layout(
             name="tightest_bound",
             column="exact",
             label="tightest bound",
-            meaning="The upper bound closest to ||J||: bound / ||J|| at the median head.",
+            meaning="The upper bound closest to ||J||: bound / ||J|| at the median head. It is "
+            "pointwise (holds at the measured samples only) unless it is certified.",
             place=80,
             read=read_tightest,
         ),
     ),
     display=Display(
         about="Norm ‖J‖ of each head: how much a small change of the head's own input can grow in "
-        "its output (median over the samples). Later layers may shrink it again, so the steepest "
-        "head need not carry most of the model's sensitivity (jacobian --shares).",
-        columns=("head", "input", "exact", "exact_max"),
+        "its output. Norms and bounds are medians over the samples; max ‖J‖ is the largest norm. "
+        "Later layers may shrink the change, so the steepest head need not carry most of the "
+        "model's sensitivity (jacobian --shares).",
+        columns=("head", "input", "exact"),
         by="exact",
         maps=("exact",),
         titles={"exact": "How steep each head is (norm ‖J‖)"},

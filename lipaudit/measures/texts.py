@@ -274,17 +274,18 @@ def describe_changes(
         trial = str(outcome.trial.key)
         pairs = zip(before.drafts, outcome.drafts, strict=True)
         for i, (old, new) in enumerate(pairs):
-            line = {
-                "id": ids[i],
-                "trial": trial,
-                **_name_columns(new),
-                "original": BETWEEN.join(_write(old)),
-                "changes": new.changes,
-                "tried": new.tried,
-                "possible": new.possible,
-                "robust": bool(outcome.robust[i]),
-            }
-            lines.append(line)
+            lines.append(
+                {
+                    "id": ids[i],
+                    "trial": trial,
+                    **_name_columns(new),
+                    "original": BETWEEN.join(_write(old)),
+                    "changes": new.changes,
+                    "tried": new.tried,
+                    "possible": new.possible,
+                    "robust": bool(outcome.robust[i]),
+                }
+            )
     return lines
 
 

@@ -141,7 +141,7 @@ def show_scorecard(summary: Section) -> list[Chapter]:
         figure = cells.format_value(row.value, column)
         rows.append((label, figure, cells.write_math(row.text)))
         meaning = known.get(row.name) or row.meaning
-        if row.norm in norms and row.norm not in WHOLE:
+        if row.norm in norms:
             meaning += f" {row.norm}: {norms[row.norm]}"
         meanings.append(cells.write_math(meaning))
     card = Card(rows, "; ".join(notes), meanings)

@@ -31,9 +31,8 @@ COMPARED = {
 They tell demo:robust from demo. The other figures of the file differ by less than 10%.
 """
 ABOUT = (
-    "Each model on its own data (docs/reference.md). Only figures that differ between demo:robust "
-    "(78.1% robust at linf 0.1) and demo (7.8%) are compared. Sensitivity via attention maps, the "
-    "median head, fragile rows and bound / ‖J‖ are nearly the same in both."
+    "Each model on its own data. Figures that hardly differ between a robust and an ordinary "
+    "model of the same architecture are left out: docs/reference.md has them."
 )
 
 
@@ -47,8 +46,9 @@ def list_known() -> tuple[Mapping[str, Any], ...]:
 def compare_with_known(report: Report, summary: Section) -> Iterator[Chapter]:
     """Yield a chapter with a table of the figures of a report and of known models, if any.
 
-    A known model has a row if it has one of the figures under equal conditions (`where`): in the
-    same ball of attacks, or from the same input to the same output.
+    A known model has a row if it reads images as the model of the report does, or neither does,
+    and if it has one of the figures under equal conditions (`where`): in the same ball of attacks,
+    or from the same input to the same output.
 
     Args:
         report: the report.
@@ -57,20 +57,24 @@ def compare_with_known(report: Report, summary: Section) -> Iterator[Chapter]:
     columns = cells.pick_columns("model")
     own: Cells = {"model": report.run.model.spec}
     others: dict[str, Cells] = {}
+    has_images = "mean" in report.run.preprocess  # only images have a mean
     for row in summary.rows:
-        label = COMPARED.get(row.name)
+        label = COMPARED.get(row.name, "")
         where = row.ball
         if row.name == "jacobian_norm":
             where = row.text.partition(",")[0]  # the input and the output: `pixels to logits`
         for model in list_known():
             name = model["name"]
+            # No comparison of images with texts, or of a model with itself.
+            if model["images"] != has_images or name == own["model"]:
+                continue
             figure = model["figures"].get(label)
-            # No comparison with itself.
-            if figure and figure["where"] == where and name != own["model"]:
+            if figure and figure["where"] == where:
                 others.setdefault(name, {"model": name})[row.metric] = figure["value"]
                 own[row.metric] = row.value
-                heading = join_texts([label or "", where])
-                columns[row.metric] = replace(describe_figure(row), label=heading, domain="")
+                columns[row.metric] = replace(
+                    describe_figure(row), label=join_texts([label, where]), domain=""
+                )
     if others:
         tables = tabulate_rows(columns, [own, *others.values()], strong={0})
         yield Chapter("reference", "Is that much?", (*tables, Paragraph(ABOUT)))

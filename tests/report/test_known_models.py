@@ -47,8 +47,8 @@ def test_a_page_has_the_figures_of_other_models_with_equal_ends_and_balls(report
         )
         shown = {row[0]: row[1:] for row in others}
         assert shown["demo:robust"][0] == pytest.approx(8.02, abs=0.01)
-        assert shown["MiniLM"][0] is None
-        assert shown["MiniLM"][1] == pytest.approx(12.3, abs=0.1)
+        assert shown["ViT-Ti at initialisation"][1] == pytest.approx(0.454, abs=0.001)
+        assert "MiniLM" not in shown  # it reads texts
         assert ("demo" in shown) == (each is report)
 
 
@@ -61,8 +61,20 @@ def test_only_figures_that_tell_a_robust_demo_from_another_are_compared():
         if abs(one - other) > 0.1 * max(one, other):
             different.append(label)
     assert different == list(reference.COMPARED.values())
-    assert f"{robust['robust accuracy']['value']:.1%} robust at linf 0.1" in reference.ABOUT
-    assert f"{known['demo']['robust accuracy']['value']:.1%}" in reference.ABOUT
+
+
+def test_a_model_of_texts_is_compared_with_models_of_texts(report):
+    run = report.run.model_copy(update={"preprocess": {}})
+    texts = report.model_copy(update={"run": run})
+    blocks = find_chapter(show(texts), "reference").blocks
+    (table,) = [block for block in blocks if isinstance(block, Table)]
+    assert [column.label for column in table.columns] == [
+        "model",
+        "steepest attention head, ||J||",
+    ]
+    own, *others = [row[0] for row in table.rows]
+    assert own == report.run.model.spec
+    assert others == ["MiniLM", "MiniLM at initialisation", "rxnmapper", "rxnfp"]
 
 
 def test_the_page_of_the_docs_has_every_stored_figure():

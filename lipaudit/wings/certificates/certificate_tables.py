@@ -48,10 +48,11 @@ def read_attacked(headline: Headline, section: Section, report: Report) -> Itera
 def read_certified(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the certified accuracy of every ball, with the number of undecided samples as text."""
     for row in section.rows:
-        remarks = [f"{row.samples} samples"]
+        count = (row.certified or 0) * row.samples
+        text = f"{count:.0f} of {row.samples} samples"
         if row.undecided:
-            remarks.append(f"{row.undecided} undecided")
-        yield from read_row(headline, section, row, *remarks)
+            text += f", {row.undecided} undecided"
+        yield from read_row(headline, section, row, text)
 
 
 CERTIFY_TABLE = Layout(
@@ -72,7 +73,8 @@ CERTIFY_TABLE = Layout(
             name="certified_accuracy",
             column="certified",
             label="certified accuracy",
-            meaning="Share of the samples proven correct for every input of the ball.",
+            meaning="Share of the samples proven correct for every input of the ball, in exact "
+            "arithmetic (rounding of a float32 run is not covered).",
             place=30,
             read=read_certified,
             sentence="{value:.1%} are certified at {ball} ({text}).",
@@ -81,9 +83,9 @@ CERTIFY_TABLE = Layout(
         ),
     ),
     display=Display(
-        about="The true robust accuracy is between the certified share (proven) and the robust "
-        "share (not broken by the attacks). eps is the radius in this norm: in units of the pixel "
-        "range 0 to 1, of embeddings, or a number of changes.",
+        about="The true robust accuracy of these samples is between the certified share (proven) "
+        "and the robust share (not broken by the attacks). eps is the radius in this norm: in "
+        "units of the pixel range 0 to 1, of embeddings, or a number of changes.",
         columns=(
             *("norm", "eps_text", "clean", "certified", "robust", "undecided", "places"),
             "samples",

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
-from lipaudit.measures import summarise
+from lipaudit.measures import list_headlines, summarise
 from lipaudit.report import blocks, cells, opening
 from lipaudit.report.blocks import Block, Card, Cells, Chapter, Document, Paragraph, Table
 from lipaudit.report.groups import show_groups
@@ -48,6 +48,8 @@ WORDS = Chapter(
 """The end of every other page."""
 SHORT = ("model", "data", "run", "reason")
 """Facts on one screen."""
+LAST = 1000
+"""The place of a chapter without a figure on the scorecard."""
 OF_SAMPLE = cells.pick_columns("figure", "value", "all", "from the worst")
 """The columns of the figures of one sample."""
 
@@ -100,6 +102,8 @@ def _open_report(
 def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iterator[Chapter]:
     """Yield a chapter for each measure, with one report or several reports side by side.
 
+    The chapters stand in the order of the scorecard: what attacks break comes before heads.
+
     Args:
         reports: the reports.
         shown: notes that the page already shows; the chapters leave these notes out.
@@ -110,7 +114,11 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
     for name, report in zip(names, reports, strict=True):
         for section in report.sections:
             measures.setdefault(section.measure, {})[name] = section
-    for position, (measure, sections) in enumerate(measures.items()):
+    # Reversed, so that the first headline of a measure stays.
+    places = {measure: headline.place for measure, headline in reversed(list_headlines())}
+    order = sorted(measures, key=lambda name: places.get(name.partition(".")[0], LAST))
+    for position, measure in enumerate(order):
+        sections = measures[measure]
         first = next(iter(sections.values()))
         if "" in sections:  # a single report
             parts = show_section(first, shown)
@@ -121,8 +129,9 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
         # maps on one scale: exact norms and shares. The pair comes after the first other block.
         if measure == "jacobian.shares" and "" in sections:
             pair = [*compare_steepness(reports[0].section("bounds"), first)]
-            others = [part for part in parts if not (pair and isinstance(part, blocks.Heatmap))]
-            parts = [*others[:1], *pair, *others[1:]]
+            if pair:
+                others = [part for part in parts if not isinstance(part, blocks.Heatmap)]
+                parts = [*others[:1], *pair, *others[1:]]
         folded = position > 0 and find_display(first).folded  # the first chapter is never folded
         yield Chapter(measure, name_chapter(first), parts, folded)
 
@@ -138,7 +147,7 @@ def _make_brief(report: Report, main: Section) -> Document:
     gaps = opening.describe_gaps(report)
     if gaps:
         first.append(Paragraph(f"Partial: {gaps}", "broken"))
-    chapters: list[Chapter] = []
+    chapters = []
     for section in report.sections:
         if section is main or find_display(section).brief:
             tables = [*show_brief(section)]
@@ -156,7 +165,7 @@ def _make_brief(report: Report, main: Section) -> Document:
 
 def make_card(report: Report) -> Document:
     """Return the page of `print(report)`: the model and the scorecard."""
-    warnings = list(summary.list_warnings(report))
+    warnings = summary.list_warnings(report)
     more = "lipaudit.render(report, 'table') has all sections."
     if warnings:
         more = f"Warnings: {len(warnings)}. {more}"
@@ -356,12 +365,7 @@ def choose_sample(report: Report, text: str) -> str:
         names = [*(i[:CHARACTERS] for i in every), *places.values()]
         advice = "`lipaudit inspect REPORT` lists the worst samples with their places."
         raise UsageError(f"the report has no sample {text!r}", suggestion(text, names, advice))
-    some = []
-    for sample in named[:MOST]:
-        if sample in places:
-            some.append(f"{sample[:CHARACTERS]} ({places[sample]})")
-        else:
-            some.append(sample)
+    some = [name_sample(sample, places) for sample in named[:MOST]]
     raise UsageError(f"{text!r} is {len(named)} samples", f"There are: {', '.join(some)}.")
 
 
@@ -549,21 +553,20 @@ def list_carriers(section: Section, sample: str) -> list[Table]:
     Each share has two parts: through the attention map (`pattern`) and through the values
     (`value`). Without measured shares there is no table.
     """
-    names: list[str] = [n for n in ("share", "pattern", "value") if n in section.arrays]
+    names = [n for n in ("share", "pattern", "value") if n in section.arrays]
     if section.measure != "jacobian.shares" or not names:
         return []
     place = section.ids.index(sample)  # column of the arrays, which are (heads, samples)
     values = {name: section.arrays[name].numpy()[:, place].tolist() for name in names}
-    order = sorted(range(len(section.rows)), key=lambda i: -order_values(values["share"][i]))
     columns = cells.pick_columns("head")
     columns |= {name: section.columns[name] for name in names}
     columns["all"] = replace(section.columns["share"], label="share, all")
     rows = []
-    for i in order[:MOST]:
-        row = section.rows[i]
+    for i, row in enumerate(section.rows):
         of_sample = {name: values[name][i] for name in names}
         rows.append({**row, **of_sample, "all": row.share})
-    return tabulate_rows(columns, rows, "Heads that carry this sample")
+    rows.sort(key=lambda row: -order_values(row["share"]))
+    return tabulate_rows(columns, rows[:MOST], "Heads that carry this sample")
 
 
 def record_sample(report: Report, sample: str) -> dict[str, Any]:

@@ -155,11 +155,12 @@ CLEAN = "clean_accuracy"
 ATTACKED = "attacked_accuracy"
 CERTIFIED = "certified_accuracy"
 NORM = "jacobian_norm"
+STEEPEST = "steepest_head"
 """Names of the figures that the answer and the next steps depend on."""
 
 
 def write_answer(summary: Section) -> Paragraph | None:
-    """Answer in a few sentences how robust a model is, and which head is steepest."""
+    """Answer in a few sentences how robust a model is; without attacks, how steep it is."""
     figures = group_values((row.name, row) for row in summary.rows)
     clean = figures.get(CLEAN, [])
     attacked = figures.get(ATTACKED, [])
@@ -172,7 +173,8 @@ def write_answer(summary: Section) -> Paragraph | None:
         worded = [row for row in rows if row.sentence]
         if name == ATTACKED:
             texts.append(_describe_attacked(clean, attacked, broken))
-        elif worded and not (name == NORM and attacked):  # with attacks, no sentence on the norm
+        # Norms are the answer only where no attack has measured what they mean.
+        elif worded and not (name in (NORM, STEEPEST) and attacked):
             # A figure may have a row for each ball; the last row is of the largest ball. Prefer
             # the largest ball with a positive figure.
             positive = [row for row in worded if order(row.value) > 0]

@@ -12,7 +12,8 @@ from PIL import Image
 import lipaudit
 from lipaudit.measures.base import Part
 from lipaudit.measures.texts import table
-from lipaudit.models.sources.loader import load_net, save_net
+from lipaudit.models.sources.loader import load_net
+from lipaudit.models.sources.saving import save_net
 from lipaudit.schema import dumps
 from tests.cli.test_fuzz import is_internal
 from tests.commands import invoke

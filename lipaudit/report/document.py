@@ -147,7 +147,7 @@ def _make_brief(report: Report, main: Section) -> Document:
     gaps = opening.describe_gaps(report)
     if gaps:
         first.append(Paragraph(f"Partial: {gaps}", "broken"))
-    chapters = []
+    chapters: list[Chapter] = []
     for section in report.sections:
         if section is main or find_display(section).brief:
             tables = [*show_brief(section)]
@@ -165,7 +165,7 @@ def _make_brief(report: Report, main: Section) -> Document:
 
 def make_card(report: Report) -> Document:
     """Return the page of `print(report)`: the model and the scorecard."""
-    warnings = summary.list_warnings(report)
+    warnings = list(summary.list_warnings(report))
     more = "lipaudit.render(report, 'table') has all sections."
     if warnings:
         more = f"Warnings: {len(warnings)}. {more}"
@@ -257,10 +257,9 @@ def list_warnings(reports: Sequence[Report]) -> list[Note]:
             owners.setdefault(note, []).append(name)
     warnings = []
     for note, names in owners.items():
-        lead = ""
         if len(names) < len(reports):
-            lead = ", ".join(names)
-        warnings.append(note.add_lead(lead))
+            note = note.add_lead(", ".join(names))
+        warnings.append(note)
     return warnings
 
 
@@ -384,7 +383,7 @@ def _find_named(every: Sequence[str], places: Mapping[str, str], text: str) -> l
         # Without remarks after a comma; folders become words.
         words = place.partition(",")[0].replace("/", " ")
         last = words.rpartition(" ")[2]
-        if sample in places and text in (place, last):
+        if text in (place, last):
             placed.append(sample)
     return placed or [sample for sample in every if sample.startswith(text)]
 
@@ -553,7 +552,7 @@ def list_carriers(section: Section, sample: str) -> list[Table]:
     Each share has two parts: through the attention map (`pattern`) and through the values
     (`value`). Without measured shares there is no table.
     """
-    names = [n for n in ("share", "pattern", "value") if n in section.arrays]
+    names: list[str] = [n for n in ("share", "pattern", "value") if n in section.arrays]
     if section.measure != "jacobian.shares" or not names:
         return []
     place = section.ids.index(sample)  # column of the arrays, which are (heads, samples)

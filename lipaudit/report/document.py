@@ -365,7 +365,7 @@ def choose_sample(report: Report, text: str) -> str:
         advice = "`lipaudit inspect REPORT` lists the worst samples with their places."
         raise UsageError(f"the report has no sample {text!r}", suggestion(text, names, advice))
     some = [name_sample(sample, places) for sample in named[:MOST]]
-    raise UsageError(f"{text!r} is {len(named)} samples", f"There are: {', '.join(some)}.")
+    raise UsageError(f"{text!r} is {len(named)} samples", f"There are: {'; '.join(some)}.")
 
 
 def _find_named(every: Sequence[str], places: Mapping[str, str], text: str) -> list[str]:

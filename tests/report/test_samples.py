@@ -108,7 +108,7 @@ def test_it_goes_by_its_id_the_beginning_of_it_and_its_place(placed):
     for said in (IDS[7], IDS[7][:3], "cat/7.png", "7.png"):
         assert choose_sample(placed, said) == IDS[7]
     for said, message, advice in (
-        ("1.png", "'1.png' is 2 samples", "There are: 010101010101 (cat/1.png), 151515151515"),
+        ("1.png", "'1.png' is 2 samples", "There are: 010101010101, cat/1.png; 151515151515, "),
         ("cta/7.png", "no sample 'cta/7.png'", "Did you mean 'cat/7.png'"),
         ("", "'' is 24 samples", "There are: "),
     ):

@@ -472,11 +472,11 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     total = x.centre.sum(-1, keepdim=True)
     centre = product.centre + (1 - total) * constant
     constant = constant.abs()
-    # Rounding, n = keys. An added coefficient has n - 1 sums, a product and the difference from the
-    # old one, which is rounded by a share of both. The share of the new one makes n + 1 roundings,
-    # of its radius; 4 leave room. The share of the old one is in `product.slack`: both functions
-    # that make products count at least one rounding more than they have. The centre has n - 1
-    # sums, a difference, a product and a sum in float64: n + 2 roundings, of at most `size`.
+    # Rounding, n = keys. An added coefficient has n - 1 sums, a product and the difference from
+    # the old one, which is rounded by a share of both. The share of the new one makes n + 1
+    # roundings, of its radius; 4 leave room. The share of the old one is in `product.slack`: both
+    # functions that make products count at least one rounding more than they have. The centre has
+    # n - 1 sums, a difference, a product and a sum in float64: n + 2 roundings, of at most `size`.
     # `tiny`: each product and sum may underflow.
     radius = x.symbol_radius.sum(-1, keepdim=True) * constant
     size = 1 + x.centre.abs().sum(-1, keepdim=True)

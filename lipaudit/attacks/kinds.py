@@ -302,9 +302,10 @@ def read_plan(
     `custom:NAME,NAME` is one ensemble. Which of the radii a name gets:
 
     - an attack on balls: the radii without a unit (`2/255`);
-    - an attack that counts changes, such as replaced words: the radii with its unit (`2words`).
-    If there are none, the radii without a unit, but only if no name of `--attack` is an attack on
-    balls, which would take these. Otherwise its default radii.
+    - an attack that counts changes, such as replaced words: the radii with its unit (`2words`);
+    - the same, if no radius has its unit: the radii without a unit (`--attack words --eps 2`),
+    unless another name of `--attack` is an attack on balls, which takes these;
+    - the same, if no radius is left: its default radii.
 
     Args:
         attack: names, separated by commas.

@@ -367,8 +367,9 @@ def _name_row(row: Row, section: Section) -> Key:
     """Return the name of a row in rules, from the columns that tell it from the other rows."""
     known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
     if "layer" in row:  # `layer 3 head 1`, `layer 0 part MLP`, `layer 0 head 0 mode real n 8`
-        ends = ("from", "to", "module")
-        return " ".join(f"{key} {cell}" for key, cell in known.items() if key not in ends)
+        # Not needed to tell rows apart: all have the same ends, and each layer has its module.
+        redundant = ("from", "to", "module")
+        return " ".join(f"{key} {cell}" for key, cell in known.items() if key not in redundant)
     if row.key:  # an attack and a ball: `pgd,linf,2/255`
         return row.key
     if known:  # the ends of a Jacobian, or a module: `pixels,logits`, `blocks.0`

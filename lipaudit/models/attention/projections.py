@@ -409,8 +409,8 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     if index is None:
         index = attribute_rows(find_token_rows(source), samples, total)
     rows = index.rows(samples)
-    # If it is known, check by gradients that t reads no other tokens. An affine map needs no such
-    # check: `_read_projection` compares it with the values of t at all tokens.
+    # If `decode` found the tokens, check by gradients that t reads no others on this batch. An
+    # affine map needs no such check: `_read_projection` compares it with t at all tokens.
     if is_known and form.kind != "affine" and not graph.reads_only(source, rows):
         raise NotClosedForm("reads other tokens than in the first pass", "changed")
     projection = _read_projection(form, source, linear, rows)

@@ -300,7 +300,7 @@ def _leave_out_refused(
             is_last = len(notes) + 1 == len(request.measures)  # all others were refused, too
             if name not in request.optional or is_last:
                 raise
-            text = f"{name} was left out: {error.message}"
+            text = f"{name} was not measured here: {error.message}"
             if error.advice:
                 text += f". {error.advice}"
             notes.append(Note.warn(LEFT_OUT, text))
@@ -331,7 +331,7 @@ def leave_out_layers(job: Job, error: Exception) -> Job | None:
     if not others or not {*left_out} <= {*request.optional}:
         return None
     counts = {name: job.counts[name] for name in others}
-    note = Note.info(LEFT_OUT, f"{' and '.join(left_out)} were left out: {error.message}")
+    note = Note.info(LEFT_OUT, f"{' and '.join(left_out)} were not measured here: {error.message}")
     smaller = replace(request, measures=others)
     return replace(job, request=smaller, counts=counts, notes=(*job.notes, note))
 

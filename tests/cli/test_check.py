@@ -37,7 +37,7 @@ def test_what_is_left_out_has_no_closed_form_or_is_no_softmax_has_a_reason():
     ((reason, heads),) = seen["heads"].items()
     assert (heads, f"{reason}: 2" in text) == (2, True)
     assert "attack" not in seen["measures"]
-    assert any(note.startswith("attack was left out: ") for note in seen["notes"])
+    assert any(note.startswith("attack was not measured here: ") for note in seen["notes"])
     seen, _ = check(
         "py:tests.cli.own:attention", "--model-kwargs", "kind=sigmoid", "--samples", "2"
     )
@@ -47,7 +47,7 @@ def test_what_is_left_out_has_no_closed_form_or_is_no_softmax_has_a_reason():
     seen, text = check("py:tests.cli.own:convolution")
     assert (seen["layers"], "no attention was found" in text) == (0, True)
     (note,) = [note for note in seen["notes"] if "attention" in note]
-    assert note.startswith("bounds and attention were left out: no attention was found")
+    assert note.startswith("bounds and attention were not measured here: no attention was found")
     assert not {"bounds", "attention"} & {*seen["measures"]}
 
 

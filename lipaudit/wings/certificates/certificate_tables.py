@@ -85,7 +85,8 @@ CERTIFY_TABLE = Layout(
     display=Display(
         about="The true robust accuracy of these samples is between the certified share (proven) "
         "and the robust share (not broken by the attacks). eps is the radius in this norm: in "
-        "units of the pixel range 0 to 1, of embeddings, or a number of changes.",
+        "units of the pixel range 0 to 1, of embeddings, or a number of changes. If all samples "
+        "are certified, try a larger --eps.",
         columns=(
             *("norm", "eps_text", "clean", "certified", "robust", "undecided", "places"),
             "samples",

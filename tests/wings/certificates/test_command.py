@@ -116,7 +116,7 @@ def test_an_audit_certifies_on_demand_and_says_where_it_cannot():
     assert (proven["metric"], proven["radius"]) == ("certify.certified@linf,0.01", "0.01")
     done = certify(*asked, command="audit", model="sorting")
     assert {s["measure"] for s in json.loads(done.stdout)["sections"]} == {"jacobian"}
-    assert "certify was left out: no certificate for this model" in done.stderr
+    assert "certify was not measured here: no certificate for this model" in done.stderr
 
 
 def test_from_python_an_audit_certifies_what_it_attacks():

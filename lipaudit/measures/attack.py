@@ -58,7 +58,7 @@ ATTACK_TABLE = Layout(
             column="robust",
             label="robust accuracy",
             meaning="Share of samples that stay correct under all attacks of this radius. At most "
-            "so many are robust: other attacks or changes may break more.",
+            "this share is robust: other attacks or changes may break more.",
             place=20,
             read=read_worst,
             rule="attack.robust >= -2pp",

@@ -312,7 +312,8 @@ class _AttackRun:
             attack: the attack, adapted to the model.
             ball: the ball, in which the start is drawn.
             rows: the samples that survived the earlier turns.
-            finished: number of earlier turns; each start has `attack.aims` turns, one per target.
+            finished: number of pairs (start, target class) of earlier turns; each start has
+                `attack.aims` targets.
         """
         x = self.chunk.x
         restart, first = divmod(finished, attack.aims)

@@ -424,6 +424,7 @@ def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tu
         BaselineError: the reports lack the values per sample.
         EvaluationError: a value is not finite.
     """
+    # `take`: indices of the shared samples in this section; None if the sections have no ids.
     both = []
     for section, take in zip(shared.sections, shared.takes, strict=True):
         reading = readings.read(
@@ -557,6 +558,7 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
             f"{rule.text!r}: the variation of a maximum is unknown",
             "Use an absolute limit for `max`, or judge p95.",
         )
+    # `each`: a test for each row of a table, by the median over samples, unless the row is a mean.
     stat = rule.stat
     least = statistics.LEAST.get(stat, FEWEST)
     if stat == "each" and readings.is_mean(rule) and rule.limit.kind == "difference":

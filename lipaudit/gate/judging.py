@@ -156,10 +156,9 @@ def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
     for rule in rules or choose_rules(baseline):
         if rule.group:
             groups.list_own_members(rule, baseline, "the baseline")
-        # An absolute limit is on the current report, which may have rows that the baseline lacks:
-        # so it is not checked here. Calibration errors (ece) are checked even with an absolute
-        # limit. Whether a report has them depends on the number of samples, which is equal in both
-        # reports. Only errors on transferred examples (transfer) may be in one report alone.
+        # Absolute limits are not checked: the current report may have rows that the baseline
+        # lacks. But calibration errors (ece) are: both reports have them, or neither, as that
+        # depends on the number of samples. Only those of transferred examples may be in one alone.
         is_calibration = rule.column.startswith("ece") and "transfer" not in rule.text
         if is_calibration or rule.limit.kind != "absolute":
             examine(rule, baseline, baseline, typed=bool(rules))
@@ -270,7 +269,7 @@ def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[ContrastKey,
     if len(p_values) > 1 and all(c.evidence and c.evidence.of_signs for c in contrasts):
         changes = np.stack([contrast.changes for contrast in contrasts])  # (rows, samples)
         # Rows whose changes are usually below a quarter of the limit (QUIET) are not tested: they
-        # cannot break the limit.
+        # cannot break the limit. Their p-value is 1, and the other rows are corrected for fewer.
         quiet = statistics.QUIET * max(0.0, compute_margin(rule))
         adjusted = statistics.correct_jointly(changes - null, quiet).tolist()
         return dict(zip(p_values, adjusted, strict=True))

@@ -73,7 +73,8 @@ def read(
     take = list(range(len(section.ids)))
     if samples is not None:
         take = list(samples)
-    # By row or per-sample column: the figure, and the values of the samples behind it, (samples,).
+    # By row or per-sample column. `points`: the figure. `pairs`: the values of the samples behind
+    # it, (samples,), which the values of the other report are paired with.
     points = {}
     pairs = {}
     if rule.per_sample:

@@ -171,7 +171,10 @@ def _make_text_classifier(net: Net, batch: Batch, chunk: Chunk, sign: int) -> tu
     reader = chunk.texts.reader
 
     def make_logits(scores: Tensor) -> Tensor:
-        """Return log p and -FAR as the logits of two classes, (rows, 2).
+        """Return +-log p and -FAR as the logits of two classes, (rows, 2).
+
+        Attacks lower the first logit against the second one. With sign 1 they lower log p, with
+        sign -1 they raise it (a target). The second is a constant, so that rivals have no effect.
 
         Scores: (rows, scores), first log p of the continuation, then log p of its rivals.
         """

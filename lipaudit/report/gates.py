@@ -111,7 +111,7 @@ def make_judgement_page(
         tone = "open"
     elif not all(verdict.proven for verdict in judgement.verdicts):
         tone = "open"
-    # The first word of the answer says the same as these.
+    # The answer begins with `ending`, so the reason must not begin with the same words.
     reason = write_arrows(judgement.reason).removeprefix("not proven: ").removeprefix("pass: ")
     text = f"{ending.upper()} (exit code {judgement.exit_code}): {reason}."
     if judgement.outcome != "pass":

@@ -74,7 +74,9 @@ def _climb_in_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
     for step in range(AT_X + UPHILL):
         norm, move_gradient, u = _differentiate_norm(heads, triangle, move, _unit_matrices(u))
         largest = torch.maximum(largest, norm)
-        if step >= AT_X:  # to the edge of the ball in half of the ascent, along the edge after it
+        if step >= AT_X:
+            # Not a step added to the old move, but the best move for the linearised norm: the
+            # direction of the gradient, with a length that grows to r in half of the ascent.
             share = min(1.0, 2 * (step - AT_X + 1) / UPHILL)
             move = r * share * _unit_matrices(move_gradient)
     return largest

@@ -282,7 +282,9 @@ def block_norms(
     if joint:
         # (A + B) C^T: the columns of W_Q are in the span of a basis X with ||X|| <= 1. A limit is
         # P_il ||(W_V^T + w_il u_i^T) X|| t_l <= P_il (||W_V^T X|| + ||w_il|| ||X^T u_i||) t_l.
-        # C (A + B)^T is its transpose.
+        # C (A + B)^T is its transpose. With separate inputs of queries and keys, C acts on another
+        # input than A and B, and these products are 0. `shared` is ||W_V^T X||, `inside` has the
+        # ||X^T u_i||.
         overlap = rows.shared * centred.p
         overlap.addcmul_(pw, rows.inside).mul_(t.mT)
         matrix += overlap

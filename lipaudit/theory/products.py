@@ -196,7 +196,7 @@ class LayerProducts:
         If the attention maps P_h are held constant, J sends a move X of the tokens to the move
         sum_h P_h X W_V,h W_O,h of the output. The guess is the image of an X = b y^T. First a
         vector b over the tokens is chosen for which the P_h b are long, and then the best y over
-        the channels. The guess is 0 if the values are not x W_V + b.
+        the channels. The guess is 0 if the values are no affine map of the tokens.
         """
         attend = self.attend
         weight = attend.value_weight  # W_V,h, (heads, D, dv)
@@ -208,7 +208,7 @@ class LayerProducts:
                 channels = self.out.shape[2]
             return attend.o.new_zeros(problems // count, n * channels)
         # `sizes`: how much each head counts in the choice of b.
-        if self.out is None:
+        if self.out is None:  # before W_O each head has its own channels, scaled by its gain
             sizes = attend.v.new_ones(count)
             weight = self.gains[:, None, None] * weight
         else:
@@ -289,9 +289,14 @@ def _find_leading(multiply: Products, start: Tensor) -> Tensor:
 
 
 def head_products(heads: Heads) -> HeadProducts:
-    """Return the map u -> J J^T u of every head of a layer, on every batch row."""
+    """Return the map u -> J J^T u of every head of a layer, on every batch row.
+
+    J = A W: a move of the tokens is multiplied by weights, then A gives the output. So J J^T is
+    A (W W^T) A^T, and of the weights only their Gram matrix is needed.
+    """
     attend = linearize_attention(heads)
-    # One input, or two: that of the queries, that of keys and values.
+    # One group of weights (heads, D, channels) for each input: the tokens, or those of the queries
+    # and those of keys and values.
     return HeadProducts(attend, [group.weight.mT @ group.weight for group in attend.groups])
 
 

@@ -444,11 +444,12 @@ class _Krylov:
         alpha = (w * last).sum(2, keepdim=True)
         w = torch.addcmul(w, alpha, last, value=-1)
         if self.steps:
-            # Subtract beta_{k-1} u_{k-1} first. The loop over all basis vectors below then removes
-            # rounding errors only, so one pass is enough.
+            # Subtract beta_{k-1} u_{k-1} first (`coupling` is beta_{k-1}). The loop over all basis
+            # vectors below then removes rounding errors only, so one pass is enough.
             before = self._vector(self.steps - 1)
             w.addcmul_(self.coupling, before, value=-1)
         for i, block in enumerate(self.basis):
+            # A block holds `_GROWTH` vectors, the last one fewer: the slice ends with the block.
             count = self.steps + 1 - _GROWTH * i  # of vectors in this block and later ones
             vectors = block[:, :count]
             w.baddbmm_(w @ vectors.mT, vectors, alpha=-1)

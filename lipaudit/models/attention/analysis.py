@@ -64,9 +64,9 @@ def _try_layouts(layouts: Sequence[AxisLayout], call: AttentionCall, batch: Batc
     """
     failures: list[Analysis] = []
     for layout in layouts:
-        kinds: list[str] = []  # of q, k and v, such as affine; filled by `_read_layout`
+        kinds: list[str] = []  # of q, k and v, such as affine; filled by `_read_structure`
         try:
-            structure = _read_layout(call.arrange(layout, len(batch)), batch, kinds)
+            structure = _read_structure(call.arrange(layout, len(batch)), batch, kinds)
         except NotClosedForm as obstacle:
             failures.append(Analysis(layout, tuple(kinds), None, obstacle.reason))
         except RuntimeError as error:
@@ -81,7 +81,7 @@ def _try_layouts(layouts: Sequence[AxisLayout], call: AttentionCall, batch: Batc
     return failures[0]
 
 
-def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture.Structure:
+def _read_structure(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture.Structure:
     """Return how q, k and v of a call are computed, if that gives a closed form of its Jacobian.
 
     The closed form is compared with autograd.
@@ -99,7 +99,8 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
     leaves = [call.origins.leaves(t) for t in (call.q, call.k, call.v)]
     forms, problems = _decode_projections(call, leaves, len(batch), kinds)
     try:
-        # `relative`: the logits with their graph if they depend on q or k beyond q k^T, else None.
+        # `relative`: the logits with their graph if they depend on q or k beyond q k^T, as with
+        # relative positions whose embeddings are multiplied by q; else None.
         attention, relative = read_product(call, batch, None)
     except NotClosedForm as obstacle:
         problems.append(obstacle.reason)

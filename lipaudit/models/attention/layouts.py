@@ -74,6 +74,8 @@ def find_layouts(call: AttentionCall, samples: int) -> tuple[AxisLayout, ...]:
     try:
         # Which vectors of q, k and v change with a channel or a token of these maps.
         moved = {name: _move_inputs(t, leaves[name]) for name, t in tensors.items()}
+        # Each leading axis is a product of samples, windows and heads: an axis of size 24 may be
+        # 2 samples x 3 windows x 4 heads.
         axes = enumerate(call.q.shape[:-2])
         leading = [_find_factors(moved, axis, size) for axis, size in axes]
         queries = _find_query_factors(moved, call.q.shape[-2])

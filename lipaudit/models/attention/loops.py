@@ -73,7 +73,7 @@ def find_loops(layers: Collection[Surveyed]) -> list[Loop]:
     # For each test of two calls: the axes along which calls that pass may be joined. Calls with
     # the same linear maps may be heads (axis 1) or chunks of queries (axis 2). Calls with
     # different maps can only be heads: their queries need not be tokens of one sequence.
-    axes_by_test = {_share_maps: (1, 2), _share_values: (1,)}
+    axes_by_test = {_share_maps: (1, 2), _read_same_tokens: (1,)}
     for are_alike, axes in axes_by_test.items():
         for group in _group(layers, are_alike):
             axis = _find_loop_axis(group)
@@ -226,11 +226,11 @@ def _share_input(a: Surveyed, b: Surveyed) -> bool:
     return a.site.line == b.site.line and bool(roots[0]) and roots[0] == roots[1]
 
 
-def _share_values(a: Surveyed, b: Surveyed) -> bool:
-    """Say whether two calls may be heads with different linear maps, computed in a loop.
+def _read_same_tokens(a: Surveyed, b: Surveyed) -> bool:
+    """Say whether the linear maps of two calls read the same tokens of one tensor.
 
-    Such calls have the same shapes and the same form of logits, and their linear maps read the
-    same tokens of one tensor.
+    With equal shapes and an equal form of the logits, too, the calls may be two heads of one layer
+    with maps of their own, which the model computes in a loop over heads.
     """
     if not a.form or a.form != b.form or a.shapes != b.shapes:
         return False

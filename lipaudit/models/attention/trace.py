@@ -323,9 +323,10 @@ class Tracer(AttentionMode):
         """Return the output of an attention call without its graph, so that the graph is freed.
 
         The result is a new leaf of the autograd graph if a later layer needs gradients with
-        respect to it.
+        respect to it. The first pass, the survey, finds where layers begin, so it makes every
+        output a leaf. Later passes make a leaf only where the survey found the start of a layer.
         """
-        if self.cut_at is None:  # a survey cuts at every output that depends on the sample
+        if self.cut_at is None:  # a survey; without a gradient, no sample changes the output
             is_new_leaf = output.requires_grad
         else:  # the survey has found that a layer starts here
             is_new_leaf = address in self.cut_at

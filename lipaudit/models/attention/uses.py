@@ -90,7 +90,10 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op of torch, and mark its result by how it depends on the sample."""
+        """Run an op of torch, and mark its result by how it depends on the sample.
+
+        The marks are bits: depends on the sample; is a pair, such as q k^T (see `_mark_product`).
+        """
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "overloadpacket", func).__name__
         given = [self._find_marks(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -167,22 +170,21 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with a third one is a use of attention (P v). A product of two pairs, or of two tensors
         that are no pairs, is a pair.
 
-        Marks are bits: _SAMPLE depends on the sample; _OUTER, like q_i + k_j, on all pairs of
-        entries; _PAIR is a pair.
+        Marks are bits. _SAMPLE: the tensor depends on the sample. _OUTER: it has an entry for each
+        pair of tokens, as the sum q_i + k_j has. _PAIR: it is a pair, as above.
         """
         of_left = self._find_marks(left)
         of_right = self._find_marks(right)
-        if not (
-            of_left and of_right
-        ):  # one factor is a weight: a linear map, whose result is no pair
+        if not (of_left and of_right):
+            # One factor is a weight: a linear map, whose result is no pair.
             marks = _SAMPLE
             # A map to one column scores each entry, as in additive attention w tanh(q_i + k_j).
             if out.ndim == 1 or out.shape[-1] == 1:
                 marks |= (of_left | of_right) & _OUTER
             return marks
         one_is_pair = (of_left ^ of_right) & _PAIR  # exactly one
-        # The axis of the factor that is no pair and that the product keeps: the channels of the
-        # values. With a single channel, the factor holds no values, and the result is a pair.
+        # If one is a pair: the axis of the other factor that the product keeps, the channels of
+        # the values. With a single channel, this factor holds no values, and the result is a pair.
         channels = left.shape[-2:-1] if of_right & _PAIR else right.shape[-1:]
         if tuple(channels) == (1,) or not one_is_pair:
             return _SAMPLE | _PAIR

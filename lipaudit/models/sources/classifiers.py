@@ -338,7 +338,8 @@ def _score_rows(
     # Logits at a position score the next token. They are needed from the last token of the
     # shortest prompt up to the last token but one of a row.
     first = int(is_scored.int().argmax(1).min()) - 1
-    # Equal rows run once: `is_run` are the rows that run, `run_of_row` is the run of each row.
+    # Equal rows run once: `is_run` are the rows that run, `run_of_row` is the run of each row. The
+    # last token of a row is never an input, so rows with continuations of one token are equal.
     is_run, run_of_row = _merge_equal_rows(in_continuation.sum(2) == 1)
     logits = net.next_logits(z[is_run, :-1], first)
     is_scored = is_scored[:, first + 1 :]

@@ -171,8 +171,8 @@ class Placement:
                     if dtype is not None and values.is_floating_point() and not is_read_elsewhere:
                         new_dtype = dtype
                     values = values.to(device, new_dtype)
-                # Case 2: the disk, for values that are in memory. (Case 3: values on the CPU whose
-                # storage torch cannot resize, because the memory is a file that is mapped.)
+                # Case 3 is a storage on the CPU that torch cannot resize: it is a mapped file, and
+                # stays as it is. All other values of the disk are case 2: in memory, to be mapped.
                 elif values.device.type != CPU or values.untyped_storage().resizable():
                     values = _map_weight(values, Path(folder, str(number)))
                 parameter = nn.Parameter(values, requires_grad=False)

@@ -213,7 +213,7 @@ def align_blocks(x: Form, y: Form) -> None:
     for block in y.blocks:
         shared = x_blocks.get(block.key)
         if shared is not None and not block.has_layers_of(shared):
-            x.make_dense()
+            x.make_dense()  # and below y, because both forms share `dense_keys`
             break
     # If a block of one form is dense in another form (`dense_keys`), it becomes dense here, too.
     # `make_dense` adds the other blocks of the form to `dense_keys`, which may make the second

@@ -299,6 +299,8 @@ def _mark_rearranged(call: Call, node: Node) -> None:
     """
     indices = torch.arange(node.read.numel(), device=node.read.device)
     indices = indices.view(node.read.shape)
+    # Other forms among the arguments, such as the `other` of `expand_as`, only lend their shapes:
+    # their masks have the same shapes.
     args = tree_map_only(Node, lambda other: other.read, call.args[1:])
     moved = call.func(indices, *args, **call.kwargs)
     if len(call.results) == 1:

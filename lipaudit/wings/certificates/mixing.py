@@ -105,8 +105,9 @@ def log_softmax(
         log_p, is_masked = _log_softmax(rows)
         if not is_masked.any():
             return log_p
-        # For keys with a weight below e^-1000, `_log_softmax` returns the constant 0. The true
-        # logarithm is the score minus log-sum-exp: finite unless the score is -inf.
+        # For keys with a weight below e^-1000, `_log_softmax` returns 0 as a placeholder, which is
+        # replaced here. The true logarithm is the score minus log-sum-exp: finite unless the score
+        # is -inf. `log_p` gives log-sum-exp: score - log p of any key that is not masked.
         log_of_masked = affine.sub(rows, _log_sum(rows, log_p))
         return affine.where(is_masked, log_of_masked, log_p)
 

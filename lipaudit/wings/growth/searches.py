@@ -326,8 +326,8 @@ class _Objective:
     def _draw_points(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw two leaders and a follower that attends to both, (count, 3, D), all of length 1.
 
-        Leaders are on opposite sides of the ball, where their values differ most. Every other
-        token is a copy of the follower.
+        Leaders are on opposite sides of the ball, where their values differ most. The caller makes
+        all other tokens copies of the follower.
         """
         to_q, to_k, to_v = affine_projections(self.head)
         wq = to_q.weight[0]

@@ -241,8 +241,7 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
     found = [*_compare_conditions(current, baseline)]
     attacked = current.section("attack")
     before = baseline.section("attack")
-    restarted = has_other_starts(attacked, before)
-    if restarted and has_same_weights(current, baseline):
+    if has_other_starts(attacked, before) and has_same_weights(current, baseline):
         text = (
             "attack: the weights are equal, but the random starts differ (other seed, number or "
             "order of samples). Differences under attack are chance"

@@ -460,29 +460,21 @@ def _contrast(
     last = _read_figure(rule, name, new, paired)
     before = old.pairs[name] if paired else np.array([first])
     now = new.pairs[name] if paired else np.array([last])
-    same = _are_same(rule, before, now, tol)
+    untested = Contrast(str(name), first, last, same=_are_same(rule, before, now, tol))
     worse = _compute_change(rule, before, now)  # positive is worse
     if paired:
         evidence = _test_change(rule, before, now, worse)
     else:
         reduced = _reduce_rows(rule, old, new)
         if reduced is None:  # no values per sample: no test
-            return Contrast(name=str(name), old=first, new=last, same=same)
+            return untested
         before, now = reduced
         worse = _compute_change(rule, before, now)
         evidence = statistics.judge_median(worse)
     # A section without ids may still have values for each sample: then no ids are stored.
     tested_ids = ids if worse.size == len(ids) else ()
-    return Contrast(
-        name=str(name),
-        old=first,
-        new=last,
-        evidence=evidence,
-        before=before,
-        now=now,
-        changes=worse,
-        ids=tested_ids,
-        same=same,
+    return replace(
+        untested, evidence=evidence, before=before, now=now, changes=worse, ids=tested_ids
     )
 
 

@@ -63,7 +63,7 @@ def find_members(
     for group in chosen:
         both = before[group] & new_ids
         if both:
-            members[group] = frozenset(both)
+            members[group] = both
         # A gate needs 95% of the baseline's samples of a group (ALL_BUT_FEW). It must not pass
         # because hard samples were left out.
         few = len(both) < pairing.ALL_BUT_FEW * len(before[group])
@@ -103,7 +103,7 @@ def list_own_members(rule: Rule, report: Report, what: str) -> dict[str, frozens
     if section is None:
         raise BaselineError(f"{what} has no section {rule.measure}")
     members = _list_members(section, require_groups(report, what))
-    return {group: frozenset(members[group]) for group in _choose_groups(rule, members)}
+    return {group: members[group] for group in _choose_groups(rule, members)}
 
 
 def note_new_groups(current: Report, baseline: Report) -> list[str]:
@@ -114,7 +114,7 @@ def note_new_groups(current: Report, baseline: Report) -> list[str]:
     return [f"the baseline has no such group, so no change is judged: {few(new, LISTED)}"]
 
 
-def _list_members(section: Section, groups: dict[str, str]) -> dict[str, set[str]]:
+def _list_members(section: Section, groups: dict[str, str]) -> dict[str, frozenset[str]]:
     """Return the ids of the distinct samples of a section by group.
 
     Args:
@@ -122,10 +122,10 @@ def _list_members(section: Section, groups: dict[str, str]) -> dict[str, set[str
         groups: the group of each sample, by id.
     """
     pairs = ((groups[i], i) for i in section.ids if i in groups and not is_repeat(i))
-    return {group: set(ids) for group, ids in group_values(pairs).items()}
+    return {group: frozenset(ids) for group, ids in group_values(pairs).items()}
 
 
-def _choose_groups(rule: Rule, members: dict[str, set[str]]) -> Sequence[str]:
+def _choose_groups(rule: Rule, members: dict[str, frozenset[str]]) -> Sequence[str]:
     """Return the groups that a rule names: all groups of a report, or a single one.
 
     Args:

@@ -129,8 +129,15 @@ def _add_remarks(
 
     The first-order radius, margin over gradient norm, estimates the robustness of a model. Smaller
     norms alone do not make a model more robust: its margins may shrink faster.
+
+    A figure that is worse by its own limits, but inconclusive, gets a remark with the reason.
     """
-    for verdict in verdicts:
+    judged = list(verdicts)
+    tested = sum(verdict.p_adjusted is not None for verdict in judged)
+    for verdict in judged:
+        if (verdict.status, verdict.change_status) == ("inconclusive", "regressed"):
+            remark = f"its own limits exclude 0, but {tested} figures are judged together"
+            verdict = verdict.model_copy(update={"remark": remark})
         if verdict.metric == NORM.metric and verdict.status == "improved":
             radius = examine(RADIUS, current, baseline, lenient=True)
             # `examine` returns a verdict in place of a list if a report has no radius.
@@ -259,21 +266,21 @@ def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[ContrastKey,
     """
     null = _compute_null(rule)  # 0, or below it if the rule demands an improvement
     p_values = {c.key: c.evidence.p(null) for c in contrasts if c.evidence}
+    tested = p_values
     if rule.group:
         # A group with fewer samples than its test needs proves nothing. Its p-value is 1, and it
         # does not count in the correction of the other groups.
-        large = {c.key for c in contrasts if c.evidence and c.evidence.samples >= c.evidence.least}
-        tested = {key: p_values[key] for key in p_values if key in large}
-        corrected = statistics.correct_by_holm(tested)
-        return {key: corrected[key][0] if key in large else 1.0 for key in p_values}
-    if len(p_values) > 1 and all(c.evidence and c.evidence.of_signs for c in contrasts):
+        large = [c.key for c in contrasts if c.evidence and c.evidence.samples >= c.evidence.least]
+        tested = {key: p_values[key] for key in large}
+    elif len(p_values) > 1 and all(c.evidence and c.evidence.of_signs for c in contrasts):
         changes = np.stack([contrast.changes for contrast in contrasts])  # (rows, samples)
         # Rows whose changes are usually below a quarter of the limit (QUIET) are not tested: they
         # cannot break the limit. Their p-value is 1, and the other rows are corrected for fewer.
         quiet = statistics.QUIET * max(0.0, compute_margin(rule))
         adjusted = statistics.correct_jointly(changes - null, quiet).tolist()
         return dict(zip(p_values, adjusted, strict=True))
-    return {key: p for key, (p, _) in statistics.correct_by_holm(p_values).items()}
+    corrected = statistics.correct_by_holm(tested)
+    return dict.fromkeys(p_values, 1.0) | {key: p for key, (p, _) in corrected.items()}
 
 
 def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdict:

@@ -297,15 +297,13 @@ def find_contradiction(section: Section, column: str) -> str:
             if cell is None or values.size != len(section.ids):
                 continue
             known = values[distinct]
-            known = known[~np.isnan(known)]
-            if not known.size:
+            if np.isnan(known).all():
                 continue
-            expected = float(reduce_values(how.stat, known))
+            expected = _reduce_known(how.stat, known)
             if not np.isclose(cell, expected, rtol=AGREEMENT, atol=0.0, equal_nan=True):
+                where = section.measure
                 if str(key):
-                    where = f"{section.measure}.{name} of {key}"
-                else:
-                    where = section.measure
+                    where += f".{name} of {key}"
                 return (
                     f"{where} is {cell:.4g}, and its samples give {expected:.4g}: the report "
                     "contradicts itself"

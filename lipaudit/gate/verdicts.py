@@ -11,10 +11,11 @@ from typing import Literal
 
 from pydantic import computed_field
 
-from lipaudit.errors import ExitCode
+from lipaudit.errors import ExitCode, few
 from lipaudit.gate.rules import find_words
 from lipaudit.gate.statistics import Movement
 from lipaudit.tables.columns import Float, Frozen
+from lipaudit.tables.formats import join_texts
 from lipaudit.tables.trials import TrialKey
 
 VerdictStatus = Literal[
@@ -35,7 +36,7 @@ EXIT: dict[VerdictStatus, ExitCode] = {
 """Exit code of each failing status, the most severe first."""
 
 
-NO_LIMITS = "no finite limits"
+NO_LIMITS = "too few samples"
 
 
 class Verdict(Frozen):
@@ -65,8 +66,8 @@ class Verdict(Frozen):
         gained: number of samples that changed from no to yes, for shares.
         mcnemar: exact two-sided p-value of "lost and gained are equally likely".
         samples: number of pairs behind the verdict, or of the samples of a group; 0 if unknown.
-        samples_needed: approximate number of samples that would settle an inconclusive change, or
-            prove a limit where --strict asks for it. Of a comparison: prove a change of this size.
+        samples_needed: approximate number of samples that would prove that a figure became worse
+            at all, or a limit where --strict asks for it. Of a comparison: that it changed.
         reason: why the rule was not judged.
         remark: what else a reader of the figures must know.
     """
@@ -122,20 +123,23 @@ class Verdict(Frozen):
 
     @property
     def line(self) -> str:
-        """Return the verdict as one line, with what would settle an inconclusive change."""
+        """Return the verdict as one line, with what would prove an inconclusive change."""
         subject = f"{self.rule} {self.row}".rstrip()
         text = f"{self.status}: {subject}: {self.reason or self.figures}"
         return "; ".join(filter(None, (text, self.remark, self.advice)))
 
     @property
     def advice(self) -> str:
-        """Return what would settle an inconclusive change or prove a limit; else nothing."""
+        """Return what would prove an inconclusive change or a limit; else nothing."""
         if not self.samples_needed:
             return ""
         samples = "samples"
         if self.group:
             samples = "samples of the group"
-        needed = f"about {self.samples_needed} {samples} would settle it"
+        proof = "the limit"
+        if self.status == "inconclusive":
+            proof = "that it became worse at all"
+        needed = f"about {self.samples_needed} {samples} would prove {proof}"
         return f"{needed}, and this run has {self.samples}"
 
     @property
@@ -159,14 +163,13 @@ class Verdict(Frozen):
     @property
     def values(self) -> str:
         """Return both figures: `64.8% -> 51.6%`."""
-        return f"{_write_figure(self.old, self.unit)} -> {_write_figure(self.new, self.unit)}"
+        return f"{self.texts['baseline']} -> {self.texts['current']}"
 
     @property
     def sentence(self) -> str:
         """Return the change in words: `robust accuracy 64.8% -> 51.6%`."""
         if self.old is None:
-            new = _write_figure(self.new, self.unit)
-            return f"{self.subject} {new} breaks the limit of {self.rule}"
+            return f"{self.subject} {self.texts['current']} breaks the limit of {self.rule}"
         return f"{self.subject} {self.values}"
 
     @property
@@ -180,10 +183,8 @@ class Verdict(Frozen):
         # A rule that demands an improvement may be broken although the figure is not worse.
         if self.change_status in ("improved", "inconclusive"):
             return f"proven: less than {self.rule} asks"
-        if self.change_status != "regressed":
-            return "proven"
         nearest_to_zero = min(self.low, self.high, key=abs)
-        if not math.isfinite(nearest_to_zero):
+        if self.change_status != "regressed" or not math.isfinite(nearest_to_zero):
             return "proven"
         size = abs(nearest_to_zero)
         if self.unit:  # a fraction becomes percent or points
@@ -302,15 +303,16 @@ class Judgement(Frozen):
                 return gravest[0].line
             return f"{gravest[0].line} (and {len(gravest) - 1} more)"
         shown = []
-        for verdict in gravest[:LISTED]:
-            detail = verdict.proof if self.outcome == "worse" else verdict.advice
+        for verdict in gravest:
             text = verdict.sentence
+            detail = verdict.proof
+            if self.outcome != "worse":
+                limit = f"limit {verdict.rule.rpartition('=')[2].strip()}"
+                detail = join_texts((verdict.texts["paired"], limit, verdict.advice))
             if detail:
                 text += f" ({detail})"
             shown.append(text)
-        if len(gravest) > LISTED:
-            shown.append(f"and {len(gravest) - LISTED} more")
-        return f"{self.outcome}: {', '.join(shown)}"
+        return f"{self.outcome}: {few(shown, LISTED)}"
 
     @property
     def counts(self) -> str:
@@ -323,7 +325,7 @@ class Judgement(Frozen):
         """Return the outcome with the counts, and how many samples would prove open verdicts."""
         text = f"{self.outcome}: {self.counts}"
         if self.outcome == "not proven" and self.needed:
-            text += f"; about {self.needed} samples would settle it"
+            text += f"; about {self.needed} samples would prove it"
         return text
 
     @property

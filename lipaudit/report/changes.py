@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from lipaudit.errors import few
 from lipaudit.gate.comparison import Pair, SampleChange
 from lipaudit.gate.ranking import Ranking
 from lipaudit.gate.verdicts import Verdict, format_change
@@ -15,6 +16,7 @@ from lipaudit.report import blocks
 from lipaudit.report.blocks import Bar, Block, Forest, Paragraph, Tone
 from lipaudit.report.cells import HEADINGS
 from lipaudit.report.document import show_example
+from lipaudit.report.groups import count_part
 from lipaudit.report.rows import list_distinct, read_change, write_arrows
 from lipaudit.tables import Report
 from lipaudit.tables.columns import finite
@@ -80,6 +82,10 @@ def write_answer(pair: Pair) -> str:
         sentences.append(f"{pair.new}: {change}, not proven with {leading.samples} samples.")
     if parts:
         sentences.append(f"{pair.new} is {'; and '.join(parts)}.")
+        for verdict in judged:
+            if (verdict.subject, verdict.status) == ("clean accuracy", "inconclusive"):
+                figures = write_arrows(verdict.figures)
+                sentences.append(f"Clean accuracy: no proven change, {figures}.")
         if others:
             sentences.append(f"No proven change in {others} of {len(judged)} figures.")
     elif judged:
@@ -106,17 +112,14 @@ def count_samples(verdicts: Iterable[Verdict]) -> str:
     counts = sorted({verdict.samples for verdict in verdicts} - {0})
     if not counts:
         return ""
-    if len(counts) == 1:
-        return f", {counts[0]} samples"
-    return f", {counts[0]} to {counts[-1]} samples"
+    ends = dict.fromkeys((counts[0], counts[-1]))
+    return f", {' to '.join(map(str, ends))} samples"
 
 
 def _name_figures(verdicts: Sequence[Verdict]) -> str:
     """Name the first figures, and count all others."""
-    named = [f"{each.subject} {write_arrows(each.values)}" for each in verdicts[:NAMED]]
-    if len(verdicts) > NAMED:
-        named.append(f"{len(verdicts) - NAMED} more")
-    return ", ".join(named)
+    named = [f"{each.subject} {write_arrows(each.values)}" for each in verdicts]
+    return few(named, NAMED)
 
 
 def find_leading(verdicts: Sequence[Verdict]) -> Verdict | None:
@@ -126,10 +129,7 @@ def find_leading(verdicts: Sequence[Verdict]) -> Verdict | None:
         headline = find_headline(verdict.metric)
         if headline is not None and headline.ranks:
             ranked.append((headline.place, verdict))
-    if not ranked:
-        return None
-    _, leading = min(ranked, key=lambda pair: pair[0])
-    return leading
+    return min(ranked, key=lambda pair: pair[0], default=(0, None))[1]
 
 
 # By size
@@ -139,7 +139,7 @@ def draw_changes(
     changes: Iterable[tuple[str, Verdict]],
     title: str = "",
     words: Mapping[int, str] = WORDS,
-) -> list[Block]:
+) -> list[Forest]:
     """Draw changes with their intervals, the largest first. Each unit gets its own picture.
 
     All proven changes are drawn. Of other changes, those with finite limits are drawn, but not
@@ -157,22 +157,16 @@ def draw_changes(
         if verdict.status not in MOVED:
             needed += (verdict.low, verdict.high)
         if len(finite(needed)) == len(needed):
-            bar = _draw_bar(name, verdict)
-            size = abs(bar.value)
-            if verdict.unit == "%":  # a halved figure moved as far as a doubled one
-                size = abs(math.log(max(bar.value, TINY)))
-            units[verdict.unit].append((size, bar))
-    found: list[Block] = []
+            units[verdict.unit].append((compute_size(verdict), _draw_bar(name, verdict)))
+    found = []
     for unit, sized in units.items():
         colours = {bar.colour for _, bar in sized}
         if len(sized) < 2 and colours <= {GREY}:
             continue
-        heading = title or TITLES[unit]
-        if len(sized) > MOST:
-            heading += f" {MOST} of {len(sized)}"
         sized.sort(key=lambda pair: (pair[1].colour == GREY, -pair[0]))
         shown = sorted(sized[:MOST], key=lambda pair: -pair[0])
         bars = [bar for _, bar in shown]
+        heading = (title or TITLES[unit]) + count_part(bars, sized)
         # The meaning of the colours that occur.
         legend = {place: word for place, word in words.items() if place in colours}
         is_ratio = unit == "%"
@@ -181,12 +175,30 @@ def draw_changes(
     return found
 
 
+def compute_size(verdict: Verdict) -> float:
+    """Return how far a figure moved, or -1 if this is unknown.
+
+    The size of a log-ratio (a halved figure moved as far as a doubled one), of the change of a
+    share, or of a change relative to the old value.
+    """
+    value = _scale(read_change(verdict), verdict)
+    if value is None or math.isnan(value):
+        return -1.0
+    if verdict.unit == "%":
+        return abs(math.log(max(value, TINY)))
+    return abs(value) / 100
+
+
 def _draw_bar(name: str, verdict: Verdict) -> Bar:
     """Return the bar of a change, in the units of its axis."""
+    value = _scale(read_change(verdict), verdict) or 0.0
     change = format_change(read_change(verdict), verdict.unit)
+    lead = ""
     # The median of the changes over samples may differ from the change of the two medians.
     if change != verdict.texts["change"]:
-        change = f"paired {change}"
+        lead = "paired "
+    if not verdict.unit:  # the axis has percent of the old value
+        change = f"{value:+.3g}%"
     # A rule of the gate (`<= +10%`) has a limit, which the picture marks. In a comparison there is
     # no rule, and no limit.
     limit = LIMIT.search(verdict.rule)
@@ -195,10 +207,10 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
         bound = _scale(float(limit[1]) / 100, verdict)
     return Bar(
         label=name,
-        value=_scale(read_change(verdict), verdict) or 0.0,
+        value=value,
         low=_scale(verdict.low, verdict),
         high=_scale(verdict.high, verdict),
-        text=f"{write_arrows(verdict.values)}, {change}",
+        text=f"{write_arrows(verdict.values)}, {lead}{change}",
         colour=COLOURS.get(verdict.status, GREY),
         limit=bound,
     )
@@ -217,11 +229,15 @@ def _scale(value: float | None, verdict: Verdict) -> float | None:
 
 def draw_ranking(ranking: Ranking) -> list[Block]:
     """Draw how far every model is from the best one."""
-    changes = []
-    for model in ranking.models:
-        if model.difference is not None:
-            changes.append((model.model, model.difference))
-    return draw_changes(changes, f"How far is each model from {ranking.models[0].model}?")
+    changes = [(each.model, each.difference) for each in ranking.models if each.difference]
+    title = f"How far is each model from {ranking.models[0].model}?"
+    found: list[Block] = []
+    for picture in draw_changes(changes, title):
+        # Grey: the other colours of a page are those of its models.
+        bars = [replace(bar, colour=GREY) for bar in picture.bars]
+        axis = replace(picture.x, label="compared with the best")
+        found.append(replace(picture, x=axis, bars=bars, legend={}))
+    return found
 
 
 # Sample by sample

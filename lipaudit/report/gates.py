@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import get_args
 
+from lipaudit.errors import few
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.report.blocks import (
     Block,
@@ -23,12 +24,13 @@ from lipaudit.report.cells import pick_columns
 from lipaudit.report.changes import GREY, OF_PAIRED, count_samples, draw_changes
 from lipaudit.report.groups import write_movement
 from lipaudit.report.opening import open_page
-from lipaudit.report.rows import tabulate_rows, write_arrows
+from lipaudit.report.rows import read_change, read_verdict, tabulate_rows, write_arrows
 from lipaudit.report.steps import suggest_after_judgement
 from lipaudit.tables import Note, Report
 from lipaudit.tables.columns import group_values
 
-MARKS = {"improved": "✓", "pass (proven)": "✓", "pass": "✓", "unchanged": "="}
+MARKS = {"improved": "✓", "pass (proven)": "✓", "pass": "·", "unchanged": "="}
+"""Marks of statuses. A pass without proof gets no tick; `_choose_mark` has the exceptions."""
 GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
 """Verdicts, the most severe first."""
 ALONE = 6
@@ -43,7 +45,7 @@ TEXTS = pick_columns(
     limits="limits",
     rule="rule",
     samples="samples",
-    needed="samples needed",
+    samples_needed="samples needed",
     change="change",
 )
 VERDICTS = pick_columns("verdict", "figure") | TEXTS
@@ -51,8 +53,8 @@ IN_GATE = {1: "regressed", 2: "improved", GREY: "neither"}
 """What a picture calls the verdicts on changes, by colour: like the table below it."""
 
 
-RuleVerdicts = tuple[str, list[Verdict], Counter[str]]
-"""A rule, its verdicts to list one by one, and how many others have each status."""
+RuleVerdicts = tuple[str, list[Verdict], list[Verdict]]
+"""A rule, its verdicts to list one by one, and its verdicts to sum up by status."""
 
 
 def write_verdicts(judgement: Judgement) -> list[str]:
@@ -70,10 +72,11 @@ def write_verdicts(judgement: Judgement) -> list[str]:
         for verdict in first:
             mark = _choose_mark(judgement, verdict)
             lines.append(f"{mark} {verdict.line}")
-        # The verdicts beyond MOST are not written line by line, but counted by status (`cut`).
-        cut = Counter[str](verdict.status for verdict in listed[MOST:])
+        # The verdicts beyond MOST are not written line by line, but counted by status.
+        cut = {verdict.status for verdict in listed[MOST:]}
+        counts = Counter(verdict.status for verdict in listed[MOST:] + passed)
         more = "more " if first else ""
-        for status, count in (cut + passed).items():
+        for status, count in counts.items():
             line = f"  {rule}: {count} {more}rows {status}"
             if status in cut:
                 line += "; -f table lists them"
@@ -102,53 +105,51 @@ def make_judgement_page(
         files: their files, for commands; empty if unknown.
     """
     ending = "passed"
+    undecided = ""
     tone: Tone = "kept"
     if judgement.exit_code:
         ending = "failed"
         tone = "broken"
     elif judgement.outcome == "not proven":
-        ending = "not proven, CI passes"
+        ending = "CI passes"
+        count = sum(verdict.status == "inconclusive" for verdict in judgement.verdicts)
+        undecided = f", {count} of {len(judgement.verdicts)} figures undecided"
         tone = "open"
     elif not all(verdict.proven for verdict in judgement.verdicts):
         tone = "open"
     # The answer begins with `ending`, so the reason must not begin with the same words.
     reason = write_arrows(judgement.reason).removeprefix("not proven: ").removeprefix("pass: ")
-    text = f"{ending.upper()} (exit code {judgement.exit_code}): {reason}."
+    text = f"{ending.upper()} (exit code {judgement.exit_code}){undecided}: {reason}."
     if judgement.outcome != "pass":
         text += f" Verdicts: {judgement.counts}."
-    confidence = f"{100 * (1 - judgement.alpha):.4g}% over all rules together"
-    text += f" Confidence: {confidence}{count_samples(judgement.verdicts)}."
-    if judgement.strict:
-        confidence += ", and rules that are not proven fail"
     answer = Paragraph(text, tone)
     file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
     facts = (
         ("current", judgement.current),
         ("baseline", judgement.baseline + file),
-        ("confidence", confidence),
     )
     warnings = (Note.warn("differs", text) for text in judgement.warnings)
     opening = open_page(answer, "", facts, warnings)
     chapter = Chapter("verdicts", "What is the verdict on each rule?", _show_verdicts(judgement))
-    title = f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}"
+    title = f"lipaudit gate {ending}{undecided}: {judgement.current} against {judgement.baseline}"
     after = list_steps(suggest_after_judgement(judgement, reports, files))
     return Document(title, (opening, *after, chapter))
 
 
 def _group_verdicts(judgement: Judgement) -> Iterator[RuleVerdicts]:
-    """Yield each rule of the gate, its verdicts to list, and the counts of all other verdicts.
+    """Yield each rule of the gate, its verdicts to list, and its verdicts to sum up.
 
-    A rule with at most ALONE verdicts lists all of them. A rule with more verdicts counts the
+    A rule with at most ALONE verdicts lists all of them. A rule with more verdicts sums up the
     verdicts that pass and lists only the rest, the worst verdict first.
     """
     rules = group_values((verdict.rule, verdict) for verdict in judgement.verdicts)
     for rule, verdicts in rules.items():
         listed = []
-        passed = Counter[str]()
+        passed = []
         for verdict in verdicts:
             passes = verdict.status in PASSED and not judgement.fails(verdict)
             if passes and len(verdicts) > ALONE:
-                passed[verdict.status] += 1
+                passed.append(verdict)
             else:
                 listed.append(verdict)
         if len(listed) > ALONE:
@@ -162,18 +163,21 @@ def _rank_excess(judgement: Judgement, verdict: Verdict) -> tuple[bool, float]:
     For an upper limit (<=) the largest value is the worst; for a lower limit (>=) the smallest.
     """
     passes = not judgement.fails(verdict)
-    if verdict.reason:  # the figure cannot be compared: before every value
+    value = read_change(verdict)
+    if value is None:
+        value = verdict.new
+    if value is None or verdict.reason:  # a figure that cannot be compared: before every value
         return passes, -math.inf
-    for value in (verdict.paired, verdict.change, verdict.new):
-        if value is not None:
-            excess = -value if ">=" in verdict.rule else value
-            return passes, -excess
-    return passes, -math.inf
+    if ">=" in verdict.rule:
+        return passes, value
+    return passes, -value
 
 
 def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
     if judgement.fails(verdict):
         return "✗"
+    if verdict.status == "pass" and verdict.proven:  # an absolute limit needs no proof
+        return "✓"
     return MARKS.get(verdict.status, "~")
 
 
@@ -187,23 +191,29 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
     rows = list[Cells]()
     notes = []
     for verdict in verdicts:
-        row = {
-            "verdict": f"{_choose_mark(judgement, verdict)} {verdict.status}",
-            "rule": verdict.rule,
-            "figure": verdict.reason or verdict.subject,
-            "needed": verdict.samples_needed,
-        }
-        rows.append(row | verdict.texts)
+        row = read_verdict(verdict)
+        row["verdict"] = f"{_choose_mark(judgement, verdict)} {verdict.status}"
+        row["figure"] = verdict.reason or verdict.subject
+        rows.append(row)
         if verdict.remark:
             notes.append(("note", f"{verdict.subject}: {verdict.remark}", ""))
     for rule, _, passed in groups:
-        for status, count in passed.items():
-            counted = {"verdict": status, "rule": rule, "figure": f"{count} rows"}
-            rows.append(dict.fromkeys(TEXTS, "") | counted)
-    found = draw_changes(((v.subject, v) for v in verdicts), words=IN_GATE)
+        for status, names in group_values((v.status, v.row) for v in passed).items():
+            figure = f"{len(names)} rows: {few(names, MOST)}"
+            summed = {"verdict": status, "rule": rule, "figure": figure}
+            rows.append(dict.fromkeys(TEXTS, "") | summed)
+    found: list[Block] = [*draw_changes(((v.subject, v) for v in verdicts), words=IN_GATE)]
     if found:
         found.insert(0, Paragraph(OF_PAIRED))
     found += tabulate_rows(VERDICTS, rows)
+    sure = f"{100 * (1 - judgement.alpha):.4g}% confidence"
+    text = (
+        f"Verdicts: {sure} over all rules together. Limits: {sure} for each figure alone"
+        f"{count_samples(verdicts)}."
+    )
+    if judgement.strict:
+        text += " Rules that are not proven fail (--strict)."
+    found.append(Paragraph(text))
     notes += [("note", text, "") for text in judgement.notes]
     if judgement.predictions is not None:
         notes.insert(0, ("predictions", write_movement(judgement.predictions), ""))

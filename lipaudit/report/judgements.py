@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from itertools import chain
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, SampleChange
 from lipaudit.gate.ranking import Ranking
 from lipaudit.gate.rules import find_words
-from lipaudit.gate.verdicts import Judgement, format_change
+from lipaudit.gate.verdicts import Judgement
 from lipaudit.measures import find_column
 from lipaudit.report import blocks, gates
 from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph
@@ -20,6 +19,7 @@ from lipaudit.report.changes import (
     MOVED,
     OF_PAIRED,
     choose_tone,
+    compute_size,
     count_samples,
     describe_flip,
     draw_changes,
@@ -220,7 +220,9 @@ def _list_chapters(
 def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     """Return a table of verdicts, the most severe first; a full page adds a picture and notes."""
     judged = list_distinct(pair.verdicts)
-    judged.sort(key=lambda verdict: [*CALLED].index(verdict.status))
+    # Shares of yes-or-no results, such as accuracies, come first.
+    order = [*CALLED]
+    judged.sort(key=lambda v: (v.mcnemar is None, order.index(v.status), -compute_size(v)))
     shown = judged
     columns = CHANGES
     found: list[Block] = [Paragraph(OF_PAIRED)]
@@ -233,7 +235,7 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
         found += draw_changes((verdict.subject, verdict) for verdict in judged)
     rows = [read_verdict(verdict) | {"status": CALLED[verdict.status]} for verdict in shown]
     moved = {i for i, verdict in enumerate(shown) if verdict.status in MOVED}
-    title = f"Figures, proven changes first{count_part(shown, judged)}"
+    title = f"Figures, accuracy first, then proven changes{count_part(shown, judged)}"
     found += tabulate_rows(columns, rows, title, strong=moved)
     if not short:
         if shown:
@@ -243,18 +245,9 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
 
 
 def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
-    """Return the heads with a known change, largest first; increase and decrease count equally."""
-
-    def size(head: HeadChange) -> float:
-        # The sort key: how far the head moved; -1 for an unknown change, which is left out below.
-        value = read_change(head)
-        if value is None or math.isnan(value):
-            return -1.0
-        if head.unit == "%" and value > -1:
-            value = math.log1p(value)  # halved and doubled heads moved equally far
-        return abs(value)
-
-    return [head for head in sorted(changes, key=size, reverse=True) if size(head) >= 0]
+    """Return the heads with a known change, the largest first."""
+    ranked = sorted(changes, key=compute_size, reverse=True)
+    return [head for head in ranked if compute_size(head) >= 0]
 
 
 def _show_heads(heads_moved: Sequence[HeadChange], most: int, *, short: bool) -> list[Block]:
@@ -453,45 +446,37 @@ def list_models(
         row |= {"rank": model.rank, "model": model.model, "outcome": model.outcome}
         difference = model.difference
         if difference is not None:  # the best model has none
-            limits = difference.texts["limits"]
-            row["difference"] = format_change(read_change(difference), difference.unit)
-            if limits:
-                row["difference"] += f" ({limits})"
+            texts = read_verdict(difference)
+            row["difference"] = texts["paired"]
+            if texts["limits"]:
+                row["difference"] += f" ({texts['limits']})"
         rows.append(row)
     return columns, rows
 
 
 def describe_ranking(ranking: Ranking) -> str:
     """Say which models are best, behind, or not distinguishable from the best; else nothing."""
-    figures = _read_ranked(ranking)
-    pairs = []
+    first, *others = ranking.models
+    best = first.model
     criterion = ""
-    for model in ranking.models:
+    pairs = []
+    for model in others:
         name = model.model
-        if figures.get(name):
-            name += f" ({figures[name]})"
-        pairs.append(((model.outcome, model.reason), name))
         if model.difference is not None:
+            texts = model.difference.texts
+            best = f"{first.model} ({texts['baseline']})"
             criterion = f" by {model.difference.subject}"
+            name += f" ({texts['current']}"
+            if texts["limits"]:
+                name += f"; difference {texts['limits']}, {texts['samples']} samples"
+            name += ")"
+        elif model.reason:
+            name += f" ({model.reason})"
+        pairs.append((model.outcome, name))
     sentences = []
-    for (outcome, reason), names in group_values(pairs).items():
-        because = ""
-        if reason:
-            because = f" ({reason})"
-        lead = outcome.capitalize()
-        if outcome == "best":
-            lead += criterion
+    if first.outcome:
+        sentences.append(f"{first.outcome.capitalize()}{criterion}: {best}.")
+    for outcome, names in group_values(pairs).items():
         if outcome:
-            sentences.append(f"{lead}: {', '.join(names)}{because}.")
+            sentences.append(f"{outcome.capitalize()}: {', '.join(names)}.")
     return " ".join(sentences)
-
-
-def _read_ranked(ranking: Ranking) -> dict[str, str]:
-    """Return the ranking figure as a text, for the best model and each model compared to it."""
-    figures = {}
-    for model in ranking.models:
-        if model.difference is not None:
-            # `values` is a text such as "64.8% -> 51.6%": the best model, then this model.
-            best, _, figures[model.model] = model.difference.values.partition(" -> ")
-            figures.setdefault(ranking.models[0].model, best)
-    return figures

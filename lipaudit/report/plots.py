@@ -313,10 +313,9 @@ def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
     """Draw a row for each figure: an interval, and above it the name and text of the figure."""
     import numpy as np
 
-    known = [block.centre]
+    known: list[float | None] = [block.centre]
     for bar in block.bars:
-        ends = (bar.low, bar.value, bar.high, bar.limit)
-        known += [end for end in ends if end is not None]
+        known += (bar.low, bar.value, bar.high, bar.limit)
     frames.set_axis(axes, "x", _clip(known, block), block.x, log=block.log)
     rows = np.arange(len(block.bars))
     centres = np.full(len(rows), block.centre)
@@ -360,7 +359,7 @@ def _draw_bar(axes: Axes, row: int, bar: Bar) -> None:
     axes.text(1.0, row - 0.3, visible(bar.text), ha="right", **beside)
 
 
-def _clip(known: Sequence[float], block: Forest) -> list[float]:
+def _clip(known: Sequence[float | None], block: Forest) -> list[float]:
     """Return the values that an axis has to show, without the far ends of very wide intervals.
 
     Beside an interval of 100 times the largest value, the values could not be told apart. So each
@@ -371,8 +370,7 @@ def _clip(known: Sequence[float], block: Forest) -> list[float]:
         known: the values, the ends of their intervals and the limits of rules.
         block: the plot.
     """
-    values = [bar.value for bar in block.bars if math.isfinite(bar.value)]
-    values.append(block.centre)
+    values = finite([block.centre, *(bar.value for bar in block.bars)])
     if block.log:
         positive = [value for value in values if value > 0]
         low = min(positive) / 10
@@ -381,7 +379,7 @@ def _clip(known: Sequence[float], block: Forest) -> list[float]:
         far = 10 * max(abs(value - block.centre) for value in values)
         low = block.centre - far
         high = block.centre + far
-    return [min(max(end, low), high) for end in known if math.isfinite(end)]
+    return [min(max(end, low), high) for end in finite(known)]
 
 
 _DRAW: dict[type[Any], Callable[..., Iterator[Tip]]] = {

@@ -89,8 +89,7 @@ def suggest_after_judgement(
         reports: the reports of the baseline and of the current model; empty if unknown.
         files: their files; empty if unknown.
     """
-    # Some changes have too few samples to be judged. The verdict that needs the most samples
-    # decides how many would settle all of them.
+    # The verdict that needs the most samples decides how many would prove all of them.
     if judgement.outcome == "not proven":
         hardest = max(judgement.verdicts, key=lambda verdict: verdict.samples_needed or 0)
         yield from _suggest_samples(hardest, reports, "gate {new} --baseline {file}")
@@ -103,10 +102,10 @@ def suggest_after_judgement(
 def _suggest_samples(
     verdict: Verdict, reports: Sequence[Report], judge: str = "compare {file} {new}"
 ) -> Iterator[Step]:
-    """Yield the step to measure two models on so many samples that an open verdict is settled.
+    """Yield the step to measure two models on so many samples that an open change is proven.
 
     Args:
-        verdict: the verdict, with the number of samples that would settle it.
+        verdict: the verdict, with the number of samples that would prove it.
         reports: the reports of the old and of the new model; empty if unknown.
         judge: the command that measures the new model as the old one was, and judges both.
     """
@@ -114,8 +113,8 @@ def _suggest_samples(
     if not 0 < needed <= MOST * verdict.samples:
         return
     text = (
-        f"Measure both models on at least {needed} samples. That would settle the change of "
-        f"{verdict.subject}, which has {verdict.samples}."
+        f"Measure both models on at least {needed} samples: enough to prove a change of this size "
+        f"of {verdict.subject}, which has {verdict.samples}."
     )
     command = ""
     if reports:
@@ -123,7 +122,7 @@ def _suggest_samples(
         count = max(needed, old.run.data.samples)
         command, file = repeat_command(old, count)
         if command:
-            text += f" With {count}, no measure gets fewer than before."
+            text += f" The command takes {count}, so that no figure gets fewer than before."
             model = shlex.quote(new.run.model.spec)
             command += f" && lipaudit {judge.format(new=model, file=file)}"
     yield Step(text=text, command=command)

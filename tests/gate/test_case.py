@@ -131,8 +131,8 @@ def test_strict_says_how_many_samples_would_prove_an_equal_model():
     needed = int(np.ceil(COUNT * (high / 0.02) ** 2))
     first = strict.verdicts[0]
     assert (first.status, first.samples_needed) == ("pass", needed)
-    assert f"about {needed} samples would settle it" in strict.reason
-    assert f"about {needed} samples would settle it" in strict.summary
+    assert f"about {needed} samples would prove the limit" in strict.reason
+    assert f"about {needed} samples would prove it" in strict.summary
     lenient = judge(measure(CLEAN[0], ROBUST[0], 1.0, 1.0, weights="c"), OLD)
     assert lenient.verdicts[0].samples_needed is None
 

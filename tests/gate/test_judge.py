@@ -252,9 +252,10 @@ def test_verdicts_on_accuracy(lost, status, code):
     assert (verdict.status, judgement.exit_code) == (status, code)
     lenient = judge(build(lost=lost), BASELINE, chosen)
     assert lenient.exit_code == (code if code != 6 else 0)
-    if status == "inconclusive":  # and says what would settle it
+    if status == "inconclusive":  # and says what would prove it
         assert verdict.samples_needed > verdict.samples == 128
-        needed = f"about {verdict.samples_needed} samples would settle it, and this run has 128"
+        proof = "would prove that it became worse at all, and this run has 128"
+        needed = f"about {verdict.samples_needed} samples {proof}"
         assert needed in verdict.line
         assert needed in judgement.reason
         assert f"not proven: 1 inconclusive; {needed[:12]}" in judgement.summary

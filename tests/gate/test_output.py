@@ -95,16 +95,16 @@ def test_no_change_is_never_minus_zero(rule):
 def test_limits_are_called_infinite_only_where_they_are():
     better = judge(new(attack(np.ones(128, int))), report(attack(flags(0))))
     assert better.verdicts[1].status == "improved"
-    assert "no finite limits" not in write(better, "text")
+    assert "too few samples" not in write(better, "text")
     one = judge(new(jacobian([2.0])), report(jacobian([1.0])))
-    assert "(+100%, no finite limits, n = 1)" in write(one, "text")
+    assert "(+100%, too few samples, n = 1)" in write(one, "text")
     # Thirty samples are not few: a norm became 0 in one of them, and left 0 in another.
     norms = np.ones((2, 30))
     norms[[0, 1], [0, 1]] = 0.0
     old, current = (bounds(norms[i : i + 1], heads=1) for i in (0, 1))
     (head,) = judge(new(current), report(old)).verdicts
     assert (head.low, head.high, head.samples) == (0.0, 0.0, 30)
-    assert "no finite limits" not in head.figures
+    assert "too few samples" not in head.figures
 
 
 def test_text_names_the_head_and_counts_the_rest(failed):
@@ -162,8 +162,7 @@ def test_a_pass_says_whether_all_of_it_is_proven():
         return of_judgement(judgement).page().chapters[0].blocks[0]
 
     same = judge(report(jacobian()), report(jacobian()))
-    sure = "Confidence: 95% over all rules together"
-    assert answer(same) == Paragraph(f"PASSED (exit code 0): 1 unchanged. {sure}.", "kept")
+    assert answer(same) == Paragraph("PASSED (exit code 0): 1 unchanged.", "kept")
     wide = NORMS * np.exp(np.random.default_rng(0).normal(0, 0.5, NORMS.size))
     noisy = judge(new(jacobian(wide)), report(jacobian()), rules("jacobian.norm:median <= +5%"))
     assert [v.status for v in noisy.verdicts] == ["pass"]
@@ -172,18 +171,24 @@ def test_a_pass_says_whether_all_of_it_is_proven():
 
 
 def test_no_format_calls_an_inconclusive_rule_a_pass():
-    """The first line and the last say "not proven", and how many samples would settle it."""
+    """The first line and the last say "not proven", and how many samples would prove it."""
     open_one = judge(new(attack(flags(86))), report(attack(flags(90))))
     needed = open_one.verdicts[1].samples_needed
     first, *_, last = write(open_one, "text").splitlines()
-    said = f"about {needed} samples would settle it"
-    assert first.startswith("not proven: robust accuracy (linf 2/255) 70.3% -> 67.2% (about ")
+    said = f"about {needed} samples would prove "
+    change = "robust accuracy (linf 2/255) 70.3% -> 67.2% (-3.12pp, limit -2pp, about "
+    assert first.startswith(f"not proven: {change}")
     assert said in first
-    assert last == f"not proven: 1 pass, 1 inconclusive; {said} (exit code 0)"
+    assert last == f"not proven: 1 pass, 1 inconclusive; {said}it (exit code 0)"
     for format in ("table", "markdown", "html"):
         text = " ".join(write(open_one, format).split()).replace("&gt;", ">").replace("\\", "")
-        assert "NOT PROVEN, CI PASSES (exit code 0): robust accuracy (linf 2/255)" in text, format
-        assert f"Measure both models on at least {needed} samples." in text, format
+        undecided = "1 of 2 figures undecided: robust accuracy (linf 2/255)"
+        assert f"CI PASSES (exit code 0), {undecided}" in text, format
+        assert f"Measure both models on at least {needed} samples" in text, format
+        sure = (
+            "95% confidence over all rules together. Limits: 95% confidence for each figure alone"
+        )
+        assert text.count(sure) == 1
         assert "PASSED" not in text
 
 

@@ -406,7 +406,7 @@ def test_a_row_for_every_model_with_its_difference_and_its_scorecard(report, oth
     assert steepest[0] == 2 * steepest[1]
     best, second = ranking.models
     endless = BEHIND.model_copy(update={"low": -1.0, "high": math.inf, "unit": "%"})
-    texts = (BEHIND, "-25pp (-40pp to -12.5pp)"), (endless, "-25% (no finite limits)")
+    texts = (BEHIND, "-25pp (-40pp to -12.5pp)"), (endless, "-25% (too few samples)")
     for change, text in texts:
         behind = second.model_copy(update={"difference": change})
         changed = ranking.model_copy(update={"models": (best, behind)})

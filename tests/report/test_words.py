@@ -24,7 +24,7 @@ from lipaudit.wings.training.recipe import Recipe
 from tests.commands import invoke
 
 KINDS = ("affine", "local", "numerical", "one input", "queries apart", "keys and values")
-KINDS += ("module input", "module input (x, context)", "no finite limits", "pp")
+KINDS += ("module input", "module input (x, context)", "too few samples", "pp")
 
 
 def unexplained(names) -> list[str]:

@@ -66,8 +66,7 @@ def find_members(
             members[group] = both
         # A gate needs 95% of the baseline's samples of a group (ALL_BUT_FEW). It must not pass
         # because hard samples were left out.
-        few = len(both) < pairing.ALL_BUT_FEW * len(before[group])
-        if few and not lenient:
+        if not lenient and len(both) < pairing.ALL_BUT_FEW * len(before[group]):
             raise BaselineError(
                 f"{rule.measure}: only {len(both)} of the baseline's {len(before[group])} samples "
                 f"of group {group} are in the current report"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from statistics import NormalDist
 from typing import Any
@@ -84,7 +84,7 @@ def judge(
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
     chosen = tuple(rules) or choose_rules(current, baseline)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
-    verdicts = _decide(chosen, examinations, alpha, strict=strict)
+    verdicts = list(_decide(chosen, examinations, alpha, strict=strict))
     return Judgement(
         current=current.run.label,
         baseline=baseline.run.label,
@@ -123,7 +123,7 @@ def _list_notes(
 
 
 def _add_remarks(
-    verdicts: Iterable[Verdict], current: Report, baseline: Report
+    verdicts: Sequence[Verdict], current: Report, baseline: Report
 ) -> Iterator[Verdict]:
     """Yield the verdicts; an improved Jacobian norm gets a remark if the radius fell, too.
 
@@ -132,9 +132,8 @@ def _add_remarks(
 
     A figure that is worse by its own limits, but inconclusive, gets a remark with the reason.
     """
-    judged = list(verdicts)
-    tested = sum(verdict.p_adjusted is not None for verdict in judged)
-    for verdict in judged:
+    tested = sum(verdict.p_adjusted is not None for verdict in verdicts)
+    for verdict in verdicts:
         if (verdict.status, verdict.change_status) == ("inconclusive", "regressed"):
             remark = f"its own limits exclude 0, but {tested} figures are judged together"
             verdict = verdict.model_copy(update={"remark": remark})

@@ -117,8 +117,7 @@ def _name_predictions(section: Section, take: Sequence[int], is_named: bool) -> 
     predicted = [section.samples["predicted"][i] for i in take]
     if not is_named:
         return predicted
-    names: dict[Any, str] = {**section.classes}
-    return [names.get(number) for number in predicted]
+    return [section.classes.get(number) for number in predicted]
 
 
 def _read_flags(section: Section, take: Sequence[int]) -> Values:

@@ -37,8 +37,10 @@ def find_shared(
             new.append(indices[name])
             old.append(i)
     if not old or len(old) < least * len(distinct):
-        text = f"{measure}: only {len(old)} of the baseline's {len(distinct)} samples are in the"
-        text += " current report"
+        text = (
+            f"{measure}: only {len(old)} of the baseline's {len(distinct)} samples are in the "
+            "current report"
+        )
         if least:
             text += f" ({100 * least:g}% are needed)"
         raise BaselineError(text)

@@ -55,11 +55,10 @@ def describe_power(baseline: Report) -> Iterator[str]:
         seen.append((f"with {n} samples {change}", words))
         needed = _count_for_strict(rule)
         if n < needed:
-            unproven.append((f"with fewer than {needed} samples, --strict fails", words))
-    for text, names in group_values(seen).items():
+            text = f"with fewer than {needed} samples, --strict fails"
+            unproven.append((f"{text} even an equally good checkpoint", words))
+    for text, names in group_values(seen + unproven).items():
         yield f"{text}: {', '.join(names)}"
-    for text, names in group_values(unproven).items():
-        yield f"{text} even an equally good checkpoint: {', '.join(names)}"
 
 
 def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:

@@ -152,10 +152,9 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
 def _read_selector(text: str, table: Layout | Section) -> tuple[tuple[str, ...], str]:
     """Return the words of a selector that pick rows, and the group of samples ("" for all)."""
     stripped = map(str.strip, text.split(","))
-    words = [word for word in stripped if word]
     group = ""
     selector = []
-    for word in words:
+    for word in filter(None, stripped):
         # `group=NAME` names a group, unless the rows have a column `group`.
         if word.startswith(GROUP) and "group" not in table.columns:
             group = word.removeprefix(GROUP)

@@ -155,7 +155,7 @@ class Verdict(Frozen):
         if stat in ("p95", "max"):
             where.append(stat)
         words = find_words(self.metric)
-        named = ", ".join(filter(None, where))
+        named = join_texts(where)
         if not named:
             return words
         return f"{words} ({named})"
@@ -324,14 +324,10 @@ class Judgement(Frozen):
     def summary(self) -> str:
         """Return the outcome with the counts, and how many samples would prove open verdicts."""
         text = f"{self.outcome}: {self.counts}"
-        if self.outcome == "not proven" and self.needed:
-            text += f"; about {self.needed} samples would prove it"
+        needed = max((verdict.samples_needed or 0 for verdict in self.verdicts), default=0)
+        if self.outcome == "not proven" and needed:
+            text += f"; about {needed} samples would prove it"
         return text
-
-    @property
-    def needed(self) -> int:
-        """Return how many samples would prove all open verdicts; 0 if none or unknown."""
-        return max((verdict.samples_needed or 0 for verdict in self.verdicts), default=0)
 
     def _list_gravest(self) -> list[Verdict]:
         """Return the verdicts that cause the exit code; if none fails, the inconclusive ones."""

@@ -69,8 +69,9 @@ def write_answer(pair: Pair) -> str:
     for status, word in (("regressed", "worse"), ("improved", "better")):
         moved = [verdict for verdict in judged if verdict.status == status]
         if moved:
-            moved.sort(key=lambda each: (each is not leading, -abs(read_change(each) or 0.0)))
-            parts.append(f"{word} in {_name_figures(moved)}")
+            moved.sort(key=lambda each: (each is not leading, -compute_size(each)))
+            named = few([each.sentence for each in moved], NAMED)
+            parts.append(f"{word} in {write_arrows(named)}")
     if leading is not None and leading.status == "improved":
         parts.reverse()
     others = sum(verdict.status not in MOVED for verdict in judged)
@@ -78,14 +79,14 @@ def write_answer(pair: Pair) -> str:
     refused = sum(bool(verdict.reason) for verdict in pair.verdicts)
     sentences = []
     if leading is not None and leading.change and leading.status not in MOVED:
-        change = f"{leading.subject} {write_arrows(leading.values)}"
+        change = write_arrows(leading.sentence)
         sentences.append(f"{pair.new}: {change}, not proven with {leading.samples} samples.")
     if parts:
         sentences.append(f"{pair.new} is {'; and '.join(parts)}.")
         for verdict in judged:
             if (verdict.subject, verdict.status) == ("clean accuracy", "inconclusive"):
-                figures = write_arrows(verdict.figures)
-                sentences.append(f"Clean accuracy: no proven change, {figures}.")
+                text = f"Clean accuracy: no proven change, {verdict.figures}."
+                sentences.append(write_arrows(text))
         if others:
             sentences.append(f"No proven change in {others} of {len(judged)} figures.")
     elif judged:
@@ -116,20 +117,16 @@ def count_samples(verdicts: Iterable[Verdict]) -> str:
     return f", {' to '.join(map(str, ends))} samples"
 
 
-def _name_figures(verdicts: Sequence[Verdict]) -> str:
-    """Name the first figures, and count all others."""
-    named = [f"{each.subject} {write_arrows(each.values)}" for each in verdicts]
-    return few(named, NAMED)
-
-
 def find_leading(verdicts: Sequence[Verdict]) -> Verdict | None:
     """Return the verdict on the figure that models are ranked by first: robust accuracy."""
-    ranked = []
+    ranked = dict[int, Verdict]()
     for verdict in verdicts:
         headline = find_headline(verdict.metric)
         if headline is not None and headline.ranks:
-            ranked.append((headline.place, verdict))
-    return min(ranked, key=lambda pair: pair[0], default=(0, None))[1]
+            ranked.setdefault(headline.place, verdict)
+    if not ranked:
+        return None
+    return ranked[min(ranked)]
 
 
 # By size

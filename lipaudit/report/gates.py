@@ -68,14 +68,13 @@ def write_verdicts(judgement: Judgement) -> list[str]:
 
     # Rules that fail come first, then rules without a proven answer, then rules that pass.
     for rule, listed, passed in sorted(_group_verdicts(judgement), key=rank):
-        first = listed[:MOST]
-        for verdict in first:
+        for verdict in listed[:MOST]:
             mark = _choose_mark(judgement, verdict)
             lines.append(f"{mark} {verdict.line}")
         # The verdicts beyond MOST are not written line by line, but counted by status.
         cut = {verdict.status for verdict in listed[MOST:]}
         counts = Counter(verdict.status for verdict in listed[MOST:] + passed)
-        more = "more " if first else ""
+        more = "more " if listed else ""
         for status, count in counts.items():
             line = f"  {rule}: {count} {more}rows {status}"
             if status in cut:
@@ -123,14 +122,23 @@ def make_judgement_page(
     if judgement.outcome != "pass":
         text += f" Verdicts: {judgement.counts}."
     answer = Paragraph(text, tone)
-    file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
+    sure = f"{100 * (1 - judgement.alpha):.4g}%"
+    baseline = f"{judgement.baseline} ({judgement.baseline_file})".removesuffix(" ()")
     facts = (
         ("current", judgement.current),
-        ("baseline", judgement.baseline + file),
+        ("baseline", baseline),
+        ("confidence", sure),
     )
     warnings = (Note.warn("differs", text) for text in judgement.warnings)
     opening = open_page(answer, "", facts, warnings)
-    chapter = Chapter("verdicts", "What is the verdict on each rule?", _show_verdicts(judgement))
+    text = (
+        f"Verdicts: {sure} confidence over all rules together. Limits: {sure} confidence for each "
+        f"figure alone{count_samples(judgement.verdicts)}."
+    )
+    if judgement.strict:
+        text += " Rules that are not proven fail (--strict)."
+    shown = [*_show_verdicts(judgement), Paragraph(text)]
+    chapter = Chapter("verdicts", "What is the verdict on each rule?", shown)
     title = f"lipaudit gate {ending}{undecided}: {judgement.current} against {judgement.baseline}"
     after = list_steps(suggest_after_judgement(judgement, reports, files))
     return Document(title, (opening, *after, chapter))
@@ -162,15 +170,15 @@ def _rank_excess(judgement: Judgement, verdict: Verdict) -> tuple[bool, float]:
 
     For an upper limit (<=) the largest value is the worst; for a lower limit (>=) the smallest.
     """
-    passes = not judgement.fails(verdict)
     value = read_change(verdict)
     if value is None:
         value = verdict.new
-    if value is None or verdict.reason:  # a figure that cannot be compared: before every value
-        return passes, -math.inf
-    if ">=" in verdict.rule:
-        return passes, value
-    return passes, -value
+    excess = math.inf  # a figure that cannot be compared comes before every value
+    if value is not None and not verdict.reason:
+        excess = value
+        if ">=" in verdict.rule:
+            excess = -value
+    return not judgement.fails(verdict), -excess
 
 
 def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
@@ -206,14 +214,6 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
     if found:
         found.insert(0, Paragraph(OF_PAIRED))
     found += tabulate_rows(VERDICTS, rows)
-    sure = f"{100 * (1 - judgement.alpha):.4g}% confidence"
-    text = (
-        f"Verdicts: {sure} over all rules together. Limits: {sure} for each figure alone"
-        f"{count_samples(verdicts)}."
-    )
-    if judgement.strict:
-        text += " Rules that are not proven fail (--strict)."
-    found.append(Paragraph(text))
     notes += [("note", text, "") for text in judgement.notes]
     if judgement.predictions is not None:
         notes.insert(0, ("predictions", write_movement(judgement.predictions), ""))

@@ -246,8 +246,8 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
 
 def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
     """Return the heads with a known change, the largest first."""
-    ranked = sorted(changes, key=compute_size, reverse=True)
-    return [head for head in ranked if compute_size(head) >= 0]
+    known = [head for head in changes if compute_size(head) >= 0]
+    return sorted(known, key=compute_size, reverse=True)
 
 
 def _show_heads(heads_moved: Sequence[HeadChange], most: int, *, short: bool) -> list[Block]:
@@ -456,27 +456,29 @@ def list_models(
 
 def describe_ranking(ranking: Ranking) -> str:
     """Say which models are best, behind, or not distinguishable from the best; else nothing."""
-    first, *others = ranking.models
-    best = first.model
+    differences = [model.difference for model in ranking.models if model.difference]
     criterion = ""
+    if differences:
+        criterion = f" by {differences[0].subject}"
     pairs = []
-    for model in others:
-        name = model.model
+    for model in ranking.models:
+        details = [model.reason]
         if model.difference is not None:
             texts = model.difference.texts
-            best = f"{first.model} ({texts['baseline']})"
-            criterion = f" by {model.difference.subject}"
-            name += f" ({texts['current']}"
+            details = [texts["current"]]
             if texts["limits"]:
-                name += f"; difference {texts['limits']}, {texts['samples']} samples"
-            name += ")"
-        elif model.reason:
-            name += f" ({model.reason})"
+                details.append(f"difference {texts['limits']}, {texts['samples']} samples")
+        elif differences and not model.reason:  # the best model
+            details = [differences[0].texts["baseline"]]
+        name = model.model
+        if any(details):
+            name += f" ({'; '.join(details)})"
         pairs.append((model.outcome, name))
     sentences = []
-    if first.outcome:
-        sentences.append(f"{first.outcome.capitalize()}{criterion}: {best}.")
     for outcome, names in group_values(pairs).items():
+        lead = outcome.capitalize()
+        if outcome == "best":
+            lead += criterion
         if outcome:
-            sentences.append(f"{outcome.capitalize()}: {', '.join(names)}.")
+            sentences.append(f"{lead}: {', '.join(names)}.")
     return " ".join(sentences)

@@ -311,17 +311,13 @@ LIMIT: Look = {"color": INK, "linestyle": ":", "linewidth": 1.2}
 
 def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
     """Draw a row for each figure: an interval, and above it the name and text of the figure."""
-    import numpy as np
-
     known: list[float | None] = [block.centre]
     for bar in block.bars:
         known += (bar.low, bar.value, bar.high, bar.limit)
     frames.set_axis(axes, "x", _clip(known, block), block.x, log=block.log)
-    rows = np.arange(len(block.bars))
-    centres = np.full(len(rows), block.centre)
-    axes.vlines(centres, rows - 0.22, rows + 0.3, INK, linewidth=0.7)
     low, high = axes.get_xlim()
     for row, bar in enumerate(block.bars):
+        axes.vlines(block.centre, row - 0.22, row + 0.3, INK, linewidth=0.7)
         _draw_bar(axes, row, bar)
         yield f"{bar.label}: {bar.text}", (low, high), (row - 0.9, row + 0.3)
     axes.set_ylim(len(block.bars) - 0.5, -1.0)

@@ -94,7 +94,9 @@ def test_it_begins_with_what_changed_regressions_first(subject, before, after):
     assert (robust["change"], robust["old"], robust["new"]) == ("+10.9pp", "46.9%", "57.8%")
     assert robust["figure"] == "robust accuracy (linf 0.1)"
     assert shown["bounds.exact_max:median"]["verdict"] == "worse"
-    words = [row["verdict"] for row in shown.values()]
+    accuracies = [*shown][:2]  # shares of yes-or-no results come first
+    assert all(name.startswith("attack.") for name in accuracies)
+    words = [row["verdict"] for name, row in shown.items() if name not in accuracies]
     order = ["worse", "better", "not proven", "unchanged"]
     assert words == sorted(words, key=order.index)
     answer = page.chapters[0].blocks[0].text
@@ -168,7 +170,7 @@ def test_every_figure_that_is_called_better_or_worse_is_drawn(before, after):
     assert {"margin", "b", "Jacobian norm"} <= proven <= drawn.keys()
     bar = drawn["margin"]
     assert (bar.value, bar.low, bar.high) == (-25.0, -50.0, -12.5)  # percent of the old value
-    assert bar.text == "8 → 5, paired -2"
+    assert bar.text == "8 → 5, paired -25%"
     assert (drawn["b"].value, drawn["b"].low) == (5 / 8, None)
 
 
@@ -193,7 +195,7 @@ def test_next_steps_have_the_paths_of_the_run_and_enough_samples(before, after):
     robust = next(v for v in compare(reports).pairs[0].verdicts if v.metric.startswith("attack.r"))
     needed = robust.samples_needed
     assert 64 < needed < 6400
-    assert settle.startswith(f"Measure both models on at least {needed} samples. ")
+    assert settle.startswith(f"Measure both models on at least {needed} samples: enough to ")
     assert again == (
         f"lipaudit audit demo --only 'bounds' -q -n {needed} --run-dir {needed}-samples && "
         f"lipaudit compare {needed}-samples/report.json new"
@@ -360,7 +362,7 @@ def test_every_other_report_stands_against_the_first(before, after):
 
 BEHIND = Verdict(
     rule="attack.robust", metric="attack.robust:mean", status="regressed", samples=24,
-    paired=-0.25, low=-0.4, high=-0.125, unit="pp", p=1e-3,
+    old=0.625, new=0.375, paired=-0.25, low=-0.4, high=-0.125, unit="pp", p=1e-3,
 )  # fmt: skip
 
 
@@ -384,8 +386,9 @@ def columns(ranking, reports) -> dict[str, list[object]]:
 def test_the_outcome_is_said_in_words(ranking, report):
     first, second, _ = (model.model for model in ranking.models)
     assert describe_ranking(ranking) == (
-        f"Best by robust accuracy: {first} (62.5%). Not distinguishable from the best: "
-        f"{second} (62.5%). Behind the best: third."
+        f"Best by robust accuracy (linf 2/255): {first} (62.5%). "
+        f"Not distinguishable from the best: {second} (62.5%). "
+        "Behind the best: third (37.5%; difference -40pp to -12.5pp, 24 samples)."
     )
     apart = keep(report, report.section("attack"))
     ids = {"ids": tuple(f"{i:03x}" for i in range(24))}

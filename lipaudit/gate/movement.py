@@ -117,7 +117,8 @@ def _name_predictions(section: Section, take: Sequence[int], is_named: bool) -> 
     predicted = [section.samples["predicted"][i] for i in take]
     if not is_named:
         return predicted
-    return [section.classes.get(number) for number in predicted]
+    names: dict[Any, str] = {**section.classes}
+    return [names.get(number) for number in predicted]
 
 
 def _read_flags(section: Section, take: Sequence[int]) -> Values:

@@ -71,7 +71,7 @@ def write_answer(pair: Pair) -> str:
         if moved:
             moved.sort(key=lambda each: (each is not leading, -compute_size(each)))
             named = few([each.sentence for each in moved], NAMED)
-            parts.append(f"{word} in {write_arrows(named)}")
+            parts.append(f"{word} in {named}")
     if leading is not None and leading.status == "improved":
         parts.reverse()
     others = sum(verdict.status not in MOVED for verdict in judged)
@@ -79,21 +79,21 @@ def write_answer(pair: Pair) -> str:
     refused = sum(bool(verdict.reason) for verdict in pair.verdicts)
     sentences = []
     if leading is not None and leading.change and leading.status not in MOVED:
-        change = write_arrows(leading.sentence)
-        sentences.append(f"{pair.new}: {change}, not proven with {leading.samples} samples.")
+        sentences.append(
+            f"{pair.new}: {leading.sentence}, not proven with {leading.samples} samples."
+        )
     if parts:
         sentences.append(f"{pair.new} is {'; and '.join(parts)}.")
         for verdict in judged:
             if (verdict.subject, verdict.status) == ("clean accuracy", "inconclusive"):
-                text = f"Clean accuracy: no proven change, {verdict.figures}."
-                sentences.append(write_arrows(text))
+                sentences.append(f"Clean accuracy: no proven change, {verdict.figures}.")
         if others:
             sentences.append(f"No proven change in {others} of {len(judged)} figures.")
     elif judged:
         sentences.append(f"{pair.new}: no proven change in any of {len(judged)} figures.")
     if refused:
         sentences.append(f"{refused} figures cannot be compared.")
-    return " ".join(sentences)
+    return write_arrows(" ".join(sentences))
 
 
 def choose_tone(pairs: Sequence[Pair]) -> Tone:
@@ -167,8 +167,8 @@ def draw_changes(
         # The meaning of the colours that occur.
         legend = {place: word for place, word in words.items() if place in colours}
         is_ratio = unit == "%"
-        centre = float(is_ratio)  # no change: a ratio of 1, or a difference of 0
-        found.append(Forest(heading, AXES[unit], bars, centre, is_ratio, legend))
+        # The centre is no change: a ratio of 1, or a difference of 0.
+        found.append(Forest(heading, AXES[unit], bars, float(is_ratio), is_ratio, legend))
     return found
 
 
@@ -227,13 +227,17 @@ def _scale(value: float | None, verdict: Verdict) -> float | None:
 def draw_ranking(ranking: Ranking) -> list[Block]:
     """Draw how far every model is from the best one."""
     changes = [(each.model, each.difference) for each in ranking.models if each.difference]
-    title = f"How far is each model from {ranking.models[0].model}?"
     found: list[Block] = []
-    for picture in draw_changes(changes, title):
+    for picture in draw_changes(changes, f"How far is each model from {ranking.models[0].model}?"):
         # Grey: the other colours of a page are those of its models.
-        bars = [replace(bar, colour=GREY) for bar in picture.bars]
-        axis = replace(picture.x, label="compared with the best")
-        found.append(replace(picture, x=axis, bars=bars, legend={}))
+        found.append(
+            replace(
+                picture,
+                x=replace(picture.x, label="compared with the best"),
+                bars=[replace(bar, colour=GREY) for bar in picture.bars],
+                legend={GREY: "difference, with its limits"},
+            )
+        )
     return found
 
 

@@ -121,7 +121,6 @@ def make_judgement_page(
     text = f"{ending.upper()} (exit code {judgement.exit_code}){undecided}: {reason}."
     if judgement.outcome != "pass":
         text += f" Verdicts: {judgement.counts}."
-    answer = Paragraph(text, tone)
     sure = f"{100 * (1 - judgement.alpha):.4g}%"
     baseline = f"{judgement.baseline} ({judgement.baseline_file})".removesuffix(" ()")
     facts = (
@@ -129,16 +128,19 @@ def make_judgement_page(
         ("baseline", baseline),
         ("confidence", sure),
     )
-    warnings = (Note.warn("differs", text) for text in judgement.warnings)
-    opening = open_page(answer, "", facts, warnings)
+    warnings = (Note.warn("differs", warning) for warning in judgement.warnings)
+    opening = open_page(Paragraph(text, tone), "", facts, warnings)
     text = (
         f"Verdicts: {sure} confidence over all rules together. Limits: {sure} confidence for each "
         f"figure alone{count_samples(judgement.verdicts)}."
     )
     if judgement.strict:
         text += " Rules that are not proven fail (--strict)."
-    shown = [*_show_verdicts(judgement), Paragraph(text)]
-    chapter = Chapter("verdicts", "What is the verdict on each rule?", shown)
+    chapter = Chapter(
+        "verdicts",
+        "What is the verdict on each rule?",
+        [*_show_verdicts(judgement), Paragraph(text)],
+    )
     title = f"lipaudit gate {ending}{undecided}: {judgement.current} against {judgement.baseline}"
     after = list_steps(suggest_after_judgement(judgement, reports, files))
     return Document(title, (opening, *after, chapter))

@@ -122,28 +122,31 @@ def make_judgement_page(
     if judgement.outcome != "pass":
         text += f" Verdicts: {judgement.counts}."
     sure = f"{100 * (1 - judgement.alpha):.4g}%"
-    baseline = f"{judgement.baseline} ({judgement.baseline_file})".removesuffix(" ()")
     facts = (
         ("current", judgement.current),
-        ("baseline", baseline),
+        ("baseline", f"{judgement.baseline} ({judgement.baseline_file})".removesuffix(" ()")),
         ("confidence", sure),
     )
-    warnings = (Note.warn("differs", warning) for warning in judgement.warnings)
-    opening = open_page(Paragraph(text, tone), "", facts, warnings)
+    answer = Paragraph(text, tone)
+    warnings = [Note.warn("differs", warning) for warning in judgement.warnings]
     text = (
         f"Verdicts: {sure} confidence over all rules together. Limits: {sure} confidence for each "
         f"figure alone{count_samples(judgement.verdicts)}."
     )
     if judgement.strict:
         text += " Rules that are not proven fail (--strict)."
-    chapter = Chapter(
-        "verdicts",
-        "What is the verdict on each rule?",
-        [*_show_verdicts(judgement), Paragraph(text)],
+    return Document(
+        f"lipaudit gate {ending}{undecided}: {judgement.current} against {judgement.baseline}",
+        (
+            open_page(answer, "", facts, warnings),
+            *list_steps(suggest_after_judgement(judgement, reports, files)),
+            Chapter(
+                "verdicts",
+                "What is the verdict on each rule?",
+                [*_show_verdicts(judgement), Paragraph(text)],
+            ),
+        ),
     )
-    title = f"lipaudit gate {ending}{undecided}: {judgement.current} against {judgement.baseline}"
-    after = list_steps(suggest_after_judgement(judgement, reports, files))
-    return Document(title, (opening, *after, chapter))
 
 
 def _group_verdicts(judgement: Judgement) -> Iterator[RuleVerdicts]:
@@ -209,8 +212,11 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
             notes.append(("note", f"{verdict.subject}: {verdict.remark}", ""))
     for rule, _, passed in groups:
         for status, names in group_values((v.status, v.row) for v in passed).items():
-            figure = f"{len(names)} rows: {few(names, MOST)}"
-            summed = {"verdict": status, "rule": rule, "figure": figure}
+            summed = {
+                "verdict": f"{MARKS[status]} {status}",
+                "rule": rule,
+                "figure": f"{len(names)} rows: {few(names, MOST)}",
+            }
             rows.append(dict.fromkeys(TEXTS, "") | summed)
     found: list[Block] = [*draw_changes(((v.subject, v) for v in verdicts), words=IN_GATE)]
     if found:

@@ -122,7 +122,8 @@ def _suggest_samples(
         count = max(needed, old.run.data.samples)
         command, file = repeat_command(old, count)
         if command:
-            text += f" The command takes {count}, so that no figure gets fewer than before."
+            if count > needed:
+                text += f" The command takes {count}, so that no figure gets fewer than before."
             model = shlex.quote(new.run.model.spec)
             command += f" && lipaudit {judge.format(new=model, file=file)}"
     yield Step(text=text, command=command)

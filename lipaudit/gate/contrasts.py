@@ -550,8 +550,7 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
             f"{rule.text!r}: the variation of a maximum is unknown",
             "Use an absolute limit for `max`, or judge p95.",
         )
-    # `each`: a test for each row of a table, by the median over samples, unless the row is a mean.
-    stat = rule.stat
+    stat = rule.stat  # `each`: a test for each row of a table
     least = statistics.LEAST.get(stat, FEWEST)
     if stat == "each" and readings.is_mean(rule) and rule.limit.kind == "difference":
         # The row is a mean over samples, so the mean of the changes is tested. The median of the

@@ -39,7 +39,7 @@ from lipaudit.report.rows import (
     read_verdict,
     tabulate_rows,
 )
-from lipaudit.report.steps import Step, suggest_after_comparison
+from lipaudit.report.steps import Suggestion, suggest_after_comparison
 from lipaudit.tables import Column, Note, Report, model_labels
 from lipaudit.tables.columns import group_values
 from lipaudit.tables.formats import describe_places, join_texts
@@ -132,7 +132,7 @@ def make_comparison_page(
     counts = []
     chapters = []
     warnings = list_warnings(reports)
-    steps = list[Step]()
+    steps = list[Suggestion]()
     report_of_model = dict(zip(comparison.models, reports, strict=True))
     file_of_model = dict(zip(comparison.models, files, strict=False))
     for number, pair in enumerate(pairs, 1):

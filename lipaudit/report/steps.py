@@ -25,7 +25,7 @@ REPLACED = re.compile(
 )
 
 
-class Step(NamedTuple):
+class Suggestion(NamedTuple):
     """One thing to do next, a point of a list (`blocks.Points`).
 
     Attributes:
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 def suggest_after_comparison(
     pair: Pair, reports: Mapping[str, Report], files: Mapping[str, str]
-) -> Iterator[Step]:
+) -> Iterator[Suggestion]:
     """Yield what to do after a comparison.
 
     Args:
@@ -74,14 +74,14 @@ def suggest_after_comparison(
     for sample in pair.samples[:1]:  # those with losses come first
         if sample.lost:
             words = ("inspect", new, sample.id[:CHARACTERS])
-            yield Step(text="Look at a sample that got worse.", command=_write(*words))
+            yield Suggestion(text="Look at a sample that got worse.", command=_write(*words))
     command = _write("gate", new, "--baseline", old)
-    yield Step(text=f"Make CI fail where {pair.new} is worse.", command=command)
+    yield Suggestion(text=f"Make CI fail where {pair.new} is worse.", command=command)
 
 
 def suggest_after_judgement(
     judgement: Judgement, reports: Sequence[Report], files: Sequence[str]
-) -> Iterator[Step]:
+) -> Iterator[Suggestion]:
     """Yield what to do after a judgement.
 
     Args:
@@ -96,12 +96,12 @@ def suggest_after_judgement(
     command = ""
     if files:
         command = _write("compare", *files)
-    yield Step(text="See which samples, groups and heads changed.", command=command)
+    yield Suggestion(text="See which samples, groups and heads changed.", command=command)
 
 
 def _suggest_samples(
     verdict: Verdict, reports: Sequence[Report], judge: str = "compare {file} {new}"
-) -> Iterator[Step]:
+) -> Iterator[Suggestion]:
     """Yield the step to measure two models on so many samples that an open change is proven.
 
     Args:
@@ -126,7 +126,7 @@ def _suggest_samples(
                 text += f" The command takes {count}, so that no figure gets fewer than before."
             model = shlex.quote(new.run.model.spec)
             command += f" && lipaudit {judge.format(new=model, file=file)}"
-    yield Step(text=text, command=command)
+    yield Suggestion(text=text, command=command)
 
 
 def repeat_command(report: Report, samples: int) -> tuple[str, str]:

@@ -449,9 +449,8 @@ class _Krylov:
             before = self._vector(self.steps - 1)
             w.addcmul_(self.coupling, before, value=-1)
         for i, block in enumerate(self.basis):
-            # A block holds `_GROWTH` vectors, the last one fewer: the slice ends with the block.
             count = self.steps + 1 - _GROWTH * i  # of vectors in this block and later ones
-            vectors = block[:, :count]
+            vectors = block[:, :count]  # at most _GROWTH
             w.baddbmm_(w @ vectors.mT, vectors, alpha=-1)
         return alpha, w
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lipaudit.api import outline_job, require_shared
 from lipaudit.engine.execute import execute
+from lipaudit.engine.outlines import outline_job, require_shared
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import load_measures

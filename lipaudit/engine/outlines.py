@@ -75,7 +75,7 @@ def require_shared(outlines: Sequence[Outline]) -> None:
         other_data = other.run.data
         # Ids differ where two models read one file at two sizes: then the places are equal.
         places = first.samples.get("place")
-        has_same_places = bool(places) and places == other.samples.get("place")
+        has_same_places = places and places == other.samples.get("place")
         is_shared = data.suite_id == other_data.suite_id or has_same_places
         if first.kind != other.kind or not is_shared:
             raise InputError(

@@ -468,7 +468,7 @@ def describe_ranking(ranking: Ranking) -> str:
             details = [texts["current"]]
             if texts["limits"]:
                 details.append(f"difference {texts['limits']}, {texts['samples']} samples")
-        elif differences and not model.reason:  # the best model
+        elif model.rank:  # the best model: the others with a rank have a difference
             details = [differences[0].texts["baseline"]]
         name = model.model
         if any(details):

@@ -56,7 +56,9 @@ def test_a_measure_that_fails_leaves_its_reason_in_its_place(monkeypatch, error,
         page = render(report, format).decode()
         assert "attention failed: " in page
         assert "The other measures are complete." in " ".join(page.split())
-        assert page.rindex("FAILED: ") > page.index("Jacobian norm")  # in the order of the scorecard
+        assert page.rindex("FAILED: ") > page.index(
+            "Jacobian norm"
+        )  # in the order of the scorecard
 
 
 def test_the_last_hope_ends_the_run_with_its_own_error_and_a_stop_keeps_what_there_is(monkeypatch):

@@ -218,22 +218,41 @@ def test_the_source_distribution_has_what_its_tests_read():
     assert read | {"lipaudit", "tests", "benchmarks", ".ci"} == sent | {"pyproject.toml"}
 
 
-def test_what_is_imported_is_declared():
-    project = PYPROJECT["project"]
-    extras = [text for each in project["optional-dependencies"].values() for text in each]
-    texts = (*project["dependencies"], *extras)
-    declared = {canonicalize_name(Requirement(text).name) for text in texts}
+def list_imports(path: Path, *, for_types: bool) -> set[str]:
+    """Return the packages that a file imports when it runs, or those that only its types need."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    under_type_checking = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
     imported = set()
-    for path in (ROOT / "lipaudit").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                imported.update(each.name.split(".")[0] for each in node.names)
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                imported.add(str(node.module).split(".")[0])
+    for node in ast.walk(tree):
+        if (node in under_type_checking) is not for_types:
+            continue
+        if isinstance(node, ast.Import):
+            imported.update(each.name.split(".")[0] for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported.add(str(node.module).split(".")[0])
+    return imported - sys.stdlib_module_names - {"lipaudit"}
+
+
+@pytest.mark.parametrize("for_types", [False, True], ids=["at-run-time", "for-types"])
+def test_what_is_imported_is_declared(for_types):
+    # What only types need is for developers: a user does not install it. Lightning is there when
+    # its callback is asked for.
+    project = PYPROJECT["project"]
+    extras = project["optional-dependencies"]
+    groups = [texts for name, texts in extras.items() if name != "dev" or for_types]
+    texts = [*project["dependencies"], *(text for group in groups for text in group)]
+    declared = {canonicalize_name(Requirement(text).name) for text in texts}
+    files = (ROOT / "lipaudit").rglob("*.py")
+    imported = set().union(*(list_imports(path, for_types=for_types) for path in files))
     packages = packages_distributions()
     undeclared = {
         name
-        for name in imported - sys.stdlib_module_names - {"lipaudit"}
+        for name in imported - {"lightning"}
         if declared.isdisjoint(map(canonicalize_name, packages.get(name, [name])))
     }
     assert undeclared == set()

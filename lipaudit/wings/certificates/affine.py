@@ -83,23 +83,26 @@ def linear_map(
 
 
 def cast_form(x: Form, *targets: Any, **options: Any) -> Form:
-    """Return a copy of a form for a cast to floating point, which does not change real numbers.
+    """Return the result of a cast of a form, such as x.float(): the same real numbers.
 
-    Some casts of torch copy, and some return the same memory. So a write to one of the two forms
-    makes the other form stale, and the use of a stale form is refused.
+    A cast of torch copies, or returns the same memory. `Form` counts all casts as views of the
+    same memory: after a write to one of the two forms, the use of the other is refused.
     """
     require_real(*targets, *options.values())
     return x.copy()
 
 
 def require_real(*targets: Any) -> None:
-    """Refuse casts to other types than floating point; targets are arguments of a cast."""
+    """Raise `NoRuleError` if a cast is not to a floating-point type, such as x.to(torch.long).
+
+    `targets` are the arguments of the cast: a dtype, a tensor of this dtype, a Python type, or the
+    name of a type. Arguments that are no types, such as a device, are ignored.
+    """
     for target in targets:
         dtype = target.dtype if isinstance(target, Tensor) else target
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             continue
-        # Other types are refused: a torch.dtype, bool, int, or a name ("torch.LongTensor").
-        # Arguments that are not types, such as a device, are allowed.
+        # Another type: torch.long, bool, or "torch.LongTensor".
         if isinstance(dtype, torch.dtype | type) or "Tensor" in str(dtype):
             raise NoRuleError(f"a cast to {dtype}")
 
@@ -201,23 +204,23 @@ def add_stacks(x: Tensor, y: Tensor) -> Tensor:
 
 
 def align_blocks(x: Form, y: Form) -> None:
-    """Store the errors that both forms have in the same way, in place.
+    """Prepare two forms for a sum: store the errors of both in the same way, in place.
 
-    Blocks store error coefficients sparsely. Coefficients of the same symbol can only be added if
-    both forms have them in a block with the same layers, or both have them dense. For x + f(x),
-    both forms have the errors of x. If f has changed how the block stores them, both blocks become
-    dense.
+    A form stores the coefficients of an error dense, in a row of its stack, or sparse, in a block
+    (layers of coefficients; blocks of the same errors have the same key). Coefficients of an error
+    can be added if both are dense, or both are in blocks with equal layers. Otherwise they become
+    dense in both forms. An example is x + f(x): both terms have the errors of x, and f may have
+    changed how they are stored.
     """
-    # Blocks of the same errors have the same key.
     x_blocks = {block.key: block for block in x.blocks}
     for block in y.blocks:
         shared = x_blocks.get(block.key)
         if shared is not None and not block.has_layers_of(shared):
-            x.make_dense()  # and below y, because both forms share `dense_keys`
+            x.make_dense()  # the loop below then makes y dense: the key is in `dense_keys`
             break
-    # If a block of one form is dense in another form (`dense_keys`), it becomes dense here, too.
-    # `make_dense` adds the other blocks of the form to `dense_keys`, which may make the second
-    # form dense: so the loop runs twice.
+    # `dense_keys` has the key of every block that became dense in some form: forms with this block
+    # must follow. `make_dense` makes all blocks of a form dense. If this happens to y, the first
+    # form may have one of these blocks: so there is a second round.
     for _ in range(2):
         for form in (x, y):
             if any(block.key in form.symbols.dense_keys for block in form.blocks):
@@ -252,7 +255,8 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     """
     roundings = weight.shape[-1] + 1
     quotient = input.pending_quotient
-    # W (n / root) = (W n) / root holds only if all entries of a row have the same root.
+    # W (n / root) = (W n) / root holds only if all entries of a row have the same root. Otherwise
+    # the numbers of the quotient are computed, and the weights are applied to them.
     if (
         quotient is None
         or not has_constant_rows(quotient.inverse)

@@ -75,22 +75,23 @@ def matmul(x: Any, y: Any) -> Form:
 def _multiply_matrix_forms(x: Form, y: Form) -> Form:
     """Return the form of x @ y for two forms, (*b, i, k) and (*b, k, j).
 
-    If x is a softmax, `x.weights` has the ranges of its entries. Then the product with the values
-    y is bounded more tightly, because the rows of x sum to one.
+    If x has attention weights (a softmax), their rows sum to one. Then x @ y is bounded more
+    tightly, as x @ (y - mean) + mean with the mean value of each row.
     """
+    # Slack of an entry adds up in absolute value. As a symbol it keeps its sign and can cancel. At
+    # order 1 symbols for the slack of y cost more than they gain.
     x = x.symbolize_slack()
-    if x.symbols.order == 2:  # at order 1 symbols for the slack of y cost more than they gain
+    if x.symbols.order == 2:
         y = y.symbolize_slack()
-    if not x.weights:
-        return _multiply_forms(x, y, torch.matmul)
-    # x holds attention weights, y values.
     product = None
-    if x.symbols.order == 1:
+    if x.weights and x.symbols.order == 1:
         product = _average_values(x, y)
     if product is None:
         product = _multiply_forms(x, y, torch.matmul)
-    # Rows of x sum to one, so a constant can be taken from y and added again: the mean value of
-    # each row, x.centre @ y.centre. (product.centre may include the shift of a remainder.)
+    # Only a softmax stores the ranges of its entries in `weights`.
+    if not x.weights:
+        return product
+    # The mean is computed again: product.centre may include the shift of a remainder.
     return _shift_values(product, x, x.centre @ y.centre)
 
 
@@ -218,7 +219,8 @@ def _add_rounding(
         terms = x.shape[-1]
     x_size = x.shifted_centre.abs()
     y_size = y.shifted_centre.abs()
-    # Coefficients have the precision of their dtype, centres float64.
+    # A coefficient is a sum of two products, f(dx, c_y) + f(c_x, dy), of `terms` terms each; order
+    # 2 has further products. It is rounded in its dtype, a centre in float64. 8 and 4 leave room.
     of_coefficients = bound_rounding((2 * terms + 8) * symbols.order, dtype) * radius
     slack = slack + (of_coefficients + bound_rounding(terms + 4, DOUBLE) * f(x_size, y_size))
     # Underflow: each product with a coefficient may be off by the smallest normal number.
@@ -232,14 +234,16 @@ def _add_rounding(
 def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
     """Return the coefficients of dx @ c_y + c_x @ dy: dense (symbols, *shape), and blocks.
 
-    The forms are x = c_x + dx and y = c_y + dy, around shifted centres. Blocks store error
-    coefficients sparsely. The blocks of x stay blocks, because dx @ c_y works within rows of x.
-    The blocks of y become dense, because c_x @ dy mixes rows of y.
+    The forms are x = c_x + dx and y = c_y + dy, around shifted centres. A form has a dense stack
+    of coefficients, one row per symbol. Blocks store further coefficients of errors sparsely.
     """
     x_centre = x.shifted_centre.to(x.symbols.dtype)
     y_centre = y.shifted_centre.to(x.symbols.dtype)
+    # c_x @ dy mixes rows of y: its blocks become dense. `align_blocks` then makes the same errors
+    # of x dense.
     y.make_dense()
     affine.align_blocks(x, y)
+    # dx @ c_y mixes only entries of the same row: other blocks of x stay sparse.
     x_rows, blocks = x.split_by_row().map_coefficients(lambda t: _stack_times(t, y_centre))
     y_rows = _times_stack(x_centre, y.dense)
     # The stack with fewer symbols is added to the first rows of the other.
@@ -273,15 +277,17 @@ def _average_values(x: Form, y: Form) -> Form | None:
     """Return x @ y for attention weights x and values y at order 1; None if it does not pay off.
 
     Entry x_ij is in m_ij +- r_ij, and c is the centre of y:
-    x y = m y + (x - m) c + (x - m) (y - c). With y_j - c_j = sum_s g_sj e_s and
-    x_ij - m_ij = r_ij eta, the last term is a sum of r_ij g_sj eta e_s. The unknowns eta and e_s
-    are in [-1, 1], and so are their products: these become new symbols, each for all channels of a
-    row. `_add_product_symbols` decides whether new symbols pay off.
+    x y = m y + (x - m) c + (x - m) (y - c).
+    The first two terms are linear in one form. In the last, with y_j - c_j = sum_s g_sj e_s and
+    x_ij - m_ij = r_ij eta, each r_ij g_sj is multiplied by eta e_s. The unknowns eta and e_s are
+    in [-1, 1], and so are their products: the largest get a new symbol, for all channels of a row.
+    `_add_product_symbols` decides whether new symbols pay off.
     """
     keys = x.shape[-1]
     low, high = x.range()
     m = (low + high) / 2
     r = round_up(torch.maximum(high - m, m - low))
+    # A bound of |(x - m) (y - c)|. Symbols for a small part of the product do not pay off.
     radius = round_up(r @ (y.symbol_radius + y.slack), keys)
     worthwhile = _WORTHWHILE_SHARE * (m @ y.centre.abs()).sum()
     product_symbols = _add_product_symbols(
@@ -290,7 +296,7 @@ def _average_values(x: Form, y: Form) -> Form | None:
     if product_symbols is None:
         return None
     block, slack = product_symbols
-    # The first two terms, m y and (x - m) c.
+    # m y and (x - m) c
     of_values = affine.linear_map(y, lambda t, w: w @ t, m, roundings=keys + 1)
     of_weights = affine.linear_map(
         affine.sub(x, m), torch.matmul, y.centre, roundings=keys + 1, mixes="rows"
@@ -306,13 +312,15 @@ def _add_rest_symbols(x: Form, y: Form, worthwhile: Tensor) -> tuple[ErrorBlock,
 
     x are attention weights and y values. x = c_x + dx with dx = L_x + R_x, where L_x is linear in
     the input symbols and R_x is the rest; likewise y. Coefficients of the caller hold L_x @ L_y,
-    so R_x @ L_y + (L_x + R_x) @ R_y is left to bound. None if `_add_product_symbols` finds that
-    new symbols do not pay off.
+    so R_x @ L_y + dx @ R_y is left to bound. None if `_add_product_symbols` finds that new symbols
+    do not pay off.
     """
     symbols = x.symbols
-    x_radius = round_up(x.radii.linear + x.rest_radius)
+    x_radius = round_up(x.radii.linear + x.rest_radius)  # of dx
     y_linear = y.dense[: symbols.inputs]
     y_errors = y.dense[symbols.first_error :]
+    # The factors of R_x @ L_y and of dx @ R_y: radii of x, and coefficients of y. A new symbol is
+    # for a product of one radius and one coefficient. The quadratic part of R_y gets no symbols.
     pairs = [(x.rest_radius, y_linear), (x_radius, y_errors)]
     radius = x.rest_radius @ y.radii.linear + x_radius @ y.rest_radius
     return _add_product_symbols(symbols, pairs, round_up(radius, x.shape[-1]), worthwhile)
@@ -352,10 +360,10 @@ def _count_product_symbols(
 ) -> int:
     """Return how many symbols each row of a product gets; 0 if symbols do not pay off.
 
-    They do not if few fit into memory, if the sum of all products is below `worthwhile`, or if the
-    pass is to add few symbols (`many_symbols` is False). Nor do they for balls other than boxes:
-    new symbols in [-1, 1] would lose that the coordinates of the input cannot all be largest at
-    once.
+    Symbols pay off if enough of them fit into memory, and the sum of all products is above
+    `worthwhile`. They do not in a pass with few symbols (`many_symbols` is False), nor for balls
+    other than boxes: there the coordinates of the input cannot all be largest at once, which new
+    symbols in [-1, 1] would ignore.
 
     Args:
         symbols: the symbols (unknowns in [-1, 1]) of the pass.
@@ -368,14 +376,16 @@ def _count_product_symbols(
     queries, keys = pairs[0][0].shape[-2:]
     width = radius.shape[-1]
     heads = radius.shape[:-2].numel()
-    # Each of these symbols exists for every row of every head. Later it may have a coefficient in
+    # One symbol per row means heads x queries symbols in all. Each may later have a coefficient in
     # every entry of the values of an attention: heads x keys x width.
     room = _MOST_COEFFICIENTS // (heads * queries * heads * keys * width)
-    count = min(room, keys * sum(len(coefficients) for _, coefficients in pairs))
-    # Slack is as good as symbols if there are no more symbols per row than channels.
+    products = keys * sum(len(coefficients) for _, coefficients in pairs)  # of a row
+    count = min(room, products)
+    # Slack is as good as symbols if there are no more symbols per row than channels. The sum is
+    # inf or NaN if bounds overflowed.
     if symbols.norm != "linf" or count <= width or not worthwhile < radius.sum() < math.inf:
         return 0
-    # `bound_margins` runs again with `many_symbols` if symbols were skipped. Order 2 always adds
+    # If symbols were skipped, `bound_margins` may run again with many symbols. Order 2 always adds
     # them: in comparison with the products of input symbols they are few.
     if symbols.order == 1 and not symbols.many_symbols:
         symbols.skipped_symbols = True
@@ -396,6 +406,8 @@ def _choose_products(pairs: FactorPairs, layers: int, dtype: torch.dtype) -> Ten
         layers: number of products.
         dtype: dtype of the products.
     """
+    # A product has a number, symbol s * keys + key j. Symbols of the second pair follow those of
+    # the first.
     sizes = []
     radii = []
     stacks = []
@@ -404,23 +416,22 @@ def _choose_products(pairs: FactorPairs, layers: int, dtype: torch.dtype) -> Ten
         r = cast_up(radius, dtype).reshape(heads, *radius.shape[-2:])  # (heads, i, j)
         stack = coefficients.movedim(0, -3)
         g = stack.reshape(heads, *stack.shape[-3:])  # (heads, symbols, j, d)
-        # |r_ij| sum_d |g_sjd|, (heads, i, symbols, j).
+        # The size of a product is a sum over channels, r_ij sum_d |g_sjd|: (heads, i, symbols, j).
         sizes.append(torch.einsum("bsj,bij->bisj", g.abs().sum(-1), r))
         radii.append(r)
         stacks.append(g)
-    # Products (s, j) of both pairs, one after the other.
-    size_of_product = torch.cat(sizes, 2).flatten(2)
-    largest = size_of_product.topk(layers, sorted=False).indices  # (heads, i, layers)
-    # The g_sj of the largest products, (heads, i, layers, d).
-    keys, width = stacks[0].shape[2:]
-    index = largest.flatten(1)[..., None].expand(-1, -1, width)
-    rows = torch.cat(stacks, 1).flatten(1, 2).gather(1, index)
-    rows = rows.view(*largest.shape, width)
-    # The r_ij of the largest products. The radii of the second pair follow the radii of the first.
-    is_of_second_pair = largest >= keys * stacks[0].shape[1]
-    column = largest % keys + keys * is_of_second_pair
-    radius_of_row = torch.cat(radii, -1).gather(-1, column)
-    products = rows * radius_of_row[..., None]
+    sizes_of_row = torch.cat(sizes, 2).flatten(2)  # (heads, i, products)
+    numbers = sizes_of_row.topk(layers, sorted=False).indices  # (heads, i, layers)
+    # g of each chosen product: the row with its number, (heads, i, layers, d).
+    rows = torch.cat(stacks, 1).flatten(1, 2)  # (heads, products, d)
+    g = rows.take_along_dim(numbers.flatten(1)[..., None], 1).view(*numbers.shape, -1)
+    # r of each chosen product: column j of the radii of the first pair, or of the second, whose
+    # columns follow.
+    symbols, keys, _ = stacks[0].shape[1:]
+    is_of_second_pair = numbers >= symbols * keys
+    column = numbers % keys + keys * is_of_second_pair
+    r = torch.cat(radii, -1).gather(-1, column)  # (heads, i, layers)
+    products = r[..., None] * g
     return products.movedim(-2, 0)
 
 
@@ -435,16 +446,22 @@ def _multiply_stacks(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _stack_times(stack: Tensor, y: Tensor) -> Tensor:
-    """Return stack (symbols, *b, i, k) @ y (*b, k, j); faster with symbols and i as one axis."""
-    tall = stack.movedim(0, -3)
-    product = tall.flatten(-3, -2) @ y
+    """Return stack (symbols, *b, i, k) @ y (*b, k, j), as (symbols, *b, i, j).
+
+    One matmul with symbols and i as one axis is faster than a matmul per symbol.
+    """
+    tall = stack.movedim(0, -3)  # (*b, symbols, i, k)
+    product = tall.flatten(-3, -2) @ y  # (*b, symbols i, j)
     return torch.unflatten(product, -2, tall.shape[-3:-1]).movedim(-3, 0)
 
 
 def _times_stack(x: Tensor, stack: Tensor) -> Tensor:
-    """Return x (*b, i, k) @ stack (symbols, *b, k, j); faster with symbols and j as one axis."""
-    wide = stack.movedim(0, -2)
-    product = x @ wide.flatten(-2)
+    """Return x (*b, i, k) @ stack (symbols, *b, k, j), as (symbols, *b, i, j).
+
+    One matmul with symbols and j as one axis is faster than a matmul per symbol.
+    """
+    wide = stack.movedim(0, -2)  # (*b, k, symbols, j)
+    product = x @ wide.flatten(-2)  # (*b, i, symbols j)
     return torch.unflatten(product, -1, wide.shape[-2:]).movedim(-2, 0)
 
 
@@ -452,8 +469,8 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     """Return the form of P (V - constant) + constant, which equals P V: rows of P sum to one.
 
     In this way errors of P act on V - constant, which is smaller than V, and the bounds are
-    tighter. The change of the form of P V is (1 - sum_k P_k) constant. This is zero for the true
-    P, but not for the form of P, which has errors.
+    tighter. To the form of P V, (1 - sum_k P_k) constant is added. This is zero for the true P,
+    but not for the form of P, which has errors.
 
     Args:
         product: the form of P V, (*b, i, d); its coefficients are changed in place.
@@ -464,27 +481,27 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     keys = x.shape[-1]
     rounded = constant.to(dtype)  # any constant is valid
     constant = rounded.to(DOUBLE)
-    # The coefficients of -sum_k P_k constant.
+    # Coefficients: subtract those of (sum_k P_k) constant.
     row_sums, block_sums = x.map_coefficients(lambda t: t.sum(-1, keepdim=True))
     product.dense[: len(row_sums)] -= row_sums * rounded
     removed = [block.map_coefficients(lambda t: -t * rounded) for block in block_sums]
     blocks = join_blocks(product.blocks, removed, torch.add)
     total = x.centre.sum(-1, keepdim=True)
     centre = product.centre + (1 - total) * constant
+    # Slack: the slack of P times the constant, and rounding.
     constant = constant.abs()
-    # Rounding, n = keys. An added coefficient has n - 1 sums, a product and the difference from
-    # the old one, which is rounded by a share of both. The share of the new one makes n + 1
-    # roundings, of its radius; 4 leave room. The share of the old one is in `product.slack`: both
-    # functions that make products count at least one rounding more than they have. The centre has
-    # n - 1 sums, a difference, a product and a sum in float64: n + 2 roundings, of at most `size`.
-    # `tiny`: each product and sum may underflow.
+    slack = product.slack + x.slack.sum(-1, keepdim=True) * constant
+    # A coefficient, in its dtype: the sum over keys, the product and the difference are fewer than
+    # keys + 4 roundings of `radius`. (The difference also rounds the old coefficient. The slack of
+    # the product covers this: it counts one rounding more than the product has.)
     radius = x.symbol_radius.sum(-1, keepdim=True) * constant
+    # The centre, in float64: the sum over keys and three steps, of numbers of at most `size`.
     size = 1 + x.centre.abs().sum(-1, keepdim=True)
     size = size * constant + product.centre.abs()
-    slack = product.slack + x.slack.sum(-1, keepdim=True) * constant
     slack = (
         slack + bound_rounding(keys + 4, dtype) * radius + bound_rounding(keys + 8, DOUBLE) * size
     )
+    # Every product and sum may underflow.
     slack = slack + 2 * x.symbol_count * keys * tiny(dtype) * (1 + constant)
     return Form(centre, product.dense, round_up(slack, keys + 8), product.symbols, blocks=blocks)
 

@@ -67,14 +67,14 @@ class Nodes:
         `problem` is in float64, and `margins` has the indices of the margins to prove.
         """
         nodes = self[torch.isin(self.which, margins)]
-        proven = [nodes[:0]]
+        proven = [nodes[:0]]  # `join_nodes` needs at least one group, if only an empty one
         for i in range(0, len(nodes), BATCH):
             batch = nodes[i : i + BATCH]
             proven.append(batch[prove_bounds(problem, batch) > 0])
         parts = join_nodes(proven)
         return all(_covers_ball(parts.state[parts.which == i]) for i in margins.tolist())
 
-    def find_smallest(self) -> Tensor:
+    def find_smallest_multipliers(self) -> Tensor:
         """Return the smallest allowed multipliers: 0 for inequalities, -inf for equations.
 
         Each ReLU h = relu(z) has two constraints. In a part with z <= 0 the first constraint is
@@ -86,7 +86,7 @@ class Nodes:
 
     def clip_multipliers(self) -> Tensor:
         """Return the multipliers, with negative multipliers of inequalities replaced by 0."""
-        return torch.maximum(self.y, self.find_smallest())
+        return torch.maximum(self.y, self.find_smallest_multipliers())
 
 
 def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
@@ -110,7 +110,11 @@ def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
 
 
 def join_nodes(groups: list[Nodes]) -> Nodes:
-    """Return several groups of nodes (parts of the ball with multipliers) as one group."""
+    """Return several groups of nodes as one group.
+
+    A node is a part of the ball: the index `which` of the margin to bound, the signs `state` of
+    the ReLUs on this part, and the multipliers `y`, whose axis 0 is not that of the nodes.
+    """
     return Nodes(
         torch.cat([nodes.which for nodes in groups]),
         torch.cat([nodes.state for nodes in groups]),
@@ -143,8 +147,9 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     nodes = replace(nodes, y=nodes.y.to(DOUBLE))
     bounds, _ = bound_nodes(problem, nodes)
     multipliers = nodes.clip_multipliers().abs().sum(0)
+    # The sum of absolute values: of the margin's row, and of the ReLUs' rows times multipliers.
     size = problem.margin_magnitude[nodes.which] + multipliers @ problem.relu_magnitude
-    # The longest sums are over ReLUs and over columns; the coefficients themselves are rounded.
+    # The longest sums are over ReLUs and over columns. 64 covers the other steps.
     roundings = sum(problem.relus.slopes.shape) + 64
     return bounds - round_up(bound_rounding(roundings, DOUBLE) * size, roundings)
 
@@ -153,22 +158,21 @@ def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
     """Return the whole ball as one part for each margin, with good multipliers for the search.
 
     The output of ReLU k with input z is h = a z + m (1 + eps_k), with a symbol eps_k in [-1, 1].
-    If eps_k has a positive coefficient, the bound of the margin is attained at eps_k = -1, the
-    lower side of the ReLU. A multiplier of the constraint h >= 0 (if a < 1/2) or h >= z makes the
-    coefficient 0. The last layer is treated first, because its multipliers change the
-    coefficients of earlier ReLUs. `which` has the indices of the margins.
+    Two constraints, h >= 0 and h >= z, have the multipliers y[0] and y[1]. Each unit of either
+    adds -m to the coefficient of eps_k in the bound of the margin. A positive coefficient loses
+    most (eps_k = -1 is then worst, where a constraint is violated), so it is brought to 0: by y[0]
+    if a < 1/2, else by y[1]. `which` has the indices of the margins.
     """
     k = len(problem.slope)
     y = problem.slope.new_zeros(2, len(which), k)
-    state = y.new_zeros(len(which), k, dtype=torch.long)
-    for depth in sorted(set(problem.depth.tolist()), reverse=True):  # layers, last first
+    state = y.new_zeros(len(which), k, dtype=torch.long)  # 0: the sign of z is unknown
+    # The last layer first: its multipliers change the coefficients of earlier ReLUs.
+    for depth in sorted(set(problem.depth.tolist()), reverse=True):
         layer = (problem.depth == depth).nonzero()[:, 0]
         _, coefficients = bound_nodes(problem, Nodes(which, state, y))
         of_errors = coefficients[:, problem.columns[layer]]
-        # Each unit of a multiplier adds -m to the coefficient of eps.
         multiplier = of_errors.clamp_min(0) / problem.offset[layer]
         is_flat = problem.slope[layer] < 0.5
-        # y[0] are the multipliers of h >= 0, y[1] those of h >= z.
         y[0, :, layer] = torch.where(is_flat, multiplier, 0.0)
         y[1, :, layer] = torch.where(is_flat, 0.0, multiplier)
     return Nodes(which, state, y)
@@ -194,7 +198,7 @@ def ascend(
         The best bound of each part, and the parts with the multipliers of these bounds.
     """
     effects = _find_effects(problem, nodes.state)
-    floor = nodes.find_smallest()
+    floor = nodes.find_smallest_multipliers()
     y = nodes.clip_multipliers()
     best = y.new_full(y.shape[1:2], -torch.inf)
     best_y = y
@@ -224,11 +228,12 @@ def _find_supergradient(problem: Problem, evaluation: Evaluation, effects: Effec
     """Return the supergradient of lower bounds in their multipliers, (2, b, k).
 
     A bound is the minimum of margin + multipliers . constraints over the symbols, so its
-    supergradient has the values of the constraints at the symbols -e where the minimum is.
+    supergradient has the values of the constraints at the minimum. A constraint of a ReLU is
+    on_z z + on_error (1 + eps), with the input z = centre + slopes @ symbols +- spread.
     """
     relus = problem.relus
-    e = problem.find_minimum(evaluation.coefficients)
-    # The input z of a ReLU is at the end of +-spread that makes the function smallest.
+    e = problem.find_minimum(evaluation.coefficients)  # the minimum is at the symbols -e
+    # Of +-spread, the minimum has the sign against that of the coefficient of z.
     z = relus.centre - evaluation.on_z.sign() * relus.spread - e @ relus.slopes.mT
     error = 1 - e[:, problem.columns]  # 1 + eps at eps = -e
     return effects.on_z * z + effects.on_error * error
@@ -302,17 +307,17 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
     constant = margins.centre[which] + on_z @ relus.centre + on_error.sum(1)
     spread = margins.spread[which] + on_z.abs() @ relus.spread
     bounds = constant - spread
-    # The dual norm: the 1-norm for symbols in [-1, 1], which are all symbols of an L-inf ball. The
-    # input symbols of another ball (L2 or words) have another dual norm.
+    # The dual norm. Input symbols of an L2 ball or of words have a dual norm of their own. All
+    # other symbols are in [-1, 1], whose dual norm is the 1-norm: errors, and inputs of a box.
     of_inputs = coefficients[:, : problem.inputs]
-    others = coefficients[:, problem.inputs :]
+    in_box = coefficients[:, problem.inputs :]
     if problem.symbols.norm == "l2":
         bounds = bounds - vector_norm(of_inputs, dim=1)
     elif problem.symbols.norm == "words":
         bounds = bounds - problem.symbols.maximise_over_words(-of_inputs.mT).to(coefficients)
     else:
-        others = coefficients
-    bounds = bounds - vector_norm(others, 1, dim=1)
+        in_box = coefficients
+    bounds = bounds - vector_norm(in_box, 1, dim=1)
     return Evaluation(bounds, coefficients, on_z)
 
 
@@ -530,14 +535,15 @@ class BranchAndBound:
     def _split(self, batch: Nodes) -> tuple[Nodes, Tensor]:
         """Split every part at its most promising ReLU; return the unproven halves with bounds.
 
-        The bound of a ReLU with input z is h = a z + m (1 + eps). Its score is the loss of the
-        bound by the coefficient of eps, plus m times the multipliers of the ReLU. The ReLU with
-        the highest score is split: z >= 0 in the first half, z <= 0 in the second.
+        The output of a ReLU with input z is h = a z + m (1 + eps). Its score is what the bound of
+        the margin may gain if the sign of z is known: twice the coefficient of eps in [-1, 1], and
+        m times the multipliers of the ReLU. The ReLU with the highest score is split: z >= 0 in
+        the first half, z <= 0 in the second.
         """
         _, coefficients = bound_nodes(self.rough, batch)
-        used = batch.y.clamp_min(0).sum(0) * self.rough.offset
-        score = 2 * coefficients[:, self.rough.columns].abs() + used
-        score = score.masked_fill(batch.state != 0, -1.0)
+        of_multipliers = batch.y.clamp_min(0).sum(0) * self.rough.offset
+        score = 2 * coefficients[:, self.rough.columns].abs() + of_multipliers
+        score = score.masked_fill(batch.state != 0, -1.0)  # split already: below all scores
         relu = score.argmax(1, keepdim=True)
         positive = replace(batch, state=batch.state.scatter(1, relu, 1))
         negative = replace(batch, state=batch.state.scatter(1, relu, -1))
@@ -557,13 +563,15 @@ class BranchAndBound:
             rate: learning rate.
         """
         self.nodes += len(parts)
+        # The search runs on the problem in single precision with most symbols fixed: fast, but it
+        # proves nothing.
         face = restrict_to_face(self.rough, coefficients, COLUMN_SHARE)
         bounds, parts = ascend(face, parts, steps=steps, rate=rate, until=self.deadline)
-        bounds = bounds.to(self.exact.slope)
-        # The search runs in single precision with fixed symbols, which proves nothing. Parts that
-        # look proven are evaluated again in float64 with all symbols: this is the proof.
-        hopeful = (bounds > 0).nonzero()[:, 0]
-        bounds[hopeful] = prove_bounds(self.exact, parts[hopeful])
+        bounds = bounds.to(DOUBLE)
+        # Parts that look proven are evaluated on the problem in float64 with all symbols: this is
+        # the proof.
+        promising = (bounds > 0).nonzero()[:, 0]
+        bounds[promising] = prove_bounds(self.exact, parts[promising])
         return self._remove_proven(parts, bounds)
 
     def _remove_proven(self, parts: Nodes, bounds: Tensor) -> tuple[Nodes, Tensor]:
@@ -577,9 +585,10 @@ class BranchAndBound:
 def _choose_batch(queue: Nodes, bounds: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices of the parts of a ball to split next, and those of all other parts.
 
-    The parts with the smallest lower bounds (b,) come first, as the smallest of all is reported.
-    The parts of a batch bound one margin: so their coefficients have more signs in common, and the
-    search can fix more symbols.
+    Parts with small lower bounds `bounds` (b,) come first, because the smallest of all is
+    reported. `queue.which` is the margin that each part bounds. All parts of a batch bound the
+    same margin: so their coefficients have more signs in common, and the search can fix more
+    symbols.
     """
     order = bounds.argsort()
     margins = queue.which[order]

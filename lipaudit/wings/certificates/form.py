@@ -211,16 +211,8 @@ class Form(Tensor):
     def __new__(
         cls: type[Form], centre: Tensor, dense: Tensor, slack: Tensor, symbols: Symbols, **_: Any
     ) -> Form:
-        """Return a tensor without numbers, with the shape and device of `centre`.
-
-        torch sees this tensor in place of the form. `__init__` then stores the other arguments.
-        """
-        shell: Form = Tensor._make_wrapper_subclass(
-            cls, centre.shape, dtype=symbols.model_dtype, device=centre.device
-        )
-        shell.memory = Memory()
-        shell.seen_writes = 0
-        return shell
+        """Create the tensor; Python then calls `__init__`, which stores its content."""
+        return _make_shell(centre, symbols)
 
     def __init__(
         self,
@@ -252,12 +244,12 @@ class Form(Tensor):
     def from_quotient(cls, quotient: Quotient) -> Form:
         """Return a form for a quotient: numerator x inverse + constant, computed on first use.
 
-        At first centre, dense, blocks and slack are not set. `__getattr__` computes them when one
-        of them is first read.
+        The form has no centre, coefficients and slack yet. `__getattr__` computes them when one of
+        them is first read.
         """
-        like = quotient.numerator
-        form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
-        form.symbols = like.symbols
+        symbols = quotient.numerator.symbols
+        form = _make_shell(quotient.numerator, symbols)
+        form.symbols = symbols
         form.quotient = quotient
         return form
 
@@ -407,16 +399,17 @@ class Form(Tensor):
     def range(self) -> tuple[Tensor, Tensor]:
         """Return a lower and an upper bound of every entry on the ball, (*shape) each, float64.
 
-        A form is centre + linear part + quadratic part + errors +- slack. Each part is bounded
-        alone, and the bounds are added. `low` and `high` are the ends of the part with different
-        ends. `radius` bounds all other parts, which lie in [-radius, radius].
+        A form is centre + linear part + quadratic part + errors +- slack. The bounds of the parts
+        are added. One part is in an interval [low, high] that is not symmetric: the quadratic
+        part, or in a ball of texts the linear part. All other parts together are in
+        [-radius, radius].
         """
         symbols = self.symbols
         radii = self.radii
         if symbols.norm == "words":
             # The ball holds texts in which a few words are replaced. Its symbols are in [0, 1],
-            # one for each replacement of a word, so the two ends of the linear part differ. There
-            # is no quadratic part.
+            # one for each replacement of a word, so the linear part is not symmetric. There is no
+            # quadratic part.
             linear = self.dense[: symbols.inputs]
             low = -symbols.maximise_over_words(-linear)
             high = symbols.maximise_over_words(linear)
@@ -424,14 +417,15 @@ class Form(Tensor):
         else:  # the linear part is symmetric; the quadratic part is 0 at order 1
             low, high = self.quadratic_range
             radius = round_up(radii.linear + radii.errors + self.slack)
-        # The rounding of a few float64 sums of terms that are no larger than this size.
+        # Rounding: fewer than 16 float64 sums, of terms that are no larger than `size`.
         size = self.centre.abs() + radius + high - low
         rounding = round_up(bound_rounding(16, DOUBLE) * size)
         low = self.centre - radius + low - rounding
         high = self.centre + radius + high + rounding
         if self.weights is None:
             return low, high
-        # Attention weights have a second valid range, often tighter. The intersection holds.
+        # Attention weights have a second range, often tighter. Both are valid, so is the
+        # intersection.
         low_weight, high_weight = self.weights
         return torch.maximum(low, low_weight), torch.minimum(high, high_weight)
 
@@ -446,8 +440,8 @@ class Form(Tensor):
 
     def copy(self) -> Form:
         """Return a copy in separate memory: a write to one does not make the other stale."""
-        # __new__ sets a new memory, which takes precedence in the union below.
-        form = self.__new__(Form, self, self, self, self.symbols)
+        form = _make_shell(self, self.symbols)
+        # The shell has a memory of its own. It stays: of equal keys, `|` takes the right value.
         form.__dict__ = self.__dict__ | form.__dict__
         return form
 
@@ -465,15 +459,18 @@ class Form(Tensor):
         self.seen_writes = memory.writes
 
     def bound_input_error(self, roundings: int) -> Tensor:
-        """Return s >= 0 such that |W| s bounds the error of the computed form W x.
+        """Return s >= 0, (*shape), such that |W| s bounds the error of W x, as it is computed.
 
-        W is any linear map, and x is this form. s is the slack of x, plus a bound of the rounding
-        errors of the products of W with the coefficients and with the centre of x.
+        x is this form, centre + coefficients . symbols +- slack, and W is any linear map. W x has
+        two kinds of errors: |W| times the slack of x, and the rounding of W centre and of
+        W coefficients. Relative to |W| |x|, the rounding is bounded by the number of roundings.
 
         Args:
-            roundings: number of roundings of an entry of W x, such as the terms of its sum.
+            roundings: number of roundings of an entry of W x: the terms of its sum, plus the
+                roundings of the entries of W.
         """
         dtype = self.symbols.dtype
+        # 1 or 2 more roundings: x itself may be a sum that was rounded (then `roundings` is 0).
         of_symbols = bound_rounding(roundings + 1, dtype) * self.symbol_radius
         # Only the score of a masked key has an infinite centre, and it has no rounding error.
         of_centre = (bound_rounding(roundings + 2, DOUBLE) * self.centre.abs()).nan_to_num(
@@ -543,6 +540,22 @@ class Form(Tensor):
     ) -> Any:
         """Refuse calls that bypass `__torch_function__`: a form has no numbers."""
         raise NoRuleError(str(func))
+
+
+def _make_shell(like: Tensor, symbols: Symbols) -> Form:
+    """Return a form without content: a tensor with the shape and device of `like`.
+
+    A form is a tensor without numbers, so that torch accepts it in place of a tensor of the model.
+    Attributes such as the centre and the coefficients are set by the caller.
+    """
+    shell: Form = Tensor._make_wrapper_subclass(
+        Form, like.shape, dtype=symbols.model_dtype, device=like.device
+    )
+    # `memory` counts writes, and views share it. `seen_writes` is the count when a view was made:
+    # if they differ later, the view has old content.
+    shell.memory = Memory()
+    shell.seen_writes = 0
+    return shell
 
 
 def list_forms(values: Any) -> list[Form]:

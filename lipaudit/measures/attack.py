@@ -299,7 +299,7 @@ def _make_rows(
     if "losses" not in parts[0].values:
         shares |= _rate(parts, list(results.values()), robust)
     costs = np.array([result.cost for result in results.values()])
-    untried = {trial.key: texts.share_untried(parts, trial) for trial in trials}
+    untried = {trial.key: texts.compute_untried_share(parts, trial) for trial in trials}
     return base.make_rows(
         ATTACK_TABLE,
         attack=[key.attack for key in results],
@@ -511,7 +511,7 @@ def encode_files(parts: Sequence[Part], options: AttackOptions) -> dict[Path, by
 
     (path,) = options.files
     if path.suffix == TABLE:
-        return {path: texts.table(parts)}
+        return {path: texts.encode_table(parts)}
     content = encode_examples(
         [part.values["x_adv"] for part in parts],
         ~base.join_parts(parts, "robust").astype(bool),

@@ -35,20 +35,23 @@ TABLE = ".jsonl"
 def _need_effort(*efforts: str) -> Need:
     """Return the condition of an option such as --steps: an attack must run that uses it.
 
-    `efforts` are the kinds of effort (`AttackKind.effort`) of such attacks: steps, queries...
+    `efforts` says what such an attack is limited by (`AttackKind.effort`): steps, queries...
     """
 
-    def holds(options: AttackOptions) -> bool:
-        """Return whether an attack with one of the efforts runs."""
-        if options.attack is None or not (options.eps or options.attack == "paper"):
-            # Attacks or radii depend on the model, and are not known yet. Accept the option now:
-            # `adapt` checks the condition again.
+    def has_such_attack(options: AttackOptions) -> bool:
+        """Return whether these options run an attack that is limited by one of `efforts`.
+
+        True as well while attacks or radii are left out, because they depend on the model. `adapt`
+        fills them in later, and checks the condition again.
+        """
+        has_radii = options.eps or options.attack == "paper"  # `paper` has radii of its own
+        if options.attack is None or not has_radii:
             return True
         planned = (attack for trial in options.trials() for attack in trial.attacks)
         return any(attack.kind.effort in efforts for attack in planned)
 
     names = [name for name, kind in kinds.ATTACKS.items() if kind.effort in efforts]
-    return Need(f"an attack that takes it: {', '.join(names)}", holds)
+    return Need(f"an attack that takes it: {', '.join(names)}", has_such_attack)
 
 
 class AttackOptions(MeasureOptions):
@@ -192,18 +195,19 @@ class AttackOptions(MeasureOptions):
     def _require_plan(self) -> AttackOptions:
         """Refuse attacks and radii that do not fit together: `trials` raises the error.
 
-        If the attacks or the radii are left out, they depend on the kind of model. `adapt` then
-        fills them in and checks them.
+        Attacks or radii that are left out depend on the kind of model: `adapt` fills them in
+        later, and checks them.
         """
-        if self.attack is not None and (self.eps or not self.usual_eps):
+        are_radii_known = self.eps or not self.usual_eps  # no default radii: none follow later
+        if self.attack is not None and are_radii_known:
             self.trials()
         return self
 
     def adapt_scores(self, changes: Sequence[Norm]) -> Self:
         """Return the options for a language model that scores continuations of prompts.
 
-        By default the attacks change embeddings. If the user named attacks, or a radius such as
-        2words, these attacks run instead; attacks that change the prompt need a tokenizer.
+        By default the attacks change embeddings. If the user named attacks, or gave a radius such
+        as 2words, these attacks run instead. Attacks that change the prompt need a tokenizer.
 
         Args:
             changes: the units of the prompts that attacks can change: words, characters.
@@ -217,9 +221,9 @@ class AttackOptions(MeasureOptions):
         return self.model_copy(update={"attack": EMBEDDINGS}).adapt("text", changes)
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
-        """Return the options with attacks, norm and radii filled in for a kind of model.
+        """Return the options with default attacks, norm and radii filled in for a kind of model.
 
-        The report records them as its settings.
+        The report records the result as its settings.
 
         Args:
             kind: image, tokens or text.
@@ -230,39 +234,44 @@ class AttackOptions(MeasureOptions):
             UsageError: an attack or a norm does not apply to this kind, or there is no radius.
         """
         is_text = kind == "text"
-        for radius in self.eps:
-            if radius.unit in COUNTED and not is_text:
-                samples = "images" if kind == "image" else "sequences of vectors"
-                raise UsageError(
-                    f"the radius {radius.text} counts changes of a text, but the model takes "
-                    f"{samples}",
-                    "Give a radius without a unit: --eps 2/255.",
-                )
+        if not is_text:
+            self._refuse_units_of_texts("images" if kind == "image" else "sequences of vectors")
         attack = self.attack or self._choose_attacks(is_text, changes)
-        # Attacks that count changes have default radii of their own; `paper` has fixed ones.
-        has_radii = attack in ("paper", "patch") or (is_text and attack != EMBEDDINGS)
+        # Default radii of balls. Attacks that count changes (words, patches) have default radii of
+        # their own, `paper` has fixed ones.
+        has_own_radii = attack in ("paper", "patch") or (is_text and attack != EMBEDDINGS)
         eps = self.eps
-        if not eps and not has_radii:
+        if not eps and not has_own_radii:
             eps = self.usual_eps
         chosen = self.model_copy(update={"attack": attack, "eps": eps})
         chosen.require_needed()
         trials = chosen.trials()
         kinds.require_suitable(trials, kind, changes, why)
         self._require_storable(trials)
-        # COUNTED: the units in which attacks change texts.
+        # The number of queries of the attacks on texts, if all have the same. COUNTED: the units
+        # in which attacks change texts.
         of_texts = [trial for trial in trials if trial.norm in COUNTED]
-        # The report records the number of queries of attacks on texts, if all have the same.
-        queries = {attack.queries for trial in of_texts for attack in trial.attacks}
-        most_queries = queries.pop() if len(queries) == 1 else self.queries
-        # WHOLE: the units of texts, and patches of images. The norm is needed only if some attack
-        # searches a norm ball. If the user typed no radii, record the default radii of the attacks
-        # that count changes.
+        numbers = {attack.queries for trial in of_texts for attack in trial.attacks}
+        queries = numbers.pop() if len(numbers) == 1 else self.queries
+        # The default norm, if some attack searches a norm ball. WHOLE: units that are counted, of
+        # texts and patches of images.
         counting = [trial for trial in trials if trial.norm in WHOLE]
         norm = self.norm
         if norm is None and len(counting) < len(trials):
             norm = "token-l2" if is_text else "linf"
+        # Without a radius in `eps`, only attacks that count changes run: take their default radii.
         radii = eps or tuple(parse_budget(trial.key.typed) for trial in counting)
-        return chosen.model_copy(update={"norm": norm, "eps": radii, "queries": most_queries})
+        return chosen.model_copy(update={"norm": norm, "eps": radii, "queries": queries})
+
+    def _refuse_units_of_texts(self, samples: str) -> None:
+        """Refuse radii such as `2words` for a model of other `samples`, such as images."""
+        for radius in self.eps:
+            if radius.unit in COUNTED:
+                raise UsageError(
+                    f"the radius {radius.text} counts changes of a text, but the model takes "
+                    f"{samples}",
+                    "Give a radius without a unit: --eps 2/255.",
+                )
 
     def _require_storable(self, trials: Sequence[Trial]) -> None:
         """Refuse a file of --save-adv that cannot store the examples of all trials.
@@ -282,8 +291,9 @@ class AttackOptions(MeasureOptions):
         """Return the default attacks: by the units of the typed radii, else by the kind of model.
 
         A radius `2words` asks for the attack words, a radius without a unit for attacks on balls.
+        Without radii, texts are attacked in all units that can be changed (`changes`).
         """
-        usual = EMBEDDINGS if is_text else self.usual
+        usual = EMBEDDINGS if is_text else self.usual  # attacks on balls
         names = [radius.unit or usual for radius in self.eps]
         if is_text and not names:
             names = [name for name in TEXTS.split(",") if name in changes]
@@ -337,7 +347,10 @@ class AttackOptions(MeasureOptions):
         )
 
     def trials(self) -> tuple[Trial, ...]:
-        """Return the trials: attacks one after the other, in each ball.
+        """Return the trials that the options ask for: each is some attacks in one ball.
+
+        With --transfer, the examples of another model are tried in every ball, in a trial of their
+        own unless `transfer` is among the attacks.
 
         Raises:
             UsageError: an attack is unknown, there is no radius, or --transfer has no file or
@@ -352,11 +365,11 @@ class AttackOptions(MeasureOptions):
             queries=self.queries,
         )
         plan = tuple(trial.place_suffixes(self.suffix_place) for trial in plan)
-        # The balls of the plan, each once: --transfer tries its examples in every one.
+        # The balls of the plan, each once. WHOLE: counted changes of a text or image are no ball.
         balls = dict.fromkeys((t.norm, t.radius) for t in plan if t.norm not in WHOLE)
-        transfers = any(attack.name == TRANSFER for trial in plan for attack in trial.attacks)
+        has_transfer = any(attack.name == TRANSFER for trial in plan for attack in trial.attacks)
         missing = ""
-        if transfers and not self.transfer:
+        if has_transfer and not self.transfer:
             missing = "the examples of another model"
         elif self.transfer and not balls:
             missing = "a ball"

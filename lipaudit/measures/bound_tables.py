@@ -40,22 +40,23 @@ RATIO = Column(label="bound / ||J||", meaning="1 is tight.", unit="×", domain="
 def read_steepest(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the figure of the steepest head: its norm.
 
-    The text adds the heads that may be as steep, as norms may be too low, the share of the head in
-    the model's sensitivity, if shares were measured, the next heads, and the median of all heads.
+    The text reads "head 1.3 (carries 12.0%) and 2 more within 1.5%; next 0.1 (4.2), 2.0 (3.9);
+    median 1.7". "carries" is the share of the head in the model's sensitivity, if shares were
+    measured. "more" counts heads that may be as steep, because their norms may be too low.
     """
     rows = [row for row in section.rows if finite([row.exact])]
     if not rows:
         return
     first, *others = largest(rows, "exact", len(rows))
-    # The proven errors of the other heads that may be as steep.
-    errors = []
+    # `within` is the proven relative error of a norm: the true norm is at most exact (1 + within).
+    errors_of_ties = []
     for row in others:
         if finite([row.within]) and row.exact * (1 + row.within) >= first.exact:
-            errors.append(row.within)
+            errors_of_ties.append(row.within)
     name = f"{first.layer}.{first.head}"
     ties = ""
-    if errors:
-        ties = f" and {len(errors)} more within {max(errors):.1%}"
+    if errors_of_ties:
+        ties = f" and {len(errors_of_ties)} more within {max(errors_of_ties):.1%}"
     text = f"head {name}"
     shares = report.section("jacobian.shares")
     for row in shares.rows if shares else ():  # the measure of shares may not have run
@@ -63,11 +64,11 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
             text += f" (carries {row.share:.1%})"
     text += ties
     if others:
-        listed = []
+        next_heads = []
         for row in others[:NEXT]:
-            listed.append(f"{row.layer}.{row.head} ({format_significant(row.exact)})")
+            next_heads.append(f"{row.layer}.{row.head} ({format_significant(row.exact)})")
         middle = format_significant(median(row.exact for row in rows))
-        text += f"; next {', '.join(listed)}; median {middle}"
+        text += f"; next {', '.join(next_heads)}; median {middle}"
     text += count_measured(section, report)
     norm = f"‖J‖ {format_significant(first.exact)}"
     if section.ids:
@@ -81,34 +82,35 @@ def read_tightest(headline: Headline, section: Section, report: Report) -> Itera
 
     The text adds the tightest certified bound: one that also holds for inputs other than X.
     """
-    found = list_ratios(section.columns, section.rows)
-    if not found:
+    # By bound: log10(bound / exact norm) of each head. The tightest bound comes first.
+    logs_of_bounds = list_ratios(section.columns, section.rows)
+    if not logs_of_bounds:
         return
-    best, logs = next(iter(found.items()))
-    text = f"of ‖J‖, {len(logs)} heads, largest {_write_ratio(max(logs))}"
-    for name, of_bound in found.items():
+    tightest, logs = next(iter(logs_of_bounds.items()))
+    text = f"of ‖J‖, {len(logs)} heads, largest {_format_ratio(max(logs))}"
+    for name, logs_of_bound in logs_of_bounds.items():
         column = section.columns[name]
         if column.status == "certified":
             text += (
                 f"; for any input of no larger norm: {column.label} "
-                f"{_write_ratio(median(of_bound))}"
+                f"{_format_ratio(median(logs_of_bound))}"
             )
             break
-    label = f"{headline.label}, {section.columns[best].label}"
-    value = raise_ten(median(logs))
-    metric = f"{section.measure}.{best}/exact"
+    label = f"{headline.label}, {section.columns[tightest].label}"
+    value = _compute_ratio(median(logs))
+    metric = f"{section.measure}.{tightest}/exact"
     yield headline.row(section, value, RATIO, figure=label, metric=metric, text=text)
 
 
-def _write_ratio(exponent: float) -> str:
-    """Write how many times a bound is the exact norm, from the logarithm to base 10."""
-    return format_value(raise_ten(exponent), RATIO)
+def _format_ratio(logarithm: float) -> str:
+    """Format how many times a bound is the exact norm, from the logarithm to base 10."""
+    return format_value(_compute_ratio(logarithm), RATIO)
 
 
-def raise_ten(exponent: float) -> float:
-    """Return 10^exponent; infinity from 1e308, near the largest float."""
-    if exponent < 308:
-        return float(10**exponent)
+def _compute_ratio(logarithm: float) -> float:
+    """Return a ratio from its logarithm to base 10; infinity if no float is as large."""
+    if logarithm < 308:
+        return float(10**logarithm)
     return math.inf
 
 

@@ -140,7 +140,7 @@ def _make_head_section(
     """
     import numpy as np
 
-    from lipaudit.measures.layers import below_by_rounding
+    from lipaudit.measures.layers import note_rounding
 
     facts = parts[0].facts
     # Heads without a closed form on some sample: their norms there are numerical.
@@ -158,7 +158,7 @@ def _make_head_section(
     bounds = {name: measured[name] for name in load_bounds()}
     notes = [*_write_notes(parts, measured, options)]
     places = _name_heads(facts["heads"])
-    notes += below_by_rounding(places, base.sample_ids(parts), exact, bounds)
+    notes += note_rounding(places, base.sample_ids(parts), exact, bounds)
     # The largest norm of a head on each sample; `fmax` skips NaN.
     largest = {"exact_max": np.fmax.reduce(exact, 1).tolist()}
     arrays = {"exact": exact}
@@ -273,7 +273,7 @@ def _make_layer_section(
     """
     import numpy as np
 
-    from lipaudit.measures.layers import below_by_rounding
+    from lipaudit.measures.layers import note_rounding
 
     layers = parts[0].facts["layers"]
     index, module = zip(*layers, strict=True)
@@ -287,7 +287,7 @@ def _make_layer_section(
         notes.append(Note.info("left-out", text))
     places = [f"layer {layer} ({module})" for layer, module in layers]
     rss = {"sharp_rss": columns["sharp_rss"]}
-    notes += below_by_rounding(places, base.sample_ids(parts), out, rss)
+    notes += note_rounding(places, base.sample_ids(parts), out, rss)
     arrays = {}
     for name in ("exact", "exact_out"):
         if not np.isnan(columns[name]).all():
@@ -396,7 +396,7 @@ def _make_ball_section(
     """
     import numpy as np
 
-    from lipaudit.measures.layers import below_by_rounding
+    from lipaudit.measures.layers import note_rounding
 
     ids = base.sample_ids(parts)
     heads = parts[0].facts["heads"]
@@ -417,7 +417,7 @@ def _make_ball_section(
     limits = {name: columns[name] for name in CERTIFIED}
     arrays = {name: columns[name] for name in ("ball_norm", "ball_sharp")}
     notes = [*_note_balls(rows, options)]
-    notes += below_by_rounding(places, ids, columns["ball_norm"], limits, "norm found")
+    notes += note_rounding(places, ids, columns["ball_norm"], limits, "norm found")
     return base.make_section(BALLS_TABLE, parts, options, rows, notes, arrays=arrays)
 
 

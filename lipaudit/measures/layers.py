@@ -102,16 +102,16 @@ def list_heads(sites: Sequence[Site]) -> list[tuple[int, int, str]]:
 def _read_pieces(
     read: Callable[..., Sequence[Reduced]], sites: tuple[Site, ...], batch: Batch
 ) -> tuple[list[Reduced], Notes]:
-    """Return the figures of a batch in pieces of samples, and notes on layers that differ.
+    """Return the figures of a batch, in one piece or in one piece per sample, and notes.
 
-    The survey, a run on the first sample of the run, found the structure of every layer and
-    whether its Jacobian has a closed form. On other samples the structure may differ, and `read`
-    then raises `StructureError`. In three steps:
+    A survey of the first sample of the run found the structure of every layer, and whether its
+    Jacobian has a closed form. On other samples the structure may differ, and `read` then raises
+    `StructureError`. In three steps:
 
     * the whole batch is read as one piece;
     * if a layer differs, the batch is split, and every sample is read as a piece of its own;
     * if a layer differs on a single sample, the sample is read again, this layer without its
-      closed form.
+      closed form, and a note says so.
 
     The figures of all layers of a piece are concatenated along the heads.
 
@@ -122,7 +122,8 @@ def _read_pieces(
     """
     pieces = []
     notes: list[Note] = []
-    # Samples still to be read, in order, and the layers with the structure assumed on them.
+    # What is still to be read, in order: samples, and the layers with the structure that they are
+    # assumed to have on these samples.
     queue = [(batch, sites)]
     while queue:
         samples, known = queue.pop(0)
@@ -200,24 +201,25 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
 
 
 def _note_inputs(sites: Sequence[Site]) -> Iterator[Note]:
-    """Note where X, the input of the norms, is not the input of the attention module.
+    """Note layers whose norms refer to another input X than the input of the attention module.
 
     X may be inside the module, behind another map or a normalisation, or outside of the module.
     """
-    # Each layer with the modules that read its X: whether all are inside, and their names.
+    # Pairs (key, layer): layers with the same key share a note. The key is whether all modules
+    # that read X are inside the attention module, and the names of these modules.
     readings = []
     for site in sites:
         prefix = f"{site.module}." if site.module else ""
-        inside = all(f"{name}.".startswith(prefix) for name in site.reads)
-        has_input = site.closed_form or site.inputs  # otherwise there are no norms
+        are_inside = all(f"{name}.".startswith(prefix) for name in site.reads)
+        has_norms = site.closed_form or site.inputs
         # `inner`: further maps between X and the projections of q, k and v.
-        is_first = inside and not (site.inner and site.closed_form)
-        if has_input and not is_first:
+        is_module_input = are_inside and not (site.inner and site.closed_form)
+        if has_norms and not is_module_input:
             readers = few([name or "the model" for name in site.reads])
-            readings.append(((inside, readers), site))
-    for (inside, readers), group in group_values(readings).items():
+            readings.append(((are_inside, readers), site))
+    for (are_inside, readers), group in group_values(readings).items():
         text = f"{_name_layers(group)}: X is the input of {readers}, "
-        if inside:
+        if are_inside:
             text += (
                 "inside the module that computes the attention. Other maps or normalisations "
                 "come between them"
@@ -311,7 +313,7 @@ def require_bounds_hold(
     """Stop the run if a bound of a head, a layer or a ball is below the exact norm.
 
     Such a bound, or the norm, is wrong. This checks plug-in bounds, too. A difference that
-    rounding explains passes; `below_by_rounding` notes it in the report.
+    rounding explains passes; `note_rounding` notes it in the report.
 
     Args:
         site: the layer.
@@ -326,13 +328,14 @@ def require_bounds_hold(
     Raises:
         EvaluationError: a bound is below a norm; the message names bound, head and sample.
     """
-    for name, bound, norm, rounding, record in _list_claims(values, heads, balls, radii):
-        if not (bound < norm).any():  # nearly always; rounding is estimated only otherwise
+    for name, bound, norm, compute_rounding, record in _list_claims(values, heads, balls, radii):
+        # The errors of rounding are computed only if a bound is below its norm, which is rare.
+        if not (bound < norm).any():
             continue
-        below = (bound < norm - rounding().nan_to_num(0.0)).nonzero()
+        below = (bound < norm - compute_rounding().nan_to_num(0.0)).nonzero()
         if not len(below):
             continue
-        sample, head = below[0].tolist()
+        sample, head = below[0].tolist()  # the first one
         where = f"layer {site.index}"
         if bound.shape[1] == site.heads:  # a column per head: it is no bound of the layer
             where = f"head {site.index}.{head}"
@@ -350,63 +353,66 @@ def _list_claims(
     balls: Mapping[str, Tensor],
     radii: Sequence[Radius],
 ) -> Iterator[Claim]:
-    """Yield every claim "a norm is at most its bound" that `require_bounds_hold` checks.
+    """Yield every claim "a norm is at most its bound" of a layer, to be checked.
 
-    The arguments are the same. Bounds of layers and balls follow from the bound `sharp` of heads,
-    so its record says what to do if one of them is wrong.
+    The claims are on its heads, on the layer as a whole, and on its heads in balls around X. Each
+    claim has a function that returns by how much rounding may lower the bound. The arguments are
+    those of `require_bounds_hold`.
     """
     exact = values["exact"]  # norms of heads at X, (samples, heads)
 
     # Cached, because all bounds of heads at one radius share it.
     @cache
-    def bound_rounding(r: float = 0.0) -> Tensor:
+    def compute_rounding(r: float = 0.0) -> Tensor:
         """Return by how much rounding may lower a bound of each head, (samples, heads).
 
-        A radius r > 0 adds the rounding of bounds in the ball of that radius.
+        A radius r > 0 adds the rounding of bounds in the ball of radius r around X.
         """
         double = heads.to(torch.float64)
-        # A sample may have several windows: `heads.sample` is the sample of each window.
+        # A sample may have several windows (Swin): `heads.sample` is the sample of each window.
         error = bound_error(double, exact[heads.sample.cpu()])
         if r:
             error = error + ball_error(double, r)
         return per_sample(error.cpu(), heads.sample)
 
-    def bound_layer_rounding() -> Tensor:
+    def compute_layer_rounding() -> Tensor:
         """Return by how much rounding may lower the bound of the layer, (samples, 1).
 
-        The bound is ||W_O|| times the root of the squared bounds of the heads. So errors of the
-        heads are multiplied by ||W_O||, and the product with W_O has a rounding error of its own.
+        The bound is ||W_O|| sqrt(sum_h b_h^2), where b_h is the bound of head h. Let e_h be the
+        rounding of b_h. Then the rounding is ||W_O|| sqrt(sum_h e_h^2), plus the rounding of the
+        products with W_O.
         """
-        out = heads.out  # (heads, d_v, D_out)
-        assert out is not None
+        assert heads.out is not None
+        count, d_v, d_out = heads.out.shape  # W_O of each head
         eps = torch.finfo(torch.float64).eps
         # A generous limit of the relative error of sums of products with W_O.
-        relative = 2 * (out.shape[2] + 16) * out.shape[0] * out.shape[1] * eps
-        errors = bound_rounding().square().sum(1, keepdim=True).sqrt()
+        relative = 2 * (d_out + 16) * count * d_v * eps
+        errors = compute_rounding().square().sum(1, keepdim=True).sqrt()
         return values["out_norm"] * errors + relative * values["layer_sharp_rss"]
 
     # Bounds of heads at X.
     for name, record in load_bounds().items():
-        yield Claim(name, values[name], exact, bound_rounding, record)
-    # The bound of the layer, the root of the sum of squares (rss) times ||W_O||.
+        yield Claim(name, values[name], exact, compute_rounding, record)
+    # The bounds of the layer and of balls follow from the bound `sharp` of heads: its record says
+    # what to do if one of them is wrong. `rss` is ||W_O|| times the root of the sum of squares.
     rss = values["layer_sharp_rss"]
-    yield Claim("sharp_rss", rss, values["layer_exact_out"], bound_layer_rounding, SHARP)
-    # Bounds in balls, at least the largest norm found there: (samples, heads, radii).
-    for name, constants in balls.items():
+    yield Claim("sharp_rss", rss, values["layer_exact_out"], compute_layer_rounding, SHARP)
+    # In each ball, the largest norm that a search found: (samples, heads, radii).
+    for name, bounds in balls.items():
         for i, radius in enumerate(radii):
             label = f"{name} at r = {radius.text}"
-            rounding = partial(bound_rounding, float(radius))
-            yield Claim(label, constants[..., i], balls["ball_norm"][..., i], rounding, SHARP)
+            rounding = partial(compute_rounding, float(radius))
+            yield Claim(label, bounds[..., i], balls["ball_norm"][..., i], rounding, SHARP)
 
 
-def below_by_rounding(
+def note_rounding(
     places: Sequence[str],
     ids: Sequence[str],
     exact: Values,
     bounds: Mapping[str, Values],
     norm: str = "exact norm",
 ) -> Iterator[Note]:
-    """Note how many bounds are below their norm, and the bound that is furthest below.
+    """Note how many bounds are slightly below their norm, and the bound that is furthest below.
 
     The run passed `require_bounds_hold`, so rounding errors explain all these differences.
 
@@ -423,6 +429,7 @@ def below_by_rounding(
     count = sum(int((gap > 0).sum()) for gap in gaps.values())
     if not count:
         return
+    # The bound with the largest gap, and the sample and place of this gap.
     name = max(gaps, key=lambda name: float(gaps[name].max()))
     sample, place = np.unravel_index(gaps[name].argmax(), exact.shape)
     yield Note.info(

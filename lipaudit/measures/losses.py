@@ -30,13 +30,14 @@ FAR = 1e6
 
 
 def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Outcome]:
-    """Increase the loss of every continuation, right or wrong, with the attacks of each trial.
+    """Attack every sample again, to raise the loss of its continuation; an outcome per trial.
 
     The attacks that ran before lower the margin, not the loss, and skip samples that are wrong
-    already. So each trial gets one more outcome from attacks on the loss. Its points or texts are
-    those that broke the sample, or else those with the higher loss. A sample stays robust only if
-    the attacks on the loss do not break it either. With a target, the continuation, the attacks
-    decrease the loss.
+    already. Here the same attacks raise the loss -log p of every sample, right or wrong. For each
+    sample, the outcome has one of two points (or texts): that of the attacks on the margin, or
+    that of the attacks on the loss. A point that breaks the sample is preferred, then the point
+    with the higher loss. The sample is robust only if neither point breaks it. With a target, the
+    continuation, attacks lower the loss.
 
     Args:
         net: the model, which scores continuations (see `models.sources.classifiers`): the first
@@ -44,29 +45,26 @@ def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Out
         run: a chunk of samples, and the outcomes of all attacks before.
         options: the options of the attacks.
     """
-    batch = run.batch
-    chunk = run.chunk
-    sign = 1 if options.target is None else -1
-    size = options.batch_size
+    sign = 1 if options.target is None else -1  # 1 raises the loss; -1 lowers it
     clean, *attacked = run.outcomes
     last_of_trial = {outcome.trial: outcome for outcome in attacked if outcome.trial is not None}
-    # `before` is the outcome of the attacks on the margin, `after` of the attacks on the loss.
-    for trial, before in last_of_trial.items():
+    for trial, on_margin in last_of_trial.items():
         outcomes = _attack_loss(net, run, options, trial, sign)
-        after = outcomes[-1]
-        scores_before = score_outcome(net, batch, chunk, before, size)
-        scores_after = score_outcome(net, batch, chunk, after, size)
-        # `after` replaces `before` if its loss is higher, unless only `before` broke the sample.
-        # If only `after` broke the sample, `after` always replaces `before`.
-        right = scores_after.argmax(1) == chunk.y  # not broken at `after`
-        higher = sign * scores_after[:, 0] < sign * scores_before[:, 0]  # lower log p, with sign 1
-        only_before_broke = clean.robust & ~before.robust & right
-        only_after_broke = before.robust & ~right
-        replaced = higher & ~only_before_broke | only_after_broke
+        on_loss = outcomes[-1]
+        # Scores at the two points, (samples, scores); the first one is log p.
+        before, after = (
+            score_outcome(net, run.batch, run.chunk, outcome, options.batch_size)
+            for outcome in (on_margin, on_loss)
+        )
+        is_right_after = after.argmax(1) == run.chunk.y
+        has_higher_loss = sign * after[:, 0] < sign * before[:, 0]  # with sign 1: a lower log p
+        only_margin_broke = clean.robust & ~on_margin.robust & is_right_after
+        only_loss_broke = on_margin.robust & ~is_right_after
+        takes_loss = only_loss_broke | (has_higher_loss & ~only_margin_broke)
         costs = {what: sum(getattr(outcome, what) for outcome in outcomes) for what in COSTS}
         yield replace(
-            _merge_outcomes(replaced, after, before),
-            robust=before.robust & right,
+            _merge_outcomes(takes_loss, on_loss, on_margin),
+            robust=on_margin.robust & is_right_after,
             notes=(),
             **costs,
         )

@@ -67,36 +67,39 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
     Raises:
         InputError: no layer of --from has a block whose output has a row per sample.
     """
-    layer = find_layer(options.start)  # the number in --from layer:5
+    layer = find_layer(options.start)  # 5 of --from layer:5; None of --from layers and others
     from_layers = layer is not None or options.start == "layers"
     if not (from_layers or options.per_layer):
         return Blocks({}, (), ())
     sites = find_layers(net, batch)
     chosen = choose_layers(sites, None if layer is None else (layer,))
-    # For --per-layer, the smallest module with a skip path around the attention.
-    inside = find_residuals(net, batch, sites)
-    around = inside
+    # For --per-layer: the smallest module with a skip path around the attention of each layer,
+    # which may leave the MLP out.
+    smallest_blocks = find_residuals(net, batch, sites)
+    blocks = smallest_blocks
     starts = dict[str, Residual]()
     if from_layers:
         # The entire block, with its MLP: its output is the residual stream after the layer.
-        around = find_residuals(net, batch, sites, entire=True)
-        starts = _find_starts(chosen, around)
-    reasons = _explain_missing(chosen, around)
+        blocks = find_residuals(net, batch, sites, entire=True)
+        starts = _find_starts(chosen, blocks)
+    reasons = _explain_missing(chosen, blocks)
     if from_layers and not starts:
         raise InputError(
             f"{net.architecture}: {'; '.join(reasons)}", "Use another --from, such as embeddings."
         )
     inner: tuple[Residual, ...] = ()
-    if options.per_layer:  # all layers, also with --from layer:5, which only names an input
-        inner = tuple(dict.fromkeys(block for block in inside if block and block.by_sample))
+    if options.per_layer:  # of all layers, also with --from layer:5, which only names an input
+        # Layers in the same block share it: each block once.
+        blocks_with_rows = (block for block in smallest_blocks if block and block.by_sample)
+        inner = tuple(dict.fromkeys(blocks_with_rows))
     return Blocks(starts, inner, tuple(Note.info("no-block", reason) for reason in reasons))
 
 
 def _find_starts(sites: Sequence[Site], blocks: Sequence[Residual | None]) -> dict[str, Residual]:
-    """Return the blocks around attention layers whose output has a row per sample, by name.
+    """Return {"layer:5": the residual block around attention layer 5}, for each of some layers.
 
-    Several attention layers in one block share the block's output. The output is named after the
-    first of these layers: `layer:5`.
+    Left out are layers without a block, and blocks whose output has no row per sample. Several
+    attention layers in one block share its output, which is named after the first of these layers.
 
     Args:
         sites: some attention layers.
@@ -111,7 +114,7 @@ def _find_starts(sites: Sequence[Site], blocks: Sequence[Residual | None]) -> di
 
 
 def _explain_missing(sites: Sequence[Site], blocks: Sequence[Residual | None]) -> list[str]:
-    """Return why attention layers have no block with a norm, with the layers of each reason.
+    """Return sentences on the attention layers that have no block with a norm, one per reason.
 
     Args:
         sites: some attention layers.
@@ -166,28 +169,35 @@ class _BlockGraph:
         # `outputs`: the output of each block in this pass, as a tensor inside the graph.
         f, self.outputs = record_outputs(net, tuple(blocks.values()), at.f)
         self.whole = linearize(f, at.x)  # the Jacobian from the input of the model
-        # Blocks around which the input also reaches the output; `start_after` adds them.
+        # Blocks around which the input also reaches the output; `linearize_after` adds them.
         self.bypassed: list[str] = []
 
-    def start_after(self, name: str) -> Linearization:
+    def linearize_after(self, name: str) -> Linearization:
         """Return the map from the output of a block to the output of the model.
+
+        If the input of the model also reaches the output by paths around the block, the name of
+        the block is added to `bypassed`.
+
+        Args:
+            name: the name of the block, such as `layer:5`.
 
         Raises:
             InputError: the output does not depend on the block, or the block's output has no row
                 per sample.
         """
         block = self.blocks[name]
-        inner = self.outputs[block]
-        # Whether the output depends on the block, and whether it depends on the input around it.
-        through, beside = self.whole.find_paths(inner)
-        if not through:
+        block_output = self.outputs[block]
+        depends_on_block, has_other_paths = self.whole.find_paths(block_output)
+        if not depends_on_block:
             text = f"the output {self.at.target} of {self.net.architecture} does not depend on "
             raise InputError(f"{text}{name} ({block.module})", "Use another --to or --from.")
-        if len(inner) != len(self.at.x):
+        if len(block_output) != len(self.at.x):
             raise InputError(NO_ROWS.format(name), "Use another --from.")
-        if beside:
+        if has_other_paths:
             self.bypassed.append(name)
-        return self.whole.start_at(start_after(self.net, block, self.at.f, self.at.x), inner)
+        # The same map as a function, in case the graph has to be built again.
+        f = start_after(self.net, block, self.at.f, self.at.x)
+        return self.whole.start_at(f, block_output)
 
 
 class Sensitivity(NamedTuple):
@@ -211,7 +221,7 @@ def measure_batch(
     starts: Mapping[str, Residual],
     first: Batch,
 ) -> Sensitivity:
-    """Return norms, margins and shares of some samples.
+    """Return norms of the Jacobian at some samples, their loss or margins, and shares of heads.
 
     Args:
         net: the model.
@@ -223,36 +233,38 @@ def measure_batch(
     end = resolve_target(net, batch, options.target)
     position = find_position(net, batch, end)
     at = make_sample_function(net, batch, start=options.start, target=end.text, place=position)
-    accuracy: dict[str, Any] = {
+    settings: dict[str, Any] = {
         **options.accuracy,
         "norm": options.norm,
         "seeds": options.list_seeds(batch.ids),
     }
-    # The Jacobian at each sample, with its norm.
+    # 1. Norms. `linear` is the Jacobian at each sample: of the whole model, unless --from names a
+    # block.
     graph = _BlockGraph(net, at, starts)
     linear = graph.whole
     start = at.start
-    of_blocks = {}
+    norms_of_blocks = []
+    ends = []  # of each norm of a block: input, output, module and method
     if options.start in starts:  # --from layer:5: all figures are of this Jacobian
         start = str(options.start)
-        linear = graph.start_after(start)
+        linear = graph.linearize_after(start)
     else:  # --from layers: norms alone, in addition to all figures of the whole model
-        for name in starts:
-            of_blocks[name] = compute_jacobian_norms(graph.start_after(name), **accuracy)
+        for name, block in starts.items():
+            of_block = compute_jacobian_norms(graph.linearize_after(name), **settings)
+            norms_of_blocks.append(of_block)
+            ends.append((name, at.target, block.module, of_block.method))
+    # Margins f_y - f_j between classes need at least two logits, (samples, classes).
     has_margins = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
     norms = compute_jacobian_norms(
         linear,
-        # The direction is needed for a drawing of tokens only. Images have no such drawing, and
-        # with margins the drawing shows the gradient of the margin instead.
+        # The input direction v with the largest |J v| / |v| is needed for a drawing of tokens
+        # only. Images have no such drawing, and with margins it shows their gradients instead.
         directions=net.kind != "image" and options.norm == "2" and not has_margins,
         # The left singular vector is the direction of the output in which shares are measured.
         left=options.shares and options.direction != "margin",
-        **accuracy,
+        **settings,
     )
     values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in OF_NORMS.items()}
-    ends = []
-    for name, of_block in of_blocks.items():
-        ends.append((name, at.target, starts[name].module, of_block.method))
     facts: dict[str, Any] = {
         "from": start,
         "to": at.target,
@@ -260,31 +272,32 @@ def measure_batch(
         "around": graph.bypassed,
         "ends": ends,
     }
-    # The loss, or the margins between classes, and the gradients that a page draws.
-    labels = batch.y if net.classes is not None else None
+    # 2. The loss, or the margins between classes, and the gradients that a page draws.
+    labels = None if net.classes is None else batch.y
     if end.what == "loss":
         values["loss"] = linear.output[:, 0].double().cpu().numpy()
         # Number of samples without a label, whose loss is that of the predicted class.
         facts["unlabelled"] = 0 if net.classes is None else _count_unlabelled(batch)
-    steepest = norms.vector
+    gradient = norms.vector  # v, (samples, inputs)
+    drawn = "direction"
     if has_margins:
-        margins, steepest = _measure_margins(linear, labels, norms.upper, options)
+        margins, gradient = _measure_margins(linear, labels, norms.upper, options)
         values |= margins
-    if steepest is not None and net.kind != "image":
-        gradient = steepest.view_as(linear.x)
-        of = "margin" if has_margins else "direction"
-        facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of)
-    # The shares of heads and blocks in the change of the output along one direction.
+        drawn = "margin"
+    if gradient is not None and net.kind != "image":
+        gradient = gradient.view_as(linear.x)
+        facts["gradients"] = drawings.describe_gradients(net, batch, gradient, drawn)
+    # 3. The shares of heads and blocks in the change of the output along some directions.
     if options.shares:
         if norms.gap is not None:
             values["gap"] = norms.gap.numpy()
-        left, tied = _find_directions(norms, linear, labels)
+        directions, count = _find_directions(norms, linear, labels)
         # The shares build a second graph: free the first one before.
         graph.whole.release()
-        shares, facts_of_shares = measure_shares(net, batch, at, left, tied, first)
+        shares, facts_of_shares = measure_shares(net, batch, at, directions, count, first)
         values |= shares
         facts |= facts_of_shares
-    return Sensitivity(values, facts, list(of_blocks.values()))
+    return Sensitivity(values, facts, norms_of_blocks)
 
 
 def _count_unlabelled(batch: Batch) -> int:
@@ -297,26 +310,29 @@ def _count_unlabelled(batch: Batch) -> int:
 def _find_directions(
     norms: JacobianNorms, linear: Linearization, labels: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return directions of the output of each sample, and which of them count, for its shares.
+    """Return the output directions along which shares of heads are measured, at each sample.
 
-    A share of a head is measured in each direction that counts; the sample has their mean. The
-    directions are the leading left singular vectors of the Jacobian, (samples, vectors, outputs).
-    Those count whose singular values agree with the largest one to tol, (samples, vectors).
+    By default these are the leading left singular vectors of the Jacobian. Without them
+    (--direction margin), it is the direction of the margin f_y - f_j between the class y and the
+    next best class j.
 
-    Without these vectors (--direction margin), the direction is that of the margin f_y - f_j:
-    u = e_y - e_j, (samples, 1, classes), with unit vectors e, the class y and the next best class
-    j. All directions count.
+    Returns:
+        The directions, (samples, directions, outputs), and which of them count, (samples,
+        directions). The share of a head at a sample is the mean over the directions that count:
+        vectors whose singular value equals the largest one up to tol.
     """
     if norms.left is not None and norms.tied is not None:
         return norms.left, norms.tied
     logits = linear.output
-    classes = logits.argmax(1)
+    y = logits.argmax(1)
     if labels is not None:  # the predicted class stands in for a missing label (-1)
-        classes = torch.where(labels < 0, classes, labels.to(classes))
-    rivals = logits.scatter(1, classes[:, None], -torch.inf).argmax(1)
-    count = logits.shape[1]
-    difference = F.one_hot(classes, count) - F.one_hot(rivals, count)
-    return difference[:, None].to(logits), torch.ones(len(logits), 1, dtype=torch.bool)
+        y = torch.where(labels < 0, y, labels.to(y))
+    # The next best class: y itself cannot win once its logit is -inf.
+    j = logits.scatter(1, y[:, None], -torch.inf).argmax(1)
+    # The derivative of f_y - f_j by the logits: e_y - e_j, (samples, classes).
+    classes = logits.shape[1]
+    direction = F.one_hot(y, classes) - F.one_hot(j, classes)
+    return direction[:, None].to(logits), torch.ones(len(logits), 1, dtype=torch.bool)
 
 
 def _measure_margins(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import median_low
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from lipaudit.models.requirements import agree
 from lipaudit.tables import Note
 from lipaudit.tables.trials import COUNTED
 
-if TYPE_CHECKING:
-    pass
-
 # Column names in a file of changed texts (the second for pairs), as --data reads them.
 COLUMNS = ("text", "text_b")
 # Columns of a prompt, and of what a language model scores behind it.
@@ -50,9 +47,9 @@ SHOWN = 300
 
 
 def make_reader(net: Net) -> Reader:
-    """Return the `Reader` of a text model: its vocabulary, embedding table and forward pass.
+    """Return how a text model reads texts: its vocabulary, embedding table and forward pass.
 
-    Attacks that change texts read every changed text with it.
+    Attacks that change texts run the model on every changed text with this `Reader`.
 
     Raises:
         InputError: the model has no embedding table for token ids.
@@ -63,22 +60,25 @@ def make_reader(net: Net) -> Reader:
             f"{net.architecture} has no embedding table, which the search for similar words needs",
             "Attack its embeddings: --attack fgsm,pgd --eps 0.1.",
         )
-    if net.lexicon is None:  # without a tokenizer, every id is a word, except known special ids
-        kinds = torch.full((net.vocabulary,), BEGINS)
-        for special in {net.pad_id or 0, net.end_id} - {None}:
-            kinds[special] = FIXED
-        lexicon = Lexicon(kinds)
-    else:
+    if net.lexicon is not None:
         lexicon = net.lexicon()
+    else:
+        # Without a tokenizer, every token is a word of its own: it BEGINS one. Only the special
+        # ids that are known are FIXED, so that no attack changes them.
+        kinds = torch.full((net.vocabulary,), BEGINS)
+        for special in (net.pad_id or 0, net.end_id):
+            if special is not None:
+                kinds[special] = FIXED
+        lexicon = Lexicon(kinds)
     return Reader(
         output=lambda ids, mask: net.output(_make_batch(ids, mask)),
         point=lambda ids, mask: net.point(_make_batch(ids, mask)),
         forward=lambda z, ids, mask: net.forward(z, _make_batch(ids, mask)),
         table=table.detach(),
         lexicon=lexicon,
-        # The largest number of tokens. A row of a scoring model packs a prompt with all its
-        # continuations. Each continuation is scored alone behind the prompt, so a row may be
-        # longer than the model's limit: WHOLE is no limit.
+        # The largest number of tokens. WHOLE is no limit: a model that scores continuations gets a
+        # prompt and all its continuations in one row, which may be longer than the model's limit.
+        # Each continuation is scored alone behind the prompt.
         most=WHOLE if net.scored else net.input_shape[0],
         pad_id=net.pad_id or 0,
         tokenize=net.tokenize if net.scored else None,
@@ -91,7 +91,7 @@ def _make_batch(ids: Tensor, mask: Tensor | None) -> Batch:
 
 
 def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
-    """Return the samples of a batch as texts, without their padding.
+    """Return the samples of a batch as texts that attacks can change, without their padding.
 
     Args:
         reader: how the model reads texts.
@@ -106,13 +106,13 @@ def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
         return Texts(reader, _draft_prompts(reader, reader.tokenize, batch, rows))
     shortest = min(rows, key=len)
     reads_padding = _reads_padding(reader, shortest)
-    most = min(reader.most, batch.limit or reader.most)
+    most = min(reader.most, batch.limit or reader.most)  # largest number of tokens
     reader = replace(reader, most=most, reads_padding=reads_padding)
-    texts = batch.texts or ((),) * len(rows)
+    texts = batch.texts or ((),) * len(rows)  # (): only token ids are known
     drafts = []
     for row, text in zip(rows, texts, strict=True):
         drafts.append(reader.lexicon.draft(row.tolist(), text, most))
-    # A draft without source has known token ids, but unknown characters.
+    # A draft has no source if its characters are unknown, or do not give its token ids.
     unknown = sum(draft.source is None for draft in drafts)
     if unknown and (batch.texts or characters):
         raise _make_mismatch(unknown)
@@ -136,12 +136,17 @@ def _reads_padding(reader: Reader, ids: Tensor) -> bool:
     """Say whether padding behind a text changes the output of the model.
 
     If so, texts of different lengths cannot be padded to one batch.
+
+    Args:
+        reader: the model, and the largest number of tokens (`most`).
+        ids: the token ids of a text, on which this is tried.
     """
     # Make room for padding. The beginning is dropped, as some models need the last token.
-    ids = ids[max(0, len(ids) + PADDING - reader.most) :]
+    surplus = max(0, len(ids) + PADDING - reader.most)
+    ids = ids[surplus:]
     padding = ids.new_full((PADDING,), reader.pad_id)
-    longer = torch.cat([ids, padding])[: reader.most][None]
-    mask = (torch.arange(longer.shape[1]) < len(ids))[None]
+    longer = torch.cat([ids, padding])[: reader.most][None]  # (1, tokens)
+    mask = (torch.arange(longer.shape[1]) < len(ids))[None]  # False at padding
     device = reader.table.device
     try:
         with torch.no_grad():
@@ -170,12 +175,11 @@ def _draft_prompts(
     batch: Batch,
     rows: Sequence[Tensor],
 ) -> list[Draft]:
-    """Return the prompts of packed samples as drafts, which attacks can change.
+    """Return the prompts of samples as drafts: words that attacks can change.
 
-    A packed sample has the token ids of a prompt, then the ids of all its continuations. A draft
-    has the words of the prompt and the position of each token in the characters. Attacks change a
-    prompt, and pack it again with the same continuations. So packing the unchanged prompt must
-    give the ids of the sample.
+    A sample is packed: the token ids of a prompt, then the ids of all its continuations. An attack
+    changes words of the prompt, and packs the new prompt with the same continuations. So packing
+    the unchanged prompt must give the ids of the sample.
 
     Args:
         reader: how the model reads texts.
@@ -208,25 +212,25 @@ def _draft_prompt(
     continuations: tuple[str, ...],
     packed: Sequence[int],
 ) -> Draft | None:
-    """Return a prompt as a draft; None if packing the prompt again does not give its ids.
+    """Return a prompt as a draft: its words, and where each token is in its characters.
+
+    None if packing the prompt again does not give the ids of the sample.
 
     Args:
         lexicon: the vocabulary, with a tokenizer.
         packer: tokenizes and packs the prompt.
         prompt: the characters of the prompt.
         continuations: what a language model scores behind the prompt.
-        packed: the ids of the prompt and its continuations.
+        packed: the ids of the sample: of the prompt, then of its continuations.
     """
     assert lexicon.read is not None
     prompt_ids, continuation_ids = packer.encode(prompt, continuations)
     ids = tuple(prompt_ids)
-    # `encode` gives ids only. `read` tokenizes the prompt again and gives the span of every token,
-    # too. White space at the end of a prompt is packed as part of the continuations, so this space
-    # is removed here. WHOLE is more than any number of tokens: nothing is cut.
+    # `encode` gives ids only. `read` tokenizes the prompt again, and gives the span of every token
+    # in the characters, too. White space at its end is packed with the continuations. WHOLE is
+    # more than any number of tokens: nothing is cut.
     tokens, spans = lexicon.read((prompt.rstrip(),), WHOLE)
-    # The spans belong to `ids` only if both calls found the same tokens. Compare the beginning
-    # only: a tokenizer may end every text with a special token, and a prompt is packed without
-    # this token.
+    # `tokens` may have one more: some tokenizers end every text with a special token.
     if tokens[: len(ids)] != ids or list(packed) != list(packer.pack(prompt, continuations)):
         return None
     words = lexicon.words(ids, spans[: len(ids)])
@@ -235,16 +239,19 @@ def _draft_prompt(
     spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
     room = packer.find_room(continuation_ids)  # largest number of tokens of the prompt
     prompt_length = len(ids[-room:])  # packing cuts off the beginning of a long prompt
-    tail = tuple(packed[prompt_length:])  # the ids of the continuations
-    behind = Continuations(
-        continuations, tail, room, lambda text: tuple(packer.pack(text, continuations))
+    fixed = Continuations(
+        continuations,
+        tail=tuple(packed[prompt_length:]),
+        room=room,
+        pack=lambda text: tuple(packer.pack(text, continuations)),
     )
-    return Draft(words, source=Source((prompt,), spans_of_words, packer.limit, behind))
+    source = Source((prompt,), spans_of_words, most=packer.limit, continuations=fixed)
+    return Draft(words, source=source)
 
 
 def count_units(texts: Texts) -> dict[str, list[int]]:
     """Return how many words, and how many characters, attacks could change in each text."""
-    is_fixed = texts.reader.lexicon.is_fixed  # whether a piece is no word: punctuation...
+    is_fixed = texts.reader.lexicon.is_fixed  # whether a "word" is none: punctuation, special ids
     words = []
     characters = []
     for draft in texts.drafts:
@@ -318,20 +325,22 @@ def quote(draft: Draft) -> str:
     return text[:SHOWN] + "..."
 
 
-def table(parts: Sequence[Part]) -> bytes:
-    """Write the changed texts as a .jsonl file that `--data` reads, one object per line.
+def encode_table(parts: Sequence[Part]) -> bytes:
+    """Return the changed texts as a .jsonl file that `--data` reads, one object per line.
 
     The columns that `--data` reads come first, then all else that `describe_changes` stored.
     """
     lines = []
     for part in parts:
         labels = dict(zip(part.ids, part.values["label"].tolist(), strict=True))
-        for line in part.facts["texts"]:
-            columns = {name: line[name] for name in (*COLUMNS, *PROMPTS) if name in line}
-            # For a question, `--data` reads the number of the right choice in this column.
-            answer = "answer" if "choices" in line else "label"
-            columns[answer] = labels[line["id"]]
-            lines.append(escape_controls(json.dumps(columns | line, ensure_ascii=False)) + "\n")
+        for text in part.facts["texts"]:
+            columns = {name: text[name] for name in (*COLUMNS, *PROMPTS) if name in text}
+            # `--data` reads the right choice of a question from `answer`, any class from `label`.
+            label_column = "answer" if "choices" in text else "label"
+            columns[label_column] = labels[text["id"]]
+            # A dict keeps the order of first insertion: `columns` stay in front.
+            line = json.dumps(columns | text, ensure_ascii=False)
+            lines.append(escape_controls(line) + "\n")
     return "".join(lines).encode()
 
 
@@ -341,7 +350,7 @@ def list_survivors(parts: Sequence[Part], trial: Trial) -> list[dict[str, Any]]:
     return [line for line in lines if line["trial"] == str(trial.key) and line["robust"]]
 
 
-def share_untried(parts: Sequence[Part], trial: Trial) -> float:
+def compute_untried_share(parts: Sequence[Part], trial: Trial) -> float:
     """Return the share of all single changes that a trial did not try, on the texts that survived.
 
     NaN if no text survived, or if no surviving text can change.
@@ -359,7 +368,7 @@ def note_untried(parts: Sequence[Part], trial: Trial) -> Iterator[Note]:
 
     Nothing is noted if no text survived (the share is NaN).
     """
-    share = share_untried(parts, trial)
+    share = compute_untried_share(parts, trial)
     if share == 0:
         counts = [line["possible"] for line in list_survivors(parts, trial)]
         text = f"{trial.key.ball}: all single changes of the surviving texts were tried"
@@ -393,13 +402,12 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
     )
     for trial in of_texts:
         yield from note_untried(parts, trial)
-    # The largest allowed number of changed words, and of changed characters. Trials are sorted by
-    # this number, so the largest number stays in the dict. A number that can rewrite most texts
-    # from end to end is too large.
+    # By unit (words, characters): the largest allowed number of changes. Trials are sorted by this
+    # number, so the last one that enters the dict is the largest. A suffix replaces nothing.
     budgets = {trial.norm: int(trial.radius.value) for trial in of_texts if trial.norm != "suffix"}
     for norm, budget in budgets.items():
         sizes = [size for part in parts for size in part.facts["sizes"][norm]]
-        whole = sum(0 < size <= budget for size in sizes)
+        whole = sum(0 < size <= budget for size in sizes)  # texts that can be replaced as a whole
         if 2 * whole > len(sizes):
             yield Note.warn(
                 "whole-texts",

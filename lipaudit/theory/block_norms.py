@@ -63,23 +63,24 @@ class AffineRows:
 
 
 def affine_rows(ingredients: Ingredients) -> AffineRows:
-    """Return the norms and inner products of u_i, a_i and z_j of affine heads.
+    """Return norms and inner products of the gradients of the logits of affine heads.
 
     Logit ij is s <q_i, k_j> with the scale s. Its gradient in the token of key j is
-    u_i = s W_K q_i, and its gradient in the token of query i is z_j = s W_Q k_j. a_i is W_V^T u_i.
+    u_i = s W_K q_i, and its gradient in the token of query i is z_j = s W_Q k_j. Shorter vectors
+    with the same inner products, `images` and `z`, replace both. a_i is W_V^T u_i. `inside` is
+    ||X^T u_i|| for a basis X of the range of W_Q, and `shared` is ||W_V^T X||.
     """
-    centred = ingredients.at
+    centred = ingredients.centred
     weights = ingredients.weights
     q = ingredients.heads.q
     s = ingredients.heads.scale[..., None, None]
-    # <u_i, u_l> = s^2 q_i^T W_K^T W_K q_l and a_i = s (W_K^T W_V)^T q_i need products of weights
-    # only, so no row of the width D of tokens is formed.
+    # <u_i, u_l> = s^2 q_i^T W_K^T W_K q_l and a_i = s (W_K^T W_V)^T q_i need small products of
+    # weights only: no vector of the width D of tokens is formed.
     images = q @ (s * weights.to_u)
     u = vector_norm(images, dim=-1, keepdim=True)
     projected = q @ (s * weights.to_inside)
     inside = vector_norm(projected, dim=-1, keepdim=True)
-    # ||X^T u_i|| for a basis X of the range of W_Q. The rounding error of X is at most `left`, so
-    # the norm is raised by `left` ||u_i|| to stay an upper limit.
+    # X has a rounding error of at most `left`: adding `left` ||u_i|| gives an upper limit.
     inside = inside + weights.left[:, None, None] * u
     return AffineRows(
         wv=weights.value[:, None, None].expand_as(centred.s),
@@ -96,18 +97,21 @@ def query_term(centred: Centred, rows: AffineRows) -> Rows:
     """Bound s ||T_i W_Q^T||_F: how far a move of token i moves its output o_i through query i.
 
     s T_i W_Q^T = sum_j P_ij w_ij z_j^T with w_ij = v_j - o_i and z_j = s W_Q k_j. With
-    kappa_jl = <z_j, z_l> and ||v_j - v_l||^2 = 2 h_jl the square of its Frobenius norm is
-    sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl): n x n matrices suffice, no T_i is formed.
+    kappa_jl = <z_j, z_l> the square of its Frobenius norm is
+
+        sum_jl P_ij P_il kappa_jl <w_ij, w_il>
+            = sum_jl P_ij P_il kappa_jl (||w_il||^2 + <v_j, v_l> - ||v_l||^2).
+
+    So n x n matrices suffice: no T_i is formed.
     """
-    # The square is sum_jl P_ij P_il kappa_jl <w_ij, w_il>, and
-    # <w_ij, w_il> = (||w_ij||^2 + ||w_il||^2) / 2 - h_jl. The sum is symmetric in j and l, so it
-    # stays the same with ||w_il||^2 for both squares and <v_j, v_l> - ||v_l||^2 for -h_jl.
+    # <w_ij, w_il> = (||w_ij||^2 + ||w_il||^2 - ||v_j||^2 - ||v_l||^2) / 2 + <v_j, v_l>. The sum
+    # over j and l is symmetric, so it stays the same with l in place of j in the squares.
     kappa = rows.z @ rows.z.mT
-    inner = centred.gram - centred.v2.mT
-    inner = centred.p @ inner.mul_(kappa)
+    inner = centred.gram - centred.v2.mT  # <v_j, v_l> - ||v_l||^2
+    by_key = centred.p @ inner.mul_(kappa)  # (batch, heads, n, l): the sum over j
     totals = (centred.p @ rows.z) @ rows.z.mT  # sum_j P_ij kappa_jl
-    inner.addcmul_(totals, centred.w2)
-    squares = inner.mul_(centred.p).sum(-1)
+    by_key.addcmul_(totals, centred.w2)
+    squares = by_key.mul_(centred.p).sum(-1)
     error = _bound_query_rounding(centred, rows)
     return (squares + error).clamp_min(0.0).sqrt()
 
@@ -123,14 +127,15 @@ def _bound_query_rounding(centred: Centred, rows: AffineRows) -> Rows:
     z = vector_norm(rows.z, dim=-1)
     v2 = centred.v2[..., 0]
     o2 = centred.o2[..., 0]
+    # ||z_j|| ||v_j||^k for k = 0, 1, 2, and the three moments of every query
     factors = torch.stack([z, z * v2.sqrt(), z * v2], -2)
     m0, m1, m2 = (factors @ centred.p.mT).unbind(-2)
     # m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2)
     behind_m0 = 2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2
     terms = m1.square() + m0 * behind_m0
     # Relative errors in units of the unit roundoff u = eps / 2: the two sums over m tokens cost
-    # 2 m, <z_j, z_l> costs d, <v_j, v_l> costs d_v, all other operations 20. `rounding` of n
-    # columns is 2 n + 32 such units, so the factor below is more than all of them.
+    # 2 m, <z_j, z_l> costs d, <v_j, v_l> costs d_v, all other operations 20. `rounding` of rows
+    # with d entries is 2 d + 32 such units, so the factor below is more than all of them.
     channels = max(rounding(centred.v), rounding(rows.z))
     return (rounding(centred.p) + 2 * channels) * terms
 
@@ -157,13 +162,13 @@ def bound_by_blocks(ingredients: Ingredients) -> PerHead:
     """
     heads = ingredients.heads
     joint = heads.x_kv is None  # self-attention: queries and keys read the same tokens
-    pairs = ingredients.at.p[0, 0].numel()  # n queries times m keys
+    pairs = ingredients.centred.p[0, 0].numel()  # n queries times m keys
     entries = pairs * heads.v.shape[-1] * heads.x.shape[-1]  # numbers in J of one head on one row
     if joint and entries <= heads.policy.dense_entries:
         return _bound_dense_blocks(heads)
     if are_affine(heads):
-        return gram_bound(ingredients.at, affine_rows(ingredients), joint=joint)
-    blocks = _bound_local_blocks(heads, ingredients.at, joint=joint)
+        return gram_bound(ingredients.centred, affine_rows(ingredients), joint=joint)
+    blocks = _bound_local_blocks(heads, ingredients.centred, joint=joint)
     return matrix_norms.nonnegative_norm(blocks)
 
 
@@ -229,6 +234,8 @@ def gram_bound(centred: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
     largest = matrix.amax((-2, -1))
     largest = largest.clamp_min(torch.finfo(matrix.dtype).tiny)
     matrix = matrix.div_(largest[..., None, None])
+    # A vector near the leading singular vector of M. It serves for ||M||, and with length one as
+    # the start vector for ||A B^T||.
     leading = matrix_norms.positive_vector(matrix.float(), STEPS).to(matrix)
     norm = matrix_norms.nonnegative_norm(matrix, u=leading)
     leading = leading / vector_norm(leading, dim=-1, keepdim=True)
@@ -267,7 +274,7 @@ def block_norms(
     """
     t = t[..., None]
     f = f[..., None]
-    # |<u_i, u_l>|, raised by its rounding error, at most `rounding` times ||u_i|| ||u_l||.
+    # |<u_i, u_l>|, plus its rounding error: at most `rounding` times ||u_i|| ||u_l||.
     inner_u = (rows.images @ rows.images.mT).abs_()
     inner_u.addcmul_(rounding(rows.images) * rows.u, rows.u.mT)
     # B B^T: |<u_i, u_l>| ||F_i F_l^T||
@@ -279,12 +286,14 @@ def block_norms(
     # C C^T: t_i^2, on the diagonal
     diagonal = matrix.diagonal(0, -2, -1)
     diagonal.add_(t[..., 0].square())
+    # With separate inputs of queries and keys, C acts on another input than A and B: the products
+    # (A + B) C^T and C (A + B)^T are then 0.
     if joint:
-        # (A + B) C^T: the columns of W_Q are in the span of a basis X with ||X|| <= 1. A limit is
-        # P_il ||(W_V^T + w_il u_i^T) X|| t_l <= P_il (||W_V^T X|| + ||w_il|| ||X^T u_i||) t_l.
-        # C (A + B)^T is its transpose. With separate inputs of queries and keys, C acts on another
-        # input than A and B, and these products are 0. `shared` is ||W_V^T X||, `inside` has the
-        # ||X^T u_i||.
+        # (A + B) C^T: the columns of W_Q are in the span of a basis X with ||X|| <= 1. So block
+        # (i, l) is at most P_il ||(W_V^T + w_il u_i^T) X|| t_l
+        #     <= (`shared` P_il + P_il ||w_il|| `inside`_i) t_l,
+        # where `shared` is ||W_V^T X|| and `inside` has the ||X^T u_i||. C (A + B)^T is the
+        # transpose.
         overlap = rows.shared * centred.p
         overlap.addcmul_(pw, rows.inside).mul_(t.mT)
         matrix += overlap
@@ -313,9 +322,10 @@ def row_lengths(centred: Centred, rows: AffineRows, pw: Maps) -> Rows:
     columns = centred.p.sum(-2).square().sum(-1)
     weight = rows.wv[..., 0, 0].square()
     by_values = weight * columns / centred.p.shape[-2]
-    keys_matter = ~(by_keys <= KEYS_MATTER * by_values)  # True for a NaN as well
+    keys_matter = ~(by_keys <= KEYS_MATTER * by_values)  # not `>`: a NaN must count
     if keys_matter.any():
-        # The tensors of these heads as (number, 1, n): the None adds the axis of heads.
+        # The tensors (batch, heads, ...) of these heads become (number, 1, ...): the None adds
+        # the axis of heads again.
         index = (*keys_matter.nonzero(as_tuple=True), None)
         spread = row_spread(centred.pick(index), length[index])
         length[keys_matter] = spread[:, 0]
@@ -323,38 +333,39 @@ def row_lengths(centred: Centred, rows: AffineRows, pw: Maps) -> Rows:
 
 
 def row_spread(centred: Centred, length: Rows) -> Rows:
-    """Return the smaller of two upper limits of ||F_i||, F_i with the columns P_ij (v_j - o_i).
+    """Return an upper limit of ||F_i|| for every query, F_i with the columns P_ij (v_j - o_i).
 
-    The first limit is the Frobenius norm, given as `length`. The second is the Schatten-4 norm,
-    the fourth root of the sum of sigma^4 over the singular values of F_i, which is never larger in
-    exact arithmetic. It is the fourth root of `power` from `sum_spread`, raised by three errors
-    (u = eps / 2):
+    The limit is the smaller of two: the Frobenius norm `length`, and the Schatten-4 norm, the
+    fourth root of the sum of sigma^4 over the singular values of F_i. In exact arithmetic the
+    second is never larger. It is computed as the fourth root of `power` from `sum_spread`, raised
+    by three errors:
 
-    * underflow: numbers below the smallest one become 0;
+    * `underflow`: numbers below the smallest one become 0;
     * `error`: rounding of the sums in `power`;
     * `change`: rounding of the inputs of these sums, the Gram matrix g = V V^T and c.
 
     Where too many digits of `power` cancelled, the second limit is not used.
     """
     tiny = torch.finfo(centred.p.dtype).tiny
-    # c_j = <v_j, o_i> - ||o_i||^2 / 2, an input of `sum_spread`
+    # The input c_j = <v_j, o_i> - ||o_i||^2 / 2 of `sum_spread`, as
+    # (||v_j||^2 - ||v_j - o_i||^2) / 2.
     c = (centred.v2.mT - centred.w2).mul_(0.5)
     power, terms, total = sum_spread(centred.p, centred.gram, c)
     underflow = 8 * centred.p.shape[-1] ** 2 * tiny
     # `power` adds numbers whose absolute values sum to at most 3 `terms`. Each number is a double
-    # sum over m keys, with a relative error of at most (2 m + 32) u = rounding(P). The factor 4 in
-    # place of 3 covers the error of `terms` itself.
+    # sum over m keys, with a relative error of at most (2 m + 32) u = rounding(P), u = eps / 2.
+    # The factor 4 in place of 3 covers the error of `terms` itself.
     error = 4 * rounding(centred.p) * terms + underflow
     # The square root of `power` is the norm of D (g - c 1^T - 1 c^T) D with D^2 = diag(w),
     # w_j = P_ij^2. Errors dg and dc change this norm by at most (|dg| + 2 |dc|) `total`, where
-    # `total` is the sum of the w_j. In units of max_j ||v_j||^2 + ||o_i||^2 (`unit`), |dg| is at
-    # most (d_v + 4) u, and 2 |dc| little more than 2 rounding(V).
-    unit = centred.v2.amax(-2) + centred.o2[..., 0]
+    # `total` is the sum of the w_j. |dg| is at most (d_v + 4) u times `unit`, and 2 |dc| is little
+    # more than 2 rounding(V) times `unit`.
+    unit = centred.v2.amax(-2) + centred.o2[..., 0]  # max_j ||v_j||^2 + ||o_i||^2
     change = 3 * rounding(centred.v) * total * unit
     root = (power + error).clamp_min(0.0).sqrt()
     upper = (root + change).sqrt()
-    # Enough digits: `power` is at least CLEAR (1 %) of `terms`, and the square root of `power` at
-    # least 1 % of total * unit. Then `error` and `change` are small beside them.
+    # `error` and `change` are small if power >= CLEAR terms and
+    # power^(1/2) >= CLEAR total unit, where CLEAR is 1 %.
     largest = (total * unit).square()
     has_digits = power >= CLEAR * torch.maximum(terms, CLEAR * largest)
     return torch.where(has_digits, torch.minimum(upper, length), length)
@@ -363,17 +374,18 @@ def row_spread(centred: Centred, length: Rows) -> Rows:
 def value_key_norm(
     centred: Centred, rows: AffineRows, f: Rows, e: Float[Tensor, "batch heads 1 n"]
 ) -> PerHead:
-    """Bound ||A B^T||, where A and B are the derivatives of the output through values and keys.
+    """Bound ||A B^T|| by ||diag(rho) a||: A and B are the output's derivatives by values and keys.
 
-    For a matrix g with the rows g_l, (n, d_v), A B^T g is a product H a:
+    a, (n, d_v), has the rows a_l = W_V^T u_l with u_l = s W_K q_l. rho_l is an upper limit of
+    ||P F_l^T||, where F_l has the columns P_lj (v_j - o_l). The proof:
 
-    * H, (n, n), has the columns P F_l^T g_l, where F_l has the columns P_lj (v_j - o_l);
-    * a, (n, d_v), has the rows a_l = W_V^T u_l with u_l = s W_K q_l.
+    * for any matrix g with the rows g_l, (n, d_v), A B^T g = H a, where column l of H is
+      P F_l^T g_l;
+    * this column has at most the length rho_l ||g_l||, so ||H diag(1 / rho)||_F <= ||g||_F, and
+      ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g||_F ||diag(rho) a||.
 
-    Take numbers rho_l >= ||P F_l^T||. Then column l of H has at most the length rho_l ||g_l||, so
-    ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g||_F ||diag(rho) a||. So the spectral
-    norm of diag(rho) a is a bound. The Schatten-8 norm of diag(rho) a is returned: it is no
-    smaller, and needs no eigenvalues.
+    The Schatten-8 norm of diag(rho) a is returned. It is at least the spectral norm, and needs no
+    eigenvalues.
 
     Args:
         centred: P, values and outputs.
@@ -384,6 +396,7 @@ def value_key_norm(
     rho = _bound_mixed_rows(centred, f, e)
     scaled = rho[..., None] * rows.a
     gram = scaled.mT @ scaled
+    # (sum sigma^8)^(1/8) = ||(S^T S)^2||_F^(1/4)
     return matrix_norm(gram @ gram).sqrt().sqrt()
 
 
@@ -391,9 +404,12 @@ def _bound_mixed_rows(centred: Centred, f: Rows, e: Float[Tensor, "batch heads 1
     """Return rho_l >= ||P F_l^T|| of every query, where F_l has the columns P_lj (v_j - o_l).
 
     Forming P F_l^T for every query l would be too expensive. So P is split into a matrix of rank
-    one and the rest: for a unit vector e and y = P^T e, P = e y^T + P' with e^T P' = 0. Then
-    ||P F_l^T||^2 <= ||F_l y||^2 + ||P'||^2 ||F_l||^2, which is rho_l^2, for every e >= 0. If e is
-    near the leading left singular vector of P, P' is small and the bound is tight.
+    one and a remainder: P = e y^T + P' with a unit vector e, y = P^T e, and e^T P' = 0. Then
+
+        ||P F_l^T||^2 <= ||F_l y||^2 + ||P'||^2 ||F_l||^2 = rho_l^2.
+
+    This holds for every e >= 0. The nearer e is to the leading left singular vector of P, the
+    smaller is P', and the tighter the bound.
 
     Args:
         centred: P, values and outputs.
@@ -408,7 +424,7 @@ def _bound_mixed_rows(centred: Centred, f: Rows, e: Float[Tensor, "batch heads 1
     e = e / length.clamp_min(torch.finfo(p.dtype).tiny)
     y = e @ p
     # F_l y = sum_j P_lj y_j (v_j - o_l)
-    py = p @ y.mT
+    py = p @ y.mT  # sum_j P_lj y_j
     sums = (p * y) @ centred.v - centred.o * py
     image = vector_norm(sums, dim=-1)
     # The rounding error of ||F_l y||, u = eps / 2: y has a relative error of (n + 4) u. Sums over
@@ -416,12 +432,12 @@ def _bound_mixed_rows(centred: Centred, f: Rows, e: Float[Tensor, "batch heads 1
     # ||v_j - o_l|| <= `longest`.
     longest = centred.v2.amax(-2) + centred.o2.amax(-2)
     longest = longest.mul_(2.0).sqrt()
-    off = 2 * share * py[..., 0] * longest
-    # ||P'||, P' = P - e y^T
+    error = 2 * share * py[..., 0] * longest
+    # |P'| = |P - e y^T|, plus its rounding error
     leading = e.mT @ y
-    others = (p - leading).abs_().add_(leading, alpha=share)
-    others_norm = matrix_norms.nonnegative_norm(others, 3)[..., None]
-    return (1 + share) * torch.hypot(image + off, others_norm * f)
+    remainder = (p - leading).abs_().add_(leading, alpha=share)
+    remainder_norm = matrix_norms.nonnegative_norm(remainder, 3)[..., None]
+    return (1 + share) * torch.hypot(image + error, remainder_norm * f)
 
 
 # Large heads of other kinds: block (i, j) of J is P_ij (Phi^v_j + w u^T), w = v_j - o_i,
@@ -445,10 +461,10 @@ def _bound_local_blocks(heads: Heads, centred: Centred, *, joint: bool) -> Tenso
     per_query = centred.p[:, :, 0].numel()
     chunks = heads.policy.chunks(centred.p.shape[2], per_query)
     rows = (attend.MapRows(centred.p[:, :, i], queries=i, keys=slice(None)) for i in chunks)
-    largest = attend.anchor_blocks(rows, centred.v, heads.sink_share())
-    blocks = _bound_key_blocks(heads, centred, largest)
+    outputs = attend.anchor_blocks(rows, centred.v, heads.sink_share())
+    blocks = _bound_key_blocks(heads, centred, outputs)  # beta_ij
     blocks.mul_(centred.p)
-    t = _local_query_term(heads, centred, largest)
+    t = _local_query_term(heads, centred, outputs)
     if not joint:
         # In the precision of the blocks: `nonnegative_norm` derives its rounding error from it.
         diagonal = torch.diag_embed(t).to(blocks)
@@ -472,15 +488,16 @@ def _bound_key_blocks(heads: Heads, centred: Centred, rows: attend.Anchored) -> 
         rows: the outputs o_i, and w for the largest entry of each row.
     """
     _, to_k, to_v = projections(heads)
-    # u_ij = W_K G_j^T b_ij, where b_ij is the gradient in key j (s q_i for logits s q k^T) and
-    # G_j the Jacobian of a rotary position or qk-norm. With R^T R = W_K^T W_K, R (`root`) in place
-    # of W_K gives the same length. a_ij = Phi^v_j u_ij has d_v channels only.
+    # u_ij = W_K G_j^T b_ij, where b_ij is the gradient of logit ij in key j (s q_i for logits
+    # s q k^T) and G_j the Jacobian of a rotary position or qk-norm. Only ||u|| and a = Phi^v_j u
+    # are needed, so two small matrices replace W_K: R (`root`) with R^T R = W_K^T W_K gives the
+    # same ||u||, and W_V^T W_K gives a.
     root = factor(to_k)
-    value_key = to_v.weight.mT @ to_k.weight  # W_V^T W_K, (heads, d_v, d)
-    value_key = value_key[:, None]
-    key_maps = local_map(to_k)
-    value_maps = local_map(to_v)
-    norms = value_norms(heads)
+    value_key = to_v.weight.mT @ to_k.weight  # (heads, d_v, d)
+    value_key = value_key[:, None]  # (heads, 1, d_v, d): the same for all keys
+    key_maps = local_map(to_k)  # G_j of the keys
+    value_maps = local_map(to_v)  # and of the values
+    norms = value_norms(heads)  # ||Phi^v_j||
     p = centred.p
     precision = p.dtype
     if p.shape[-2] * p.shape[-1] > heads.policy.map_limit:
@@ -490,17 +507,19 @@ def _bound_key_blocks(heads: Heads, centred: Centred, rows: attend.Anchored) -> 
         precision = torch.float32
     beta = torch.empty_like(p, dtype=precision)
     tokens = torch.arange(p.shape[-1], device=p.device)
+    # Numbers in u, and in a, w and their product, for one key and all queries.
     channels = root.shape[-2] + 3 * value_key.shape[-2]
     per_key = p[..., 0].numel() * channels
     for j in heads.policy.chunks(p.shape[-1], per_key):
-        # u_ij and a_ij, (batch, heads, keys, channels, n)
-        key_map = select_tokens(key_maps, j).mT
+        # b, u, a and w are (batch, heads, keys, channels, n): a column for every query.
+        key_map = select_tokens(key_maps, j).mT  # G_j^T
         b = attend.logit_gradients(heads, "k", j).mT
         u = (root @ key_map) @ b
         a = select_tokens(value_maps, j) @ value_key @ key_map
         a = a @ b
         w = _subtract_outputs(centred.v[:, :, j], tokens[j], rows)
-        beta[..., j] = _bound_rank_one_update(select_tokens(norms, j), u, a, w).mT
+        by_key = _bound_rank_one_update(select_tokens(norms, j), u, a, w)
+        beta[..., j] = by_key.mT
     return beta
 
 
@@ -517,14 +536,15 @@ def _bound_rank_one_update(phi: Tensor, u: Tensor, a: Tensor, w: Tensor) -> Tens
     """
     # Proof of the second limit: for x = c u / ||u|| + y with y orthogonal to u,
     # (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y. By Cauchy-Schwarz this is at most
-    # (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| long. The squares of both limits are
-    # ||Phi||^2 + ||u||^2 ||w||^2 plus `triangle` (first limit) or `split` (second limit).
+    # (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| long.
     phi = phi[..., None]
     u2 = u.square().sum(-2)  # ||u||^2
-    w2 = w.square().sum(-2)
+    w2 = w.square().sum(-2)  # ||w||^2
+    # The squares of both limits are ||Phi||^2 + ||u||^2 ||w||^2 and a mixed term:
+    # 2 ||Phi|| ||u|| ||w|| for the first limit, ||a||^2 / ||u||^2 + 2 <a, w> for the second one.
+    triangle = 2 * phi * (u2 * w2).sqrt()
     split = (a.square().sum(-2) / u2).nan_to_num(0.0)  # u = 0: the limit is ||Phi||
     split = split + 2 * (a * w).sum(-2)
-    triangle = 2 * phi * (u2 * w2).sqrt()
     square = phi.square() + u2 * w2 + torch.minimum(split, triangle)
     return square.sqrt()
 
@@ -562,6 +582,7 @@ def _local_query_term(heads: Heads, centred: Centred, rows: attend.Anchored) -> 
         # Without their mean, as in `centred`, less cancels.
         heads = replace(heads, k=centred.k)
     t = torch.empty_like(centred.p[..., 0])
+    # Numbers in c (m x d_v) and a (m x d) of one query, and as many again of size a.
     per_query = t[..., 0].numel() * m * (2 * d + dv)
     for i in heads.policy.chunks(t.shape[-1], per_query):
         c = attend.weighted_differences(centred.p, centred.v, rows, i)

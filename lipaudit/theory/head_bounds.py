@@ -294,7 +294,7 @@ def read_point(heads: Heads) -> BallPoint:
     row uses for a variance (`one_hot`) and for a weighted variance (`uneven`).
     """
     ingredients = Ingredients(heads, Tokens(heads))
-    centred = ingredients.at
+    centred = ingredients.centred
     rows = affine_rows(ingredients)
     visible = heads.visible(0, centred.p.shape[2])
     # P is needed as an upper limit. An entry that underflowed to 0 is replaced by the smallest
@@ -331,43 +331,50 @@ def read_point(heads: Heads) -> BallPoint:
 
 
 def _choose_limits(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows use the second of two limits, for a variance and for a weighted variance.
+    """Choose for every query between two limits of a variance, and of a weighted variance.
 
-    Both limits hold for any vectors f_j and their mean E_i f = sum_j P_ij f_j. Each row uses the
-    limit that is sharper at X, on all balls. The results are (batch, heads, n, 1).
+    Take any vectors f_j and their mean E_i f = sum_j P_ij f_j. All limits are sums
+    sum_j h_ij ||f_j||^2 with some h >= 0:
+
+    * the variance sum_j P_ij ||f_j - E_i f||^2: either h = P or h = 2 P (1 - P);
+    * the weighted variance sum_j P_ij w_ij ||f_j - E_i f||^2: either the h of the variance times
+      max_j w_ij (`even`), or the h of `bound_weights`, which keeps every w_ij (`uneven`).
+
+    Each query uses the limit that is sharper at X, on all balls.
 
     Args:
         p: P at X.
         w: the weights w_ij = ||v_j - o_i||.
+
+    Returns:
+        Where h = 2 P (1 - P) is used, and where `uneven` is used, both (batch, heads, n, 1).
     """
-    # The variance sum_j P_ij ||f_j - E_i f||^2 is at most sum_j h_ij ||f_j||^2, with h = P and
-    # with h = 2 P (1 - P): the second one if its largest entry is smaller (a nearly one-hot row).
+    # 2 P (1 - P) has the smaller maximum in rows that are nearly one-hot.
     twice = 2 * p * _others(p)
     largest = p.amax(-1, keepdim=True)
     one_hot = twice.amax(-1, keepdim=True) < largest
-    # The weighted variance sum_j P_ij w_ij ||f_j - E_i f||^2 has two limits of the same form. One
-    # replaces w_ij by the largest of the row (`even`). The other keeps every w_ij (`uneven`): the
-    # second one if its h_ij are shorter as a vector.
     even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
     uneven, _ = bound_weights(p, p, w)
-    shorter = vector_norm(uneven, dim=-1) < vector_norm(even, dim=-1)
-    return one_hot, shorter[..., None]
+    is_shorter = vector_norm(uneven, dim=-1) < vector_norm(even, dim=-1)
+    return one_hot, is_shorter[..., None]
 
 
 def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Bound how fast each attention weight P_ij can grow around X.
+    """Return a and b, which bound how fast each attention weight P_ij can grow around X.
 
     On a ball of radius rho, log P_ij grows by at most a_ij rho + b_ij ||A|| rho^2 with
-    A = s W_Q W_K^T. The proof, for moves e_l of the tokens with sum_l ||e_l||^2 <= rho^2:
+    A = s W_Q W_K^T.
 
-    * Logit ij has the gradient z_j = s W_Q k_j in token i, and u_i = s W_K q_i in token j. E_i is
-      the mean over the keys with the weights P_i, and c_l = delta_jl - P_il.
+    Symbols: token l moves by e_l, and sum_l ||e_l||^2 <= rho^2. Logit ij has the gradient
+    z_j = s W_Q k_j in token i, and u_i = s W_K q_i in token j. E_i is the mean over the keys with
+    the weights P_i. For a fixed pair ij, c_l = delta_jl - P_il. The proof:
+
     * exp is convex. So log P_ij grows by at most the change of logit ij less the mean change of
-      the logits of row i. This difference has a linear and a quadratic part.
-    * The linear part is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>. The length of its coefficients
-      is at most a_ij.
-    * The quadratic part is e_i^T A sum_l c_l e_l, which is at most
-      ||A|| (|c_i| ||e_i||^2 + ||e_i|| (sum_{l != i} c_l^2)^1/2 (rho^2 - ||e_i||^2)^1/2).
+      the logits of row i. This difference has a linear and a quadratic part in the moves.
+    * The linear part is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>. It is at most a_ij rho, where
+      a_ij limits the length of all coefficients of the e_l.
+    * The quadratic part is e_i^T A sum_l c_l e_l. With h^2 = sum_{l != i} c_l^2 it is at most
+      ||A|| (|c_i| ||e_i||^2 + h ||e_i|| (rho^2 - ||e_i||^2)^1/2) <= b_ij ||A|| rho^2.
 
     Args:
         p: P, (batch, heads, n, m).
@@ -378,17 +385,18 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         a and b, (batch, heads, n, m).
     """
     others = _others(p)  # 1 - P_ij
-    # For each i and j, (batch, heads, n, m): |c_i| = P_ii, or 1 - P_ii where j = i.
+    # |c_i| is P_ii for every key j != i, and 1 - P_ii for j = i, (batch, heads, n, m).
     is_diagonal = torch.eye(p.shape[-1], dtype=torch.bool, device=p.device)
     diagonal = p.diagonal(0, -2, -1)[..., None]
     c_i = torch.where(is_diagonal, others, diagonal)
-    square = others.square() + _others(p.square())  # sum_l c_l^2
-    # a_ij^2 is an upper limit of the squared length of all coefficients: c_l u_i for e_l, and
-    # z_j - E_i z + c_i u_i for e_i.
+    # sum_l c_l^2 = (1 - P_ij)^2 + sum_{l != j} P_il^2
+    square = others.square() + _others(p.square())
+    # The coefficients are c_l u_i for e_l, l != i, and z_j - E_i z + c_i u_i for e_i. So the
+    # square of their length is at most ||z||^2 + ||u||^2 sum_l c_l^2 + 2 ||z|| ||u|| |c_i|.
     slope = z.square() + u.square() * square + 2 * z * u * c_i
     slope = slope.sqrt()
-    # b_ij is the largest value of |c_i| x^2 + h x y for x^2 + y^2 = 1, h^2 = square - c_i^2: the
-    # largest eigenvalue of [[|c_i|, h / 2], [h / 2, 0]].
+    # b_ij is the largest value of |c_i| x^2 + h x y for x^2 + y^2 = 1: the largest eigenvalue of
+    # [[|c_i|, h / 2], [h / 2, 0]], where c_i^2 + h^2 = `square`.
     bend = 0.5 * (c_i + square.sqrt())
     return slope, bend
 
@@ -412,36 +420,36 @@ class BallLimits:
 
 
 def bound_moves(point: BallPoint, rho: float) -> BallLimits:
-    """Return upper limits on the ball of radius rho around X: of P, and of spreads under its rows.
+    """Return upper limits that hold for all tokens within rho of X: of P, gradients and values.
 
-    The spreads are standard deviations of keys and values over the keys, with weights P_i. E_i is
-    the mean with these weights, and f_j are the rows of a move of all tokens.
+    Logit ij has the gradient z_j = s W_Q k_j in token i, and u_i = s W_K q_i in token j. Token j
+    moves by f_j, and sum_j ||f_j||^2 <= rho^2. E_i, deviations and covariances are those over the
+    keys with the weights P_i.
 
     Args:
-        point: quantities at X.
+        point: norms and deviations at X: `a` is ||s W_Q W_K^T||, `wv` is ||W_V||, `w` is
+            ||v_j - o_i||.
         rho: radius of the ball.
     """
-    # P_ij grows by a factor of at most exp(a_ij rho + b_ij ||A|| rho^2), see `_log_growth` for
-    # a_ij (`slope`) and b_ij (`bend`). P_ij is never above 1.
+    # P_ij <= 1 grows by a factor of at most exp(slope_ij rho + bend_ij ||A|| rho^2): see
+    # `_log_growth`.
     bend = point.bend * point.a
     log_p = point.p.log() + point.slope * rho + bend * (rho * rho)
     p = log_p.clamp_max(0.0).exp()
-    # The variance sum_j P_ij ||f_j - E_i f||^2 is at most sum_j P_ij ||f_j||^2. The variance also
-    # equals sum_{j < l} P_ij P_il ||f_j - f_l||^2, so it is at most
-    # sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
+    # The variance of the moves, sum_j P_ij ||f_j - E_i f||^2, is at most
+    # sum_j spread_ij ||f_j||^2 for two choices of `spread`: P, as a variance is at most the mean
+    # square; and 2 P (1 - P), as the variance equals sum_{j < l} P_ij P_il ||f_j - f_l||^2.
     others = _others(p).clamp_max(1.0)
     spread = torch.where(point.one_hot, 2 * p * others, p)
+    # The moves f_j have a deviation of at most rho `widest`.
     widest = spread.amax(-1, keepdim=True).sqrt()
-    u = point.u + rho * point.a
-    # Standard deviations under P_i on the ball. The variance around any point is at least the
-    # variance around the mean, so distances from the mean at X give a limit. A move of the tokens
-    # of length rho adds a deviation of at most rho ||A|| `widest` to the z_j, and of at most
-    # rho ||W_V|| `widest` to the v_j.
+    u = point.u + rho * point.a  # ||u_i||
+    # Deviations of the z_j and the v_j. Those around the means at X are no smaller than those
+    # around the true means. The moves add at most rho `widest` times ||A||, or ||W_V||.
     z = _deviation(p, point.z) + rho * point.a * widest
     v = _deviation(p, point.w) + rho * point.wv * widest
-    # v_j - o_i moves by at most rho ||W_V|| through v_j, and by rho times the derivative of o_i,
-    # which is sum_j P_ij W_V^T f_j + Cov_i(sigma, v): Cov_i is the covariance under P_i, sigma_j
-    # the change of logit ij.
+    # v_j - o_i moves by at most rho ||W_V|| through v_j, and by rho times the derivative of o_i:
+    # sum_j P_ij W_V^T f_j + Cov_i(sigma_i, v), where sigma_ij is the change of logit ij.
     largest = p.amax(-1, keepdim=True)
     output = point.wv * largest.sqrt() + (z + u * widest) * v
     shift = rho * (point.wv + output)
@@ -451,30 +459,33 @@ def bound_moves(point: BallPoint, rho: float) -> BallLimits:
 def bound_curvature(point: BallPoint, on: BallLimits) -> PerHead:
     """Bound the largest second derivative of the output O on a ball, given upper limits there.
 
-    The second derivative takes moves f_j of the tokens, with sum_j ||f_j||^2 = 1, to a change of
-    every output. With x_j = ||f_j||^2 and y = spread x, the change of output i has at most the
-    norm sum_j columns_ij x_j + diagonal_i x_i + 2 mixed_i (x_i y_i)^1/2. The last term is at most
-    a multiple of x_i plus a multiple of y_i. So the norm is at most (H x)_i for some matrix H. As
-    the x_j sum to 1, ||H x|| is at most the length of the longest column of H.
+    Tokens move by f_j with squares x_j = ||f_j||^2 that sum to 1. The variance of the f_j under
+    row i of P is at most y_i = sum_j spread_ij x_j. The second derivative of output i has three
+    terms, where sigma_ij is the change of logit ij, with a standard deviation of at most
+    z x_i^1/2 + u y_i^1/2, and A = s W_Q W_K^T:
+
+        2 Cov_i(sigma_i, W_V^T f)             <= 2 ||W_V|| (z x_i^1/2 + u y_i^1/2) y_i^1/2
+        E_i (sigma_i - E_i sigma_i)^2 (v - o_i)  has z^2 x_i, 2 z u (x_i y_i)^1/2 and u^2 y_i
+        2 Cov_i(f_i^T A f, v)                 <= 2 ||A|| x_i^1/2 y_i^1/2 (deviation of the v_j)
+
+    Their sum is at most sum_j columns_ij x_j + diagonal_i x_i + 2 mixed_i (x_i y_i)^1/2. With
+    2 (x_i y_i)^1/2 <= t x_i + y_i / t it is at most (H x)_i for a matrix H. As the x_j sum to 1,
+    ||H x|| is at most the length of the longest column of H.
 
     Args:
-        point: quantities at the centre X.
-        on: upper limits on the ball.
+        point: quantities at the centre X: `w` is ||v_j - o_i||, `wv` is ||W_V||, `a` is ||A||.
+        on: upper limits on the ball: of the deviations z and v, of u, and of the change `shift`
+            of v_j - o_i.
     """
-    # At X (`point`), w is ||v_j - o_i||, wv is ||W_V||, and a is ||s W_Q W_K^T||. On the ball
-    # (`on`), z and v are standard deviations of gradients and values, and u is ||s W_K q_i||.
     widest = point.w.amax(-1, keepdim=True)
     longest = widest + on.shift  # of v_j - o_i, on the whole ball
-    # The changes of the logits of query i have a standard deviation of at most
-    # z x_i^1/2 + u y_i^1/2 under P_i (`on.z`, `on.u`). Terms in (x_i y_i)^1/2 are collected in
-    # `mixed`, in y_i in `columns`, in x_i in `diagonal`.
     mixed = point.wv * on.z + longest * on.z * on.u + point.a * on.v
     columns = 2 * point.wv * on.u + on.shift * on.u.square()
     columns = columns * on.spread
-    # sum_j P_ij w_ij ||f_j - E_i f||^2 is at most sum_j weighted_ij x_j, w_ij = ||v_j - o_i|| at
-    # X. `even` uses the largest w_ij of the row, `uneven` each w_ij. On a large ball the formula
-    # of `uneven` may not hold. The larger of both limits is then used, because a limit must not
-    # fall as the radius grows.
+    # The second term in u^2 also needs a limit of sum_j P_ij w_ij ||f_j - E_i f||^2, which is
+    # sum_j weighted_ij x_j. `even` uses the largest w_ij of the row, `uneven` each w_ij. On a
+    # large ball the formula of `uneven` may not hold: then the larger of both limits is used,
+    # because a limit must not fall as the radius grows.
     even = on.spread * widest
     uneven, holds = bound_weights(point.p, on.p, point.w)
     uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
@@ -482,7 +493,8 @@ def bound_curvature(point: BallPoint, on: BallLimits) -> PerHead:
     columns = columns + on.u.square() * weighted
     diagonal = longest * on.z.square()
     limits = []
-    for t in BALANCES:  # 2 x_i^1/2 y_i^1/2 <= t x_i + y_i / t for every t
+    for t in BALANCES:  # every t gives a limit: the smallest one counts
+        # H = columns + mixed spread / t, with diagonal + t mixed added to its diagonal
         h = columns + mixed / t * on.spread
         on_diagonal = diagonal + t * mixed
         h.diagonal(0, -2, -1).add_(on_diagonal[..., 0])
@@ -498,21 +510,26 @@ def _deviation(p: Tensor, lengths: Tensor) -> Tensor:
 
 
 def bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return h that bounds a weighted variance, and in which rows h is a valid bound.
+    """Return numbers h_ij that bound a weighted variance, and in which rows i they are valid.
 
-    sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2 for all vectors f_j, where
-    E_i f = sum_j P_ij f_j, and for every P <= p with rows that sum to 1.
-    h_ij = p_ij (w_ij + |d_ij| D_i / (m_i - D_i)) with m_i = sum_j centre_ij w_ij, d = w - m and
-    D_i = sum_j p_ij |d_ij|. h is valid in rows with D_i <= m_i / 2.
+    The weighted variance of any vectors f_j is sum_j P_ij w_ij ||f_j - E_i f||^2, where
+    E_i f = sum_j P_ij f_j is their mean. It is at most sum_j h_ij ||f_j||^2 for every P <= p with
+    rows that sum to 1. The formula:
+
+        m_i  = sum_j centre_ij w_ij           the mean weight at the centre
+        d_ij = w_ij - m_i,   D_i = sum_j p_ij |d_ij|
+        h_ij = p_ij (w_ij + |d_ij| D_i / (m_i - D_i)),   valid where D_i <= m_i / 2.
 
     Args:
         centre: P at the centre of the ball.
         p: upper limits of P on the ball.
         w: the weights, >= 0.
     """
-    # Proof. In one coordinate t of f, with means over P_i, E w (t - E t)^2
-    # = E w t^2 - 2 E t E w t + E w (E t)^2 = E w t^2 - 2 E t E d t - (m - E d) (E t)^2
-    # <= E w t^2 + (E d t)^2 / (m - E d); and (E d t)^2 <= E |d| E |d| t^2, E |d| <= D.
+    # Proof for one coordinate t of f, with E for means over P_i. As w = m + d,
+    #     E w (t - E t)^2 = E w t^2 - 2 E t E w t + E w (E t)^2
+    #                     = E w t^2 - 2 E t E d t - (m - E d) (E t)^2
+    #                    <= E w t^2 + (E d t)^2 / (m - E d),     the largest value over E t.
+    # (E d t)^2 <= E |d| E |d| t^2 by Cauchy-Schwarz, and E d <= E |d| <= D.
     mean = (centre * w).sum(-1, keepdim=True)  # m
     distance = (w - mean).abs()  # |d|
     total = (p * distance).sum(-1, keepdim=True)  # D

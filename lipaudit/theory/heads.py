@@ -506,8 +506,8 @@ def are_affine_everywhere(heads: Heads) -> bool:
     These bounds need self-attention. Queries, keys and values must all be affine maps of the
     tokens, and none may be a constant.
     """
-    constant = heads.to_q is None or heads.to_k is None or heads.to_v is None
-    return not constant and heads.x_kv is None and are_affine(heads)
+    has_constant = None in (heads.to_q, heads.to_k, heads.to_v)
+    return not has_constant and heads.x_kv is None and are_affine(heads)
 
 
 def local_map(projection: Projection) -> Float[Tensor, "#batch #heads #tokens d e"]:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 class Centred:
     """Keys and values less their mean over the keys that are seen; unseen keys are zero rows.
 
-    With a sink neither has its mean taken off: see `Ingredients.at`.
+    With a sink neither has its mean taken off: see `Ingredients.centred`.
 
     Attributes:
         p: P.
@@ -107,10 +107,13 @@ def squared_distances(
 
 
 def rounding(rows: Float[Tensor, "*batch n d"]) -> float:
-    """Return more than the rounding error of <x, y>, in units of ||x|| ||y||."""
-    # gamma_n = n u / (1 - n u), u = eps / 2, in any order of the sum (Higham, Accuracy and
-    # Stability of Numerical Algorithms, 3.1). The result is about 2 gamma_n + 32 u. The surplus
-    # covers further operations of the callers on <x, y>.
+    """Return an upper limit of the rounding error of <x, y>, relative to ||x|| ||y||.
+
+    x and y are vectors of d channels, like `rows`. With u = eps / 2 the error of <x, y> is at most
+    d u / (1 - d u) in any order of the sum (Higham, Accuracy and Stability of Numerical
+    Algorithms, 3.1). The result is 2 d u + 32 u: the surplus covers further operations of the
+    callers on <x, y>.
+    """
     return (rows.shape[-1] + 16) * torch.finfo(rows.dtype).eps
 
 
@@ -149,17 +152,18 @@ class Tokens:
     """What all heads of a layer share, without padding; with any bias, X is [X 1].
 
     Attributes:
-        count: N, (batch, 1) as all but `off`.
+        count: N, (batch, 1) as all but `centred`.
         radius: R = max_i ||x_i||.
         longest: max_i ||x_i||, of the rows of [X 1] with a bias.
         frobenius: ||X||_F.
-        off: the tokens less their mean, (batch, n, D).
+        centred: the tokens less their mean, (batch, n, D).
     """
 
     def __init__(self, heads: Heads) -> None:
-        """Compute sizes of the tokens X that enter a layer: norms, radius, and X less its mean.
+        """Compute norms of the tokens X that enter a layer, and X less its mean.
 
         With a bias the published bounds hold for the tokens [X 1], whose norms are used then.
+        Padded tokens are zero rows of X, and stay zero.
         """
         x = heads.x
         valid = x.new_ones(x.shape[:2])  # 1 for tokens, 0 for padding
@@ -168,10 +172,10 @@ class Tokens:
         valid = valid[..., None]
         self.count = valid.sum(-2)  # N
         count = self.count[..., None].clamp_min(1.0)
-        mean = x.sum(1, keepdim=True) / count  # padded tokens are zero rows
-        self.off = valid * (x - mean)
+        mean = x.sum(1, keepdim=True) / count
+        self.centred = valid * (x - mean)
         self.radius = vector_norm(x, dim=-1).amax(-1, keepdim=True)
-        # X, or [X 1] if any projection has a bias; padded rows stay zero.
+        # X, or [X 1] if any projection has a bias.
         self._x = x
         for projection in (heads.to_q, heads.to_k, heads.to_v):
             if projection is not None and projection.bias is not None:
@@ -218,10 +222,11 @@ class Ingredients:
 
     @cached_property
     def weights(self) -> Weights:
-        """Norms and products of the weights W_Q, W_K, W_V of heads with affine projections.
+        """Norms of the weights W_Q, W_K, W_V of affine heads, and small products of the weights.
 
-        The products replace vectors of the width D of tokens by short vectors with the same norms
-        and inner products: see `Weights`.
+        Bounds need norms and inner products of gradients of logits: of W_K q_i and W_Q k_j, which
+        have the width D of tokens. Short vectors with the same norms and inner products are
+        q_i times `to_u`, and k_j times `to_z`.
         """
         to_q, to_k, to_v = projections(self.heads)
         # [W; b^T] of each: with a bias the tokens are [X 1] in the published bounds.
@@ -230,8 +235,8 @@ class Ingredients:
         v = _append_bias(to_v)
         value = spectral_norm(to_v.weight)
         root = gram_root(to_q.weight)  # R with R^T R >= W_Q^T W_Q, (heads, d, d)
-        # A basis of the range of W_Q, the directions in which a token moves its query. `left` is
-        # its rounding error.
+        # A basis X of the range of W_Q, the directions in which a token moves its query, and the
+        # rounding error of X.
         basis, left = _find_range(to_q.weight, root)
         if self.heads.x_kv is not None:  # queries of another input share no direction with keys
             basis = torch.zeros_like(to_k.weight[..., :1])
@@ -243,18 +248,21 @@ class Ingredients:
             # the larger R^T R of `gram_root`.
             a=spectral_norm(q @ gram_root(k).mT),
             value=value,
-            # Exact, not `gram_root`, which is an upper limit: bounds on balls divide by ||u_i||.
+            # Exact, not `gram_root`, which is an upper limit: bounds on balls divide by ||W_K q||.
             to_u=factor(to_k)[:, 0].mT,
+            # q to_a = W_V^T W_K q
             to_a=to_k.weight.mT @ to_v.weight,
             # An upper limit is enough: `query_term` grows with the Gram matrix of W_Q.
             to_z=root.mT,
+            # q to_inside = X^T W_K q
             to_inside=to_k.weight.mT @ basis,
+            # An upper limit of ||W_V^T X||.
             shared=spectral_norm(basis.mT @ to_v.weight) + left * value,
             left=torch.full_like(value, left),
         )
 
     @cached_property
-    def at(self) -> Centred:
+    def centred(self) -> Centred:
         """P, and the keys, values and outputs less the mean key and the mean value.
 
         Without a sink rows of P sum to 1. A constant added to all k or all v then changes no
@@ -284,7 +292,7 @@ class Ingredients:
     @cached_property
     def p_norm(self) -> PerHead:
         """||P||."""
-        return map_norm(self.at.p, policy=self.heads.policy)
+        return map_norm(self.centred.p, policy=self.heads.policy)
 
     @cached_property
     def _row_maxima(self) -> Tensor:
@@ -334,11 +342,13 @@ def _find_range(weight: Tensor, root: Tensor) -> tuple[Tensor, float]:
         weight: W, (heads, D, d).
         root: R, upper triangular, from `gram_root`.
     """
-    # X = W R^-1. In floating point its row x solves x (R + dR) = w with |dR| <= d u |R| (Higham,
-    # Accuracy and Stability, Theorem 8.5), u = eps / 2: ||(W - X R) y|| <= d u ||X||_F ||R||_F
-    # ||y||. And ||R y||^2 is at least what `gram_root` adds, (D + d) eps ||W||_F^2 ||y||^2.
-    basis = torch.linalg.solve_triangular(root, weight, upper=True, left=False)
-    wide, narrow = weight.shape[-2:]
+    basis = torch.linalg.solve_triangular(root, weight, upper=True, left=False)  # X = W R^-1
+    # In floating point a row x of X solves x (R + dR) = w with |dR| <= d u |R|, u = eps / 2
+    # (Higham, Accuracy and Stability, Theorem 8.5). So
+    #     ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||   with ||X||_F <= d^1/2.
+    # ||R||_F is little above ||W||_F: eps in place of u covers this. And ||R y||^2 is at least
+    # what `gram_root` adds to the Gram matrix: `added` ||W||_F^2 ||y||^2.
+    wide, narrow = weight.shape[-2:]  # D, d
     eps = torch.finfo(basis.dtype).eps
     added = (wide + narrow) * eps
     return basis, narrow**1.5 * eps / added**0.5
@@ -351,44 +361,45 @@ def _append_bias(projection: Projection) -> Tensor:
     return torch.cat([projection.weight, projection.bias[:, None]], 1)
 
 
-def value_and_growth(ingredients: Ingredients) -> tuple[Tensor, Tensor]:
+def compute_theorem3_factors(ingredients: Ingredients) -> tuple[Tensor, Tensor]:
     """Return the factors of ||P|| and of max_i ||M(P_i)|| in `theorem3` for heads of every kind.
 
-    The factor of ||P|| is max_j ||Phi^v_j||. The factor of max_i ||M(P_i)|| is
-    ||V_c|| (max_j ||H_j Phi^k_j|| + max_i ||G_i Phi^q_i||). The Phi are the Jacobians of the
-    projections at each token, and V_c has the values less their mean. Rows of G_i are the
-    gradients of the logits ij in q_i, one per key j. Rows of H_j are the gradients of the logits
-    ij in k_j, one per query i. For logits s q k^T every G_i is s K_c, the keys less their mean,
-    and every H_j is s Q.
+    The factors are
+
+        max_j ||Phi^v_j||   and   ||V_c|| (max_j ||H_j Phi^k_j|| + max_i ||G_i Phi^q_i||).
+
+    The Phi are the Jacobians of the projections at each token, and V_c has the values less their
+    mean. G_i has a row for each key j: the gradient of logit ij in q_i. H_j has a row for each
+    query i: the gradient of logit ij in k_j. For logits s q k^T every G_i is s K_c, the keys less
+    their mean, and every H_j is s Q.
     """
     heads = ingredients.heads
-    centred = ingredients.at
+    centred = ingredients.centred
     to_q, to_k, _ = projections(heads)
     # Which queries and keys count: padded queries have P_i = 0, and some keys no query can see.
     queries = centred.p.sum(-1) > 0
     keys = centred.seen[..., 0] > 0
-    values = (value_norms(heads) * keys).amax(-1)
+    value_norm = (value_norms(heads) * keys).amax(-1)
     if heads.pairs is None:  # logits s q k^T
         q = heads.q * queries[..., None]
-        in_keys = _largest_image(q, to_k, keys, heads.policy)
-        in_queries = _largest_image(centred.k, to_q, queries, heads.policy)
-        in_tokens = heads.scale.abs() * (in_keys + in_queries)
+        through_keys = _largest_image(q, to_k, keys, heads.policy)
+        through_queries = _largest_image(centred.k, to_q, queries, heads.policy)
+        logit_norm = heads.scale.abs() * (through_keys + through_queries)
     else:
-        in_queries = _largest_gradient(ingredients, "q", to_q, queries)
-        in_keys = _largest_gradient(ingredients, "k", to_k, keys)
-        in_tokens = in_queries + in_keys
-    return values, spectral_norm(centred.v) * in_tokens
+        through_queries = _largest_gradient(ingredients, "q", to_q, queries)
+        through_keys = _largest_gradient(ingredients, "k", to_k, keys)
+        logit_norm = through_queries + through_keys
+    return value_norm, spectral_norm(centred.v) * logit_norm
 
 
 def _largest_gradient(
     ingredients: Ingredients, name: Literal["q", "k"], projection: Projection, used: Tensor
 ) -> Tensor:
-    """Return the largest norm of the derivative of the logits of a token in this token.
+    """Return max_i ||G_i Phi_i||: how much the logits of a token change if this token moves.
 
-    For name q, the logits of token i are the logits of query i with every key. The rows of G_i are
-    their gradients in q_i, and the derivative is G_i Phi^q_i, Phi^q_i = dq_i / dx_i. For name k,
-    the logits of token i are the logits of key i with every query, with gradients in k_i and
-    Phi^k_i.
+    For name q, the logits of token i are those of query i with every key. The rows of G_i are
+    their gradients in q_i, and Phi_i = dq_i / dx_i. For name k, they are the logits of key i with
+    every query. The rows of G_i are their gradients in k_i, and Phi_i = dk_i / dx_i.
 
     Args:
         ingredients: the heads, and P.
@@ -397,18 +408,19 @@ def _largest_gradient(
         used: which tokens count, (batch, heads, tokens).
     """
     heads = ingredients.heads
-    p = ingredients.at.p  # (batch, heads, tokens, partners)
+    p = ingredients.centred.p  # (batch, heads, tokens, partners)
     if name == "k":
         p = p.mT
     norms = torch.zeros_like(p[..., 0])
     phi = narrow_jacobians(projection)
+    # Numbers in G_i and G_i Phi_i of one token.
     partners = p[:, :, 0].numel()
     per_token = 2 * partners * heads.q.shape[-1]
     for i in heads.policy.chunks(p.shape[2], per_token):
         # Where P_ij = 0 the logit ij does not count.
         seen = p[:, :, i] > 0
         rows = logit_gradients(heads, name, i)
-        rows = seen[..., None] * rows
+        rows = seen[..., None] * rows  # G_i
         norms[..., i] = spectral_norm(rows @ select_tokens(phi, i))
     return (norms * used).amax(-1)
 
@@ -420,15 +432,19 @@ def sum_spread(
 
     M(p) = diag(p) - p p^T is the Jacobian of softmax, X has the rows x_j. The Schatten-4 norm is
     an upper limit of the spectral norm, and needs products with the Gram matrix of X only.
-    Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. With w_j = P_ij^2, g the Gram
-    matrix and c_j = <x_j, m> - ||m||^2 / 2 the power is
-    sum_jl w_j w_l (g_jl - c_j - c_l)^2 = A - 4 B + 2 W C + 2 R^2 with A = sum_jl w_j w_l g_jl^2,
-    B = sum_jl w_j w_l c_j g_jl, C = sum_j w_j c_j^2, R = sum_j w_j c_j and W = sum_j w_j.
+
+    Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. The power is the sum of the
+    squared inner products of all pairs of columns. With w_j = P_ij^2, g_jl = <x_j, x_l> and
+    c_j = <x_j, m> - ||m||^2 / 2 it is
+
+        sum_jl w_j w_l (g_jl - c_j - c_l)^2 = A - 4 B + 2 W C + 2 R^2,
+        A = sum_jl w_j w_l g_jl^2,   B = sum_jl w_j w_l c_j g_jl,
+        C = sum_j w_j c_j^2,   R = sum_j w_j c_j,   W = sum_j w_j.
 
     Args:
         p: the rows P_i.
         gram: g.
-        c: c_j for each row.
+        c: c_j for each row; overwritten.
 
     Returns:
         The power; A + 2 W C; and W. The absolute values of the terms of the power add up to at
@@ -436,12 +452,10 @@ def sum_spread(
     """
     w = p.square()
     wc = w * c
-    # A = sum_jl w_j w_l g_jl^2
-    a = (w @ gram.square()).mul_(w).sum(-1)
-    # B = sum_jl w_j w_l c_j g_jl
-    b = (w @ gram).mul_(wc).sum(-1)
-    # C = sum_j w_j c_j^2
-    cc = c.mul_(wc).sum(-1)
+    # In-place products save memory: every factor has the size of P.
+    a = (w @ gram.square()).mul_(w).sum(-1)  # A
+    b = (w @ gram).mul_(wc).sum(-1)  # B
+    cc = c.mul_(wc).sum(-1)  # C
     r = wc.sum(-1)  # R
     total = w.sum(-1)  # W
     # A - 4 B + 2 W C + 2 R^2
@@ -453,27 +467,27 @@ def sum_spread(
 def bound_token_spread(p: Maps, gram: Float[Tensor, "batch m m"]) -> PerHead:
     """Bound max_i ||X^T M(P_i)|| over the rows of P, M(p) = diag(p) - p p^T.
 
-    The bound is the Schatten-4 norm, from three products with the Gram matrix for all rows
+    The bound is the Schatten-4 norm, from three products with the Gram matrix g for all rows
     (`sum_spread`). On trained heads the bound is within 1% of the spectral norm.
 
     Args:
         p: attention maps P.
-        gram: the Gram matrix of the tokens X less their mean.
+        gram: g, the inner products of the tokens X less their mean.
     """
-    # With entries at most 1 the allowance for c below is one number, and nothing overflows.
+    # Divide g by its largest entry. Nothing overflows then, and one number bounds the error of c.
     largest = gram.diagonal(0, -2, -1).amax(-1)
     largest = largest.clamp_min(torch.finfo(gram.dtype).tiny)
     gram = gram / largest[:, None, None]
-    flat = p.flatten(1, 2)
-    # c_j = <x_j, m> - ||m||^2 / 2 by the Gram matrix: (P g)_ij - (P g P^T)_ii / 2.
+    flat = p.flatten(1, 2)  # the rows of all heads
+    # c_j = <x_j, m> - ||m||^2 / 2 with m = sum_l P_il x_l is (P g)_ij - (P g P^T)_ii / 2.
     c = flat @ gram
     c -= 0.5 * (flat * c).sum(-1, keepdim=True)
     power, terms, total = sum_spread(flat, gram, c)
     # Double sums over N terms have relative errors of at most e / 2. So the error of the power is
     # below 3 e `terms`, and the error of c is below e / 2.
     e = 2 * rounding(p)
-    # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: errors of c move
-    # it by at most 2 (e / 2) sum w_j.
+    # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag(w), w_j = P_ij^2.
+    # Errors of c change it by at most 2 (e / 2) `total`, where `total` is the sum of the w_j.
     root = (power + 3 * e * terms).clamp_min(0.0).sqrt()
     square = (1 + e) * (root + e * total)
     square = square.view(p.shape[:3]).amax(-1) * largest[:, None]
@@ -483,8 +497,8 @@ def bound_token_spread(p: Maps, gram: Float[Tensor, "batch m m"]) -> PerHead:
 def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: Policy) -> Tensor:
     """Return max_i ||rows Phi_i|| over tokens i, where Phi_i is a projection's Jacobian at i.
 
-    The result is the root of max_i ||E_i||, E_i = (rows Phi_i)(rows Phi_i)^T. To save time,
-    eigenvalues are computed only for those E_i that may have the largest norm.
+    The result is the root of max_i ||E_i||, E_i = (rows Phi_i)(rows Phi_i)^T. Only those E_i that
+    may have the largest norm get an eigenvalue decomposition, which is slow.
 
     Args:
         rows: the same matrix for all tokens, (batch, heads, n, d).
@@ -492,10 +506,11 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: P
         used: which tokens count, (batch, heads, tokens).
         policy: chunk sizes.
     """
-    # ||triangle Phi|| = ||rows Phi||, and the triangle has no more rows than channels.
+    # With the QR decomposition rows = Q T, ||T Phi|| = ||rows Phi||, and T is at most d x d.
     triangle = torch.linalg.qr(rows, mode="r").R
-    triangle = triangle[:, :, None]
-    # Phi_i = local_i W^T. `factor` is a smaller R with R^T R = W^T W, and gives the same norms.
+    triangle = triangle[:, :, None]  # (batch, heads, 1, d, d): the same for all tokens
+    # Phi_i = G_i W^T with the Jacobian G_i (`local`) of a rotary position or qk-norm. R^T, with
+    # R^T R = W^T W, has fewer columns than W^T and gives the same norms.
     local = local_map(projection)
     weight = factor(projection).mT
     batch, heads, _, d = rows.shape
@@ -507,11 +522,12 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: P
             images = images * used[..., i, None, None]
         # ||E^2||_F / ||E||_F <= ||E|| <= ||E^2||_F^(1/2)
         e = images @ images.mT
-        square = matrix_norm(e @ e)
-        lower = (square / matrix_norm(e)).nan_to_num(0.0)
-        # A token whose upper limit is below the largest lower limit cannot have the maximum.
+        square = matrix_norm(e @ e)  # ||E^2||_F
+        lower = (square / matrix_norm(e)).nan_to_num(0.0)  # E = 0: 0 / 0 becomes 0
+        # A token whose upper limit is below the largest lower limit cannot have the maximum. 1e-9
+        # is more than the rounding errors of both limits.
         lower = lower.amax(-1, keepdim=True)
-        norm = square.sqrt()
+        norm = square.sqrt()  # upper limits, replaced by ||E|| where this may be the maximum
         may_be_largest = norm >= lower * (1 - 1e-9)
         eigenvalues = torch.linalg.eigvalsh(e[may_be_largest])
         norm[may_be_largest] = eigenvalues[..., -1].clamp_min(0.0)

@@ -23,7 +23,7 @@ def theorem3(ingredients: Ingredients, m: Tensor | None = None) -> Tensor:
     logits. m is max_i ||M(P_i)|| over the rows of P by default, or an upper limit of it, where
     M(p) = diag(p) - p p^T is the Jacobian of softmax.
     """
-    from lipaudit.theory.ingredients import value_and_growth
+    from lipaudit.theory.ingredients import compute_theorem3_factors
 
     if m is None:
         m = ingredients.softmax_norm_max
@@ -43,7 +43,7 @@ def theorem3(ingredients: Ingredients, m: Tensor | None = None) -> Tensor:
     # sum_j ||H_j Phi^k_j dx_j||^2: the second term is at most ||V_c|| m max_j ||H_j Phi^k_j||. The
     # third acts query by query: ||V_c|| m max_i ||G_i Phi^q_i||. With a sink (a further, constant
     # logit of each query), P_i has the probabilities of the keys alone, and V keeps its mean.
-    value, growth = ingredients.once(value_and_growth)
+    value, growth = ingredients.once(compute_theorem3_factors)
     return value * ingredients.p_norm + growth * m
 
 

@@ -51,7 +51,7 @@ def blocks(matrix: Tensor, n: int) -> Tensor:
 
 def known_of(heads: Heads) -> tuple[Centred, AffineRows]:
     known = Ingredients(heads, Tokens(heads))
-    return known.at, affine_rows(known)
+    return known.centred, affine_rows(known)
 
 
 def pw_of(at: Centred) -> Tensor:
@@ -86,7 +86,7 @@ def test_m_bounds_the_blocks_of_every_product_of_paths_but_one(random_layer, nam
 @pytest.mark.parametrize("gain", GAINS)
 def test_the_spread_lies_between_the_norm_and_the_frobenius_norm(random_layer, gain):
     heads = random_layer("biases", n=7, gain=gain).heads
-    at = Ingredients(heads, Tokens(heads)).at
+    at = Ingredients(heads, Tokens(heads)).centred
     f = pw_of(at)[..., None] * 0 + at.p[..., None] * (at.v[:, :, None] - at.o[:, :, :, None])
     exact = torch.linalg.matrix_norm(f, 2)
     length = pw_of(at).norm(dim=-1)

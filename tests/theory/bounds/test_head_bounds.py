@@ -37,7 +37,7 @@ def test_the_query_term_is_the_frobenius_norm(random_layer):
     c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
     t = torch.einsum("bhija,bhjd->bhiad", c, k) @ heads.to_q.weight.mT[:, None]
     truth = heads.scale[..., None] * torch.linalg.matrix_norm(t)
-    t = query_term(known.at, affine_rows(known))
+    t = query_term(known.centred, affine_rows(known))
     torch.testing.assert_close(t, truth, rtol=1e-6, atol=1e-9)
 
 
@@ -226,7 +226,7 @@ def test_a_function_is_handed_the_ingredients_and_its_values_come_by_name(comput
     ("function", "says"),
     [
         (lambda known: None, "TypeError: returned NoneType, not floats of shape (2, 2)"),
-        (lambda known: known.at.p.sum(), "returned (), not floats of shape"),
+        (lambda known: known.centred.p.sum(), "returned (), not floats of shape"),
         (lambda known: known.p_norm.int(), "not floats of shape (2, 2) (batch, heads)"),
         (lambda known: 1 / 0, "the bound strange failed: ZeroDivisionError: division by zero"),
         (lambda known: Path("/no/table.csv").read_text(), "strange failed: FileNotFoundError"),

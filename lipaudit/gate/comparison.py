@@ -139,7 +139,8 @@ def compare(reports: Sequence[Report]) -> Comparison:
         pair = _compare_with_first(first, report, (names[0], name), by_place.get(name, ""))
         pairs.append(pair)
         reasons += (verdict.reason for verdict in pair.verdicts)
-    # Only a verdict on figures that cannot be compared has a reason: so nothing was compared.
+    # Only a verdict on figures that cannot be compared has a reason. If every verdict has one, or
+    # if there is no verdict, nothing was compared.
     if all(reasons):
         reason = next(iter(reasons), "they have no common section")
         advice = REPEAT
@@ -161,7 +162,7 @@ class Changes:
         verdicts: one per figure.
         heads: the changes of heads.
         groups: the changes of groups of samples.
-        sampled: the contrasts of figures that every sample has.
+        sampled: the rules and contrasts of figures that every sample has.
         unpaired: sections and figures that one report alone has, and whether it is the second.
     """
 
@@ -187,14 +188,15 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
     # Differences between the two runs: the kind (`dtype`, `seed`) and a text. The kinds in
     # SPOILING change the figures of the same model, so they become warnings. All other kinds
     # become notes.
-    differing = conditions.list_differences(new, old)
-    warnings = [text for kind, text in differing if kind in conditions.SPOILING]
+    differences = conditions.list_differences(new, old)
+    warnings = [text for kind, text in differences if kind in conditions.SPOILING]
     if by_place:
         warnings.append(by_place)
     if conditions.has_same_weights(new, old):
         warnings.append("both reports are of the same weights")
     changes = Changes()
-    for measure in before.keys() ^ after.keys():  # sections that one report alone has
+    # What one report alone has, and whether this is the new report: sections here, columns below.
+    for measure in before.keys() ^ after.keys():
         changes.unpaired.append((measure, measure in after))
     for measure, section in before.items():
         if measure in after:
@@ -204,7 +206,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
     for name, is_new in sorted(changes.unpaired):
         owner = names[is_new]  # False is 0, the old model; True is 1, the new one
         notes.append(f"not compared, because only {owner} has it: {name}")
-    notes += (text for kind, text in differing if kind not in conditions.SPOILING)
+    notes += (text for kind, text in differences if kind not in conditions.SPOILING)
     return Pair(
         old=names[0],
         new=names[1],
@@ -223,12 +225,14 @@ def _compare_sections(
 ) -> None:
     """Add to `changes` the verdict on every column of a section, and the changes of its heads.
 
+    A column that only one report has is added to `changes.unpaired`.
+
     Args:
         old: the first report.
         new: the report to compare with the first one.
         before: a section of the first report.
         after: the section of the same measure in the new report.
-        changes: the changes found so far. Columns that only one report has are added, too.
+        changes: the changes found so far.
     """
     has_heads = {"layer", "head"} <= after.columns.keys()
     for name in _list_columns(before, after):
@@ -237,16 +241,18 @@ def _compare_sections(
         new_figures = _list_figures(after, name)
         if not (old_figures and new_figures):
             if old_figures or new_figures:
-                changes.unpaired.append((metric, not old_figures))
+                only_new_has_it = not old_figures
+                changes.unpaired.append((metric, only_new_has_it))
             continue
         # The figures decide the unit of a change: no percentage if a figure is negative.
         figures = old_figures + new_figures
         # The norm that one head carries may move to another head: a statistic over all heads says
-        # little, so these columns are compared head by head only.
+        # little. So such columns (OF_HEADS_ALONE) are compared head by head only.
         if metric not in OF_HEADS_ALONE:
             for stat in _choose_statistics(before, after, name):
                 rule = no_change(f"{metric}:{stat}", figures, (before, after))
                 _compare_figure(rule, old, new, changes)
+        # MAPPED names the columns to compare head by head; for other measures every column is.
         if has_heads and name in MAPPED.get(before.measure, (name,)):
             rule = no_change(f"{metric}:each", figures, (before, after))
             examined = examine(rule, new, old, lenient=True)
@@ -304,25 +310,28 @@ def _list_columns(before: Section, after: Section) -> Iterator[str]:
     These are the columns with a better direction, and `correct`, whose mean is the accuracy.
     """
     sampled = before.sample_columns
-    # `sampled` is listed twice: first for the order of the names, and last so that its
-    # descriptions replace the descriptions of columns with the same name.
+    # In a dictionary the first entry of a name decides its place, and the last one its value. So
+    # `sampled` stands first for the order, and last because its descriptions replace those of
+    # columns of rows with the same name.
     for name, column in {**sampled, **before.columns, **after.columns, **sampled}.items():
         if column.better or (name in sampled and name == "correct"):
             yield name
 
 
 def _list_figures(section: Section, name: str) -> list[float]:
-    """Return all figures of a column: of the samples under every attack, else of the rows."""
-    # Rows of balls and attacks are only statistics of per-sample columns, and those columns are
-    # compared themselves. So these rows count only in sections without per-sample columns, or if
-    # an array has a value of the column for every sample.
-    rows_count = not section.sample_columns or name in section.arrays
+    """Return all numbers of a column of a section: one for each sample, else one for each row."""
     cells = list[Any]()
     if name in section.sample_columns:
+        # One column for each attack and ball, such as `robust@pgd,linf,2/255`.
         for column, values in section.samples.items():
             if parse_column(column)[0] == name:
                 cells += values
     else:
+        # Rows of layers always count. Other rows, such as those of an attack, are left out if they
+        # are only statistics of per-sample columns, because those columns are compared instead.
+        # They are no such statistics if there are no per-sample columns, or if an array has the
+        # values of this column.
+        rows_count = not section.sample_columns or name in section.arrays
         cells += (row.get(name) for row in section.rows if rows_count or "layer" in row)
     return [float(cell) for cell in cells if isinstance(cell, int | float)]
 
@@ -354,7 +363,8 @@ def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
     """Yield the verdict on the change of a figure in each group of samples.
 
     Nothing is yielded unless both reports have groups. `p_adjusted` of a verdict is the two-sided
-    p-value of "this group has not changed". Holm's procedure corrects it for the number of groups.
+    p-value of "this group has not changed": twice the smaller of the one-sided p-values of "no
+    worse" and "no better". Holm's procedure corrects it for the number of groups.
 
     Args:
         rule: names the figure. The rule allows no change, so that every change has a verdict.
@@ -372,25 +382,23 @@ def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
         yield examined
         return
     # `examined` has a contrast for each group: the old and new values, and their test as
-    # `evidence`. The test is one-sided (worse). The opposite rule tests the other side (better).
+    # `evidence`. The test is one-sided (worse). The rule with the opposite operator tests the
+    # other side (better).
     other_way: Op = "<=" if rule.op == ">=" else ">="
     opposite = examine(replace(rule, op=other_way), new, old, lenient=True)
     assert not isinstance(opposite, Verdict)
-    # By group, the smaller of the two one-sided p-values, at most 1/2. The two-sided p-value is
-    # twice this number.
+    # By group, the smaller of the two one-sided p-values, at most 1/2.
     smaller = dict[ContrastKey, float]()
     for contrast in (*examined, *opposite):
         evidence = contrast.evidence
         # A group with fewer samples than the test needs can prove nothing. It gets no p-value and
         # does not count in the correction for the number of groups.
-        if evidence is not None and evidence.samples >= evidence.least:
+        if evidence is not None and evidence.has_enough_samples:
             # p(0.0) is the p-value of "the change for the worse is at most 0".
             smaller[contrast.key] = min(smaller.get(contrast.key, 0.5), evidence.p(0.0))
     corrected = statistics.correct_by_holm({key: 2 * p for key, p in smaller.items()})
     for contrast in examined:
-        adjusted = None
-        if contrast.key in corrected:
-            adjusted, _ = corrected[contrast.key]
+        adjusted, _ = corrected.get(contrast.key, (None, 0))
         yield judge_change(rule, contrast).model_copy(update={"p_adjusted": adjusted})
 
 
@@ -466,9 +474,14 @@ _Figures = dict[str, tuple[float, float]]
 def _pair_figures(
     contrasts: Sequence[Judged],
 ) -> tuple[dict[str, _Figures], dict[str, int]]:
-    """Return the figures of each sample by its id, and the signs of yes-or-no metrics.
+    """Return the old and new figures of each sample, and the direction of yes-or-no metrics.
 
-    The sign of a metric is that of a change for the worse.
+    Args:
+        contrasts: for each per-sample column, the rule and the old and new values.
+
+    Returns:
+        The pair (old, new) by id of the sample and then by metric; and for each yes-or-no metric
+        the sign of a change for the worse: -1 if no is worse, as for `robust`.
     """
     figures: dict[str, _Figures] = {}
     signs = {}
@@ -481,7 +494,7 @@ def _pair_figures(
             trial = TrialKey.parse(contrast.name)
             ball = trial.ball if trial else ""
             # Several measures may have the same yes-or-no column for the same ball, such as
-            # `correct`. Only the column of the first measure is used.
+            # `correct`. Only the column of the first measure is used: `setdefault` returns it.
             if first_measures.setdefault((rule.column, ball), rule.measure) != rule.measure:
                 continue
             signs[name] = rule.worse
@@ -491,9 +504,12 @@ def _pair_figures(
 
 
 def _rank_sample(change: SampleChange) -> tuple[int, float]:
-    """Return the sort key of a sample: most losses first, then the largest new Jacobian norm."""
+    """Return the sort key of a sample: most losses first, then the largest new Jacobian norm.
+
+    Losses and gains are yes-or-no metrics (right, robust) that changed to no, or to yes.
+    """
     balance = len(change.gained) - len(change.lost)
     if "jacobian.norm" not in change.figures:  # samples without a norm come last
         return balance, math.inf
     _, norm = change.figures["jacobian.norm"]
-    return balance, -order(norm)
+    return balance, -order(norm)  # `order` also puts a norm that is NaN last

@@ -49,31 +49,31 @@ def find_members(
             sample, or a gate misses samples of a group.
     """
     # The group of each sample, by id.
-    now = require_groups(current, "the current report")
-    then = require_groups(baseline, "the baseline")
+    new_groups = require_groups(current, "the current report")
+    old_groups = require_groups(baseline, "the baseline")
     new = current.section(rule.measure)
     old = baseline.section(rule.measure)
     assert new is not None
     assert old is not None
-    _require_same_groups(now, then)
-    before = _list_members(old, then)
-    chosen = _choose_groups(rule, before)
+    _require_same_groups(new_groups, old_groups)
+    old_members = _list_members(old, old_groups)
     new_ids = set(new.ids)
-    members = {}
-    for group in chosen:
-        both = before[group] & new_ids
-        if both:
-            members[group] = both
+    shared_members = {}
+    for group in _choose_groups(rule, old_members):
+        in_group = old_members[group]
+        shared = in_group & new_ids
+        if shared:
+            shared_members[group] = shared
         # A gate needs 95% of the baseline's samples of a group (ALL_BUT_FEW). It must not pass
         # because hard samples were left out.
-        if not lenient and len(both) < pairing.ALL_BUT_FEW * len(before[group]):
+        if not lenient and len(shared) < pairing.ALL_BUT_FEW * len(in_group):
             raise BaselineError(
-                f"{rule.measure}: only {len(both)} of the baseline's {len(before[group])} samples "
+                f"{rule.measure}: only {len(shared)} of the baseline's {len(in_group)} samples "
                 f"of group {group} are in the current report"
             )
-    if not members:
+    if not shared_members:
         raise BaselineError(f"{rule.measure}: no group has a shared sample")
-    return members
+    return shared_members
 
 
 def _require_same_groups(now: dict[str, str], then: dict[str, str]) -> None:
@@ -120,6 +120,7 @@ def _list_members(section: Section, groups: dict[str, str]) -> dict[str, frozens
         section: the section of the samples.
         groups: the group of each sample, by id.
     """
+    # (group, id of a sample); a repeated sample has another id and is left out.
     pairs = ((groups[i], i) for i in section.ids if i in groups and not is_repeat(i))
     return {group: frozenset(ids) for group, ids in group_values(pairs).items()}
 
@@ -175,21 +176,24 @@ def list_group_figures(report: Report) -> Iterator[list[GroupFigure]]:
     median over the samples of the group.
     """
     groups = report.groups
-    for section in report.sections if groups else ():
+    if not groups:
+        return
+    for section in report.sections:
         ids = section.ids
         for column, about in section.sample_columns.items():
-            judged = about.better or column == "correct"
-            if not judged or not ids:
+            # Columns with a better direction, and `correct`, whose share is the accuracy.
+            has_direction = about.better or column == "correct"
+            if not has_direction or not ids:
                 continue
             stat = "mean" if column in FLAGS else "median"
             # A rule names the column and its worse direction; its limit is not used.
             rule = no_change(f"{section.measure}.{column}:{stat}", sections=[section])
-            try:
-                found = readings.read(rule, section).pairs
+            try:  # the values of the samples, by attack and ball
+                values_by_trial = readings.read(rule, section).pairs
             except LipauditError:  # no sample has a value
                 continue
-            for key, values in found.items():
-                figures = _summarise_groups(rule, str(key), ids, values, groups)
+            for trial, values in values_by_trial.items():
+                figures = _summarise_groups(rule, str(trial), ids, values, groups)
                 figures.sort(key=lambda figure: -order(rule.worse * figure.value))
                 if figures:
                     yield figures

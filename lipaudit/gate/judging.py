@@ -84,7 +84,7 @@ def judge(
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
     chosen = tuple(rules) or choose_rules(current, baseline)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
-    verdicts = list(_decide(chosen, examinations, alpha, strict=strict))
+    verdicts = list(_judge_rules(chosen, examinations, alpha, strict=strict))
     return Judgement(
         current=current.run.label,
         baseline=baseline.run.label,
@@ -125,18 +125,20 @@ def _list_notes(
 def _add_remarks(
     verdicts: Sequence[Verdict], current: Report, baseline: Report
 ) -> Iterator[Verdict]:
-    """Yield the verdicts; an improved Jacobian norm gets a remark if the radius fell, too.
+    """Yield the verdicts, and add a remark to those that a reader may misunderstand.
 
-    The first-order radius, margin over gradient norm, estimates the robustness of a model. Smaller
-    norms alone do not make a model more robust: its margins may shrink faster.
-
-    A figure that is worse by its own limits, but inconclusive, gets a remark with the reason.
+    An inconclusive figure that is worse by its own confidence limits gets the reason: many figures
+    are judged together. An improved Jacobian norm gets a remark if the first-order radius (margin
+    over gradient norm) fell. Smaller norms alone do not make a model more robust: its margins may
+    shrink faster.
     """
     tested = sum(verdict.p_adjusted is not None for verdict in verdicts)
     for verdict in verdicts:
+        # `status` judges all figures together, `change_status` this figure alone.
         if (verdict.status, verdict.change_status) == ("inconclusive", "regressed"):
             remark = f"its own limits exclude 0, but {tested} figures are judged together"
             verdict = verdict.model_copy(update={"remark": remark})
+        # NORM and RADIUS allow no change of the Jacobian norm and of the first-order radius.
         if verdict.metric == NORM.metric and verdict.status == "improved":
             radius = examine(RADIUS, current, baseline, lenient=True)
             # `examine` returns a verdict in place of a list if a report has no radius.
@@ -162,9 +164,10 @@ def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
     for rule in rules or choose_rules(baseline):
         if rule.group:
             groups.list_own_members(rule, baseline, "the baseline")
-        # Absolute limits are not checked: the current report may have rows that the baseline
-        # lacks. But calibration errors (ece) are: both reports have them, or neither, as that
-        # depends on the number of samples. Only those of transferred examples may be in one alone.
+        # An absolute limit is not checked: it may name a row that the baseline lacks and the
+        # current report has. For the calibration error (ece) this cannot be: whether a report has
+        # it depends on the number of samples, which both share. (Except under `transfer`, an
+        # attack that the current report alone may have.)
         is_calibration = rule.column.startswith("ece") and "transfer" not in rule.text
         if is_calibration or rule.limit.kind != "absolute":
             examine(rule, baseline, baseline, typed=bool(rules))
@@ -190,17 +193,18 @@ def _express_change(rule: Rule, worse: float) -> float:
         return float(np.expm1(value)) if rule.limit.kind == "relative" else value
 
 
-def _decide(
+def _judge_rules(
     rules: Sequence[Rule],
     examinations: Sequence[list[Contrast] | Verdict],
     alpha: float,
     *,
     strict: bool,
 ) -> Iterator[Verdict]:
-    """Yield the verdicts of all rules; tests are corrected for many rows, then for many rules.
+    """Yield a verdict for each row of each rule, with p-values that are corrected for many tests.
 
-    The p-value of a rule is the smallest p-value of its rows. Holm's procedure corrects it for the
-    number of rules. So a model that is no worse is flagged with a probability of at most alpha.
+    First the p-values of the rows of a rule are corrected for the number of rows. The smallest of
+    them is the p-value of the rule. Holm's procedure corrects it for the number of rules. So a
+    model that is no worse is flagged with a probability of at most alpha.
 
     Args:
         rules: the rules.
@@ -209,81 +213,88 @@ def _decide(
         alpha: error probability of the whole gate.
         strict: whether limits must be proven.
     """
-    # For each rule, the p-values of "no worse" by row, corrected for the rows of the rule.
-    rows = []
-    for rule, found in zip(rules, examinations, strict=True):
-        tested = found if isinstance(found, list) else []
-        rows.append(_adjust_rows(rule, [c for c in tested if c.evidence and not c.same]))
-    smallest = {i: min(p_values.values()) for i, p_values in enumerate(rows) if p_values}
+    # For each rule, the p-values of "no worse" by row, corrected for the rows of the rule. Empty
+    # if no row has a test.
+    p_of_rows = []
+    for rule, examined in zip(rules, examinations, strict=True):
+        contrasts = examined if isinstance(examined, list) else []
+        p_of_rows.append(_adjust_rows(rule, contrasts))
+    smallest = {i: min(p_values.values()) for i, p_values in enumerate(p_of_rows) if p_values}
     corrected = statistics.correct_by_holm(smallest)
     for i, (rule, examined) in enumerate(zip(rules, examinations, strict=True)):
         if isinstance(examined, Verdict):
             yield examined
             continue
-        # The corrected p-value of the rule, and the factor of Holm's correction.
-        p_of_rule, times = corrected.get(i, (1.0, 1))
+        # The corrected p-value of the rule, and the factor by which Holm's procedure corrects it.
+        p_of_rule, factor = corrected.get(i, (1.0, 1))
         for contrast in examined:
-            p_of_row = rows[i].get(contrast.key)
+            p_of_row = p_of_rows[i].get(contrast.key)
             verdict = _make_verdict(rule, contrast, alpha / 2)
             if p_of_row is None:
                 yield _doubt_untested(verdict, rule)
                 continue
             # A row is proven to be worse only if its rule is proven to be worse.
-            adjusted = min(1.0, max(p_of_rule, p_of_row * times))
+            adjusted = min(1.0, max(p_of_rule, p_of_row * factor))
             # The one-sided level of one test among all tests of the gate (Bonferroni). It is used
             # only to estimate how many samples would prove a change.
-            level = alpha / max(2, len(smallest) * len(rows[i]))
-            yield _settle(verdict, rule, contrast, adjusted, alpha, level, strict=strict)
+            level = alpha / max(2, len(smallest) * len(p_of_rows[i]))
+            yield _judge_tested(verdict, rule, contrast, adjusted, alpha, level, strict=strict)
 
 
 def _doubt_untested(verdict: Verdict, rule: Rule) -> Verdict:
-    """Return a verdict that has no test, with a weaker status if it claims a change.
+    """Return a verdict without a test, with a weaker status if it claims a change.
 
     `regressed` becomes `inconclusive`, and `improved` becomes `pass`: without a test, the change
-    may be chance. Absolute limits and figures of the weights alone do not vary by chance: their
-    verdict is returned as it is.
+    may be chance. Absolute limits (which have no old value) and figures of the weights alone do
+    not vary by chance: their verdict stays.
     """
-    doubted = {"regressed": "inconclusive", "improved": "pass"}
-    if verdict.old is None or verdict.status not in doubted or rule.about.domain == OF_WEIGHTS:
+    weaker = {"regressed": "inconclusive", "improved": "pass"}
+    if verdict.old is None or verdict.status not in weaker or rule.about.domain == OF_WEIGHTS:
         return verdict
-    return verdict.model_copy(update={"status": doubted[verdict.status]})
+    return verdict.model_copy(update={"status": weaker[verdict.status]})
 
 
 def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[ContrastKey, float]:
     """Return the p-values of "no worse" of the rows of a rule, corrected for testing many rows.
 
-    Groups of samples are corrected by Holm's procedure. Rows with sign tests (heads, for example)
-    are corrected jointly by randomly flipping signs: the correction is smaller if heads change
-    together. Rows with other tests are corrected by Holm's procedure.
+    Rows with sign tests (heads, for example) are corrected jointly by randomly flipping signs: the
+    correction is smaller if heads change together. Rows with other tests, and groups of samples,
+    are corrected by Holm's procedure.
 
     Args:
         rule: the rule.
-        contrasts: the rows or groups of the rule that have a test.
+        contrasts: the old and new value of each row or group of the rule, and their test. Those
+            without a test, and equal ones, are left out.
 
     Returns:
         The p-value of each contrast, by its key.
     """
-    null = _compute_null(rule)  # 0, or below it if the rule demands an improvement
-    p_values = {c.key: c.evidence.p(null) for c in contrasts if c.evidence}
-    tested = p_values
+    tested = [c for c in contrasts if c.evidence and not c.same]
+    # The test of each row: its number of samples, and the p-value of each null hypothesis.
+    tests = {c.key: c.evidence for c in tested if c.evidence}
+    # The change under the null hypothesis: 0, or less if the rule demands an improvement.
+    null = _compute_null(rule)
+    p_values = {key: test.p(null) for key, test in tests.items()}
+    counted = p_values
     if rule.group:
         # A group with fewer samples than its test needs proves nothing. Its p-value is 1, and it
         # does not count in the correction of the other groups.
-        large = [c.key for c in contrasts if c.evidence and c.evidence.samples >= c.evidence.least]
-        tested = {key: p_values[key] for key in large}
-    elif len(p_values) > 1 and all(c.evidence and c.evidence.of_signs for c in contrasts):
-        changes = np.stack([contrast.changes for contrast in contrasts])  # (rows, samples)
+        counted = {key: p_values[key] for key, test in tests.items() if test.has_enough_samples}
+    elif len(p_values) > 1 and all(test.of_signs for test in tests.values()):
+        changes = np.stack([contrast.changes for contrast in tested])  # (rows, samples)
         # Rows whose changes are usually below a quarter of the limit (QUIET) are not tested: they
         # cannot break the limit. Their p-value is 1, and the other rows are corrected for fewer.
         quiet = statistics.QUIET * max(0.0, compute_margin(rule))
         adjusted = statistics.correct_jointly(changes - null, quiet).tolist()
         return dict(zip(p_values, adjusted, strict=True))
-    corrected = statistics.correct_by_holm(tested)
+    corrected = statistics.correct_by_holm(counted)
     return dict.fromkeys(p_values, 1.0) | {key: p for key, (p, _) in corrected.items()}
 
 
 def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdict:
     """Return the verdict on whether a figure changed at all, however little.
+
+    Its status is `unchanged`, `improved`, `regressed` or, if nothing is proven, `inconclusive`.
 
     Args:
         rule: a rule that allows no change.
@@ -291,23 +302,25 @@ def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdic
         level: one-sided error probability of each limit of the change.
     """
     verdict = _make_verdict(rule, contrast, level)
+    # `status` of this verdict judges the limit of the rule, `change_status` the change alone. Only
+    # the change counts here, so it becomes the status.
     status = verdict.change_status
     if status is None:  # without a test, the values alone are compared
-        status = _reword(verdict.status, [verdict.change], verdict.unit)
+        status = _find_change_status(verdict.status, [verdict.change], verdict.unit)
     update: dict[str, Any] = {"status": status, "change_status": None}
     evidence = contrast.evidence
     if status == "inconclusive" and evidence is not None:
-        p = evidence.p(0.0)
+        p = evidence.p(0.0)  # of "no worse"; 1 - p is about that of "no better"
         way = math.copysign(1.0, evidence.estimate)
         update["samples_needed"] = _estimate_needed(evidence, min(p, 1 - p), level, way)
     return verdict.model_copy(update=update)
 
 
-def _praises_loss(rule: Rule) -> bool:
-    """Return whether a rule limits a figure in its better direction, such as accuracy <= 0.9.
+def _forbids_improvement(rule: Rule) -> bool:
+    """Return whether a rule forbids a figure to get better, such as accuracy <= 0.9.
 
-    Such a rule only guards against a change, so a value far within the limit must not be called
-    improved.
+    Such a rule only guards against a change. A value far within its limit is a worse one, and must
+    not be called improved.
     """
     better = rule.about.better
     if better is None and rule.column in FLAGS:
@@ -320,10 +333,10 @@ def _praises_loss(rule: Rule) -> bool:
 def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
     """Return the verdict on one row of a rule, with its figures and a status.
 
-    Equal reports get the status `unchanged`. Without a test, the values are compared with the
-    limit of the rule. A tested change gets the status `pass` at first: `_settle` decides when the
-    p-values of all rows are corrected. Its `change_status` says whether there is a change at all,
-    whatever the limit: regressed or improved if the confidence limits of the change exclude 0.
+    Equal values get the status `unchanged`. Without a test, the values are compared with the limit
+    of the rule. A tested change gets the preliminary status `pass`: `_judge_tested` sets the final
+    one, once the p-values of all rows are corrected. `change_status` says whether a tested figure
+    changed at all, whatever the limit: regressed or improved if its confidence limits exclude 0.
 
     Args:
         rule: the rule.
@@ -346,17 +359,22 @@ def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
         "paired": _express_change(rule, evidence.estimate),
         "p": evidence.p(_compute_null(rule)),
     }
-    alone: VerdictStatus = "inconclusive"
+    # `low` and `high` are limits of the change for the worse, whichever direction this is.
+    proven: VerdictStatus = "inconclusive"
     if round(low, DIGITS) > 0:
-        alone = "regressed"
+        proven = "regressed"
     elif round(high, DIGITS) < 0:
-        alone = "improved"
-    alone = _reword(alone, ends, rule.limit.unit)
-    return Verdict(status="pass", change_status=alone, **known)
+        proven = "improved"
+    change_status = _find_change_status(proven, ends, rule.limit.unit)
+    return Verdict(status="pass", change_status=change_status, **known)
 
 
 def _describe_contrast(rule: Rule, contrast: Contrast) -> dict[str, Any]:
-    """Return the fields of a `Verdict` that describe what was compared; counts only for shares."""
+    """Return the fields of a `Verdict` on what was compared: rule, row, old and new value.
+
+    For a share of samples (an accuracy), three more: how many samples `lost` the property (right
+    before, wrong now), how many `gained` it, and McNemar's p-value of equal counts.
+    """
     known = {
         "rule": rule.text,
         "metric": rule.metric,
@@ -378,14 +396,14 @@ def _compare_untested(rule: Rule, new: float, old: float | None) -> VerdictStatu
     """Return the status of a row without a test, by its values and the limit of the rule."""
     if _breaks_limit(rule, new, old):
         return "regressed"
-    # If the change from new to old would break the limit, the new value is better by more than
-    # the limit.
-    if old is not None and _breaks_limit(rule, old, new) and not _praises_loss(rule):
+    # If a change from the new value back to the old one would break the limit, the new value is
+    # better by more than the limit allows.
+    if old is not None and _breaks_limit(rule, old, new) and not _forbids_improvement(rule):
         return "improved"
     return "pass"
 
 
-def _settle(
+def _judge_tested(
     verdict: Verdict,
     rule: Rule,
     contrast: Contrast,
@@ -397,8 +415,13 @@ def _settle(
 ) -> Verdict:
     """Return the verdict on a tested change with its final status.
 
-    The status depends on the estimate (beyond the limit or within it) and on the proof: regressed,
-    inconclusive, improved, `pass (proven)`, or `pass` as before.
+    All changes are for the worse: positive is worse. With `margin` for the largest change that the
+    rule allows, `estimate` for the observed change and `high` for its upper confidence limit:
+
+    * estimate > margin: `regressed` if the change for the worse is proven, else `inconclusive`.
+    * estimate < -|margin|, and proven to be better at all (high < 0): `improved`.
+    * high <= margin: `pass (proven)`, the limit is proven to hold.
+    * else: `pass`, as before.
 
     Args:
         verdict: the verdict on the row, with its figures and the status `pass`.
@@ -416,19 +439,16 @@ def _settle(
     estimate = round(evidence.estimate, DIGITS)
     high = round(evidence.limits(alpha / 2)[1], DIGITS)
     update: dict[str, Any] = {"p_adjusted": adjusted}
-    # The uncorrected test of the row must prove the change, too (p <= alpha / 2). Then the command
-    # `compare` says the same of this row.
-    worse_is_proven = adjusted <= alpha and p <= alpha / 2
-    if estimate > margin and not worse_is_proven:
-        update |= {
-            "status": "inconclusive",
-            "samples_needed": _estimate_needed(evidence, p, level),
-        }
-    elif estimate > margin:
-        update["status"] = "regressed"
-    # Better by more than the limit allows for the worse, and proven to be better at all.
+    if estimate > margin:
+        # The uncorrected test of the row must prove the change, too (p <= alpha / 2). Then the
+        # command `compare` says the same of this row.
+        if adjusted <= alpha and p <= alpha / 2:
+            update["status"] = "regressed"
+        else:
+            update["status"] = "inconclusive"
+            update["samples_needed"] = _estimate_needed(evidence, p, level)
     elif estimate < -abs(margin) and high < 0 and high <= margin:
-        update["status"] = "pass (proven)" if _praises_loss(rule) else "improved"
+        update["status"] = "pass (proven)" if _forbids_improvement(rule) else "improved"
     elif high <= margin:
         update["status"] = "pass (proven)"
     elif strict:  # within the limit, but not proven: --strict fails it
@@ -439,9 +459,9 @@ def _settle(
 def _count_to_prove(n: int, estimate: float, high: float, margin: float) -> int | None:
     """Estimate how many samples would prove that a change of this size is within its limit.
 
-    With n samples the distance between estimate and upper confidence limit shrinks like
-    1 / sqrt(n). The change is proven once the upper limit is at the margin. None if more samples
-    would not prove it.
+    The distance between the estimate and the upper confidence limit shrinks like 1 / sqrt(n). So
+    the upper limit reaches the margin with m samples, where
+    sqrt(m / n) = (high - estimate) / (margin - estimate). None if no number of samples proves it.
 
     Args:
         n: number of samples of the run.
@@ -460,10 +480,10 @@ def _estimate_needed(evidence: Evidence, p: float, level: float, way: float = 1.
     """Estimate how many samples would prove a change of this size; None if no estimate exists.
 
     Args:
-        evidence: the statistics of the change.
+        evidence: the statistics of the change with the n samples of this run.
         p: the p-value of "no worse" (or "no better") for this row alone.
         level: the p-value that would prove the change among all tests.
-        way: 1 for a change for the worse, -1 for the better.
+        way: 1 to prove a change for the worse, -1 for the better.
     """
     # Even if all n samples get worse, the p-value of a sign test is 2^-n.
     least = max(evidence.least, math.ceil(-math.log2(level)))
@@ -471,12 +491,14 @@ def _estimate_needed(evidence: Evidence, p: float, level: float, way: float = 1.
         return least
     estimate = way * evidence.estimate
     low = min(way * end for end in evidence.limits(level))
+    # `ratio` is sqrt(m / n), if m samples prove the change.
     if math.isfinite(low) and 0 < estimate < math.inf:
-        # The distance of the lower limit from the estimate shrinks like 1 / sqrt(n), until the
-        # limit reaches 0.
+        # The distance of the lower limit from the estimate shrinks like 1 / sqrt(n). The limit
+        # reaches 0 with m samples, where sqrt(m / n) = (estimate - low) / estimate.
         ratio = 1 - min(low, 0.0) / estimate
     elif 0 < p < 0.5:
-        # Without limits: the normal quantile of the p-value grows like sqrt(n).
+        # Without limits: the normal quantile z of the p-value grows like sqrt(n), so
+        # sqrt(m / n) = z(level) / z(p).
         ratio = NormalDist().inv_cdf(1 - level) / NormalDist().inv_cdf(1 - p)
     else:
         return None
@@ -510,12 +532,14 @@ def _to_decimal(value: float) -> Fraction:
     return Fraction(format(value, f".{DIGITS}g"))
 
 
-def _reword(status: VerdictStatus, ends: Sequence[float | None], unit: str) -> VerdictStatus:
-    """Return whether a figure changed, given the status under a rule that allows no change.
+def _find_change_status(
+    status: VerdictStatus, ends: Sequence[float | None], unit: str
+) -> VerdictStatus:
+    """Return whether a figure changed at all: its status under a rule that allows no change.
 
-    `unchanged` if the change is smaller than the accuracy of norms, with both confidence limits.
-    Otherwise `pass` becomes `inconclusive`: `pass` says only that the rule is not broken. This
-    does not prove that the value stayed the same. Other statuses stay.
+    It is `unchanged` if both confidence limits of the change are smaller than the accuracy of
+    norms. Otherwise `pass` becomes `inconclusive`, because `pass` says only that the rule is not
+    broken, not that the value stayed the same. All other statuses are returned as they are.
 
     Args:
         status: the status under the rule.

@@ -85,7 +85,13 @@ _Fields = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Criterion:
-    """A metric that can rank models, in one ball, and the figure of each model by its index."""
+    """A metric that can rank models, in one ball, and the figure of each model by its index.
+
+    Attributes:
+        rule: names the metric; it allows no change.
+        name: the row or ball of the figures.
+        figures: the figure of each model that has one.
+    """
 
     rule: Rule
     name: Key
@@ -113,31 +119,33 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     # by their places in the data.
     matched, by_place = pairing.match_samples(reports, names)
     criteria = _list_criteria(reports, by)
-    # Index of a model -> fields of its `Ranked`, the best model first. A model that cannot be
-    # compared has a reason and no rank; a model without the metric has no entry.
-    found = _rank_models(criteria[0], matched) if criteria else {}
-    known: dict[str, Any] = {}  # fields of the `Ranking`
-    compared = sum("rank" in fields for fields in found.values()) - 1  # all but the best
+    # By index of the model, the best model first: the fields of its `Ranked` (rank, outcome, ...).
+    # A model that cannot be compared has a reason and no rank; one without the metric no entry.
+    entries = _rank_models(criteria[0], matched) if criteria else {}
+    about_ranking: dict[str, Any] = {}  # fields of the `Ranking`
+    compared = sum("rank" in fields for fields in entries.values()) - 1  # all but the best
+    indices = range(len(names))
     if compared >= 1:
         rule = criteria[0].rule
         name = criteria[0].name
-        known |= {
+        about_ranking |= {
             "compared": compared,
             "criterion": rule.metric,
             "better": "lower" if rule.worse > 0 else "higher",
         }
         if isinstance(name, TrialKey):
-            known["ball"] = name.ball
-        for i in range(len(names)):
-            found.setdefault(i, {"outcome": "not measured"})
-    else:  # in the given order, with the reasons of models that cannot be compared
-        refused = {i: fields for i, fields in found.items() if "reason" in fields}
-        found = {i: refused.get(i, {}) for i in range(len(names))}
+            about_ranking["ball"] = name.ball
+        for i in indices:  # models without the metric come last
+            entries.setdefault(i, {"outcome": "not measured"})
+    else:
+        # No two models can be compared: they keep the given order, some with the reason.
+        refused = {i: fields for i, fields in entries.items() if "reason" in fields}
+        entries = {i: refused.get(i, {}) for i in indices}
     models = []
-    for i, fields in found.items():
+    for i, fields in entries.items():
         models.append(Ranked(model=names[i], summary=summarise(reports[i]), **fields))
     notes = (Note.info("paired-by-place", text) for text in by_place.values())
-    return Ranking(models=tuple(models), notes=tuple(notes), **known)
+    return Ranking(models=tuple(models), notes=tuple(notes), **about_ranking)
 
 
 def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> _Fields:
@@ -153,18 +161,19 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> _Fields:
     # With this sign the larger figure is the worse one.
     worse = {i: rule.worse * figure for i, figure in criterion.figures.items()}
     models = sorted(worse, key=lambda i: (worse[i], i))
-    apart = _find_incomparable(rule, models, reports)
-    # `base` is the model in the fewest pairs that cannot be compared. All models that can be
-    # compared with it are ranked. With the best model as base, other attacks on this model alone
-    # would leave all other models unranked.
-    base = min(models, key=lambda i: sum(i in pair for pair in apart))
-    ranked = {i: worse[i] for i in models if frozenset((i, base)) not in apart}
+    # The pairs {i, j} of models that cannot be compared, each with the reason.
+    incomparable = _find_incomparable(rule, models, reports)
+    # All models that can be compared with `base` are ranked. It is the model in the fewest
+    # incomparable pairs. If it were the best model, another attack on this one model would leave
+    # all other models unranked.
+    base = min(models, key=lambda i: sum(i in pair for pair in incomparable))
+    ranked = {i: worse[i] for i in models if frozenset((i, base)) not in incomparable}
     entries = _rank_comparable(rule, ranked, reports)
-    outside = [i for i in models if i not in ranked]
-    if outside and len(ranked) == 1:  # `base` was compared with no other model: no rank either
-        outside = models
-    for i in outside:
-        reason = next(apart[pair] for pair in apart if i in pair)
+    unranked = [i for i in models if i not in ranked]
+    if unranked and len(ranked) == 1:  # `base` was compared with no other model: no rank either
+        unranked = models
+    for i in unranked:
+        reason = next(incomparable[pair] for pair in incomparable if i in pair)
         entries[i] = {"outcome": "not comparable", "reason": reason}
     return entries
 
@@ -172,24 +181,25 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> _Fields:
 def _find_incomparable(
     rule: Rule, models: Sequence[int], reports: Sequence[Report]
 ) -> dict[frozenset[int], str]:
-    """Return the pairs of models that cannot be compared, each with the reason."""
-    apart = {}
+    """Return the pairs of models (by index) that cannot be compared, each with the reason."""
+    reasons = {}
     # Both orders of a pair are tried: a comparison is refused if the new model lacks an attack of
     # the old model, not vice versa.
     for i, j in permutations(models, 2):
         reason = _compare_two(rule, reports[i], reports[j]).reason
         if reason:
-            apart[frozenset((i, j))] = reason
-    return apart
+            reasons[frozenset((i, j))] = reason
+    return reasons
 
 
 def _rank_comparable(rule: Rule, worse: Mapping[int, float], reports: Sequence[Report]) -> _Fields:
     """Return the fields of `Ranked` for models that can all be compared, by index, best first.
 
     Each model is compared with the best: by Bonett and Price's limits for an accuracy, by the sign
-    test for the median ratio of norms. With n models the limits are one-sided at 2.5% / (n - 1).
-    So, by the union bound, a model that no other beats is called behind with a chance of at most
-    2.5%, whichever model is taken as the best.
+    test for the median ratio of norms. A model that is not proven to be worse than the best shares
+    rank 1. With n models the limits are one-sided at 2.5% / (n - 1). So, by the union bound, a
+    model that no other beats is called behind with a chance of at most 2.5%, whichever model is
+    taken as the best.
 
     Args:
         rule: names the figure; it allows no change.
@@ -202,23 +212,24 @@ def _rank_comparable(rule: Rule, worse: Mapping[int, float], reports: Sequence[R
     for i in others:  # the model with the best figure may not be the best sample by sample
         if _compare_two(rule, reports[i], reports[best], level).status == "improved":
             best = i
-    found: _Fields = {best: {"rank": 1, "outcome": "best"}}
+    entries: _Fields = {best: {"rank": 1, "outcome": "best"}}
     for i in worse:
         if i == best:
             continue
         change = _compare_two(rule, reports[i], reports[best], level)
         place = 1
         if change.status == "regressed":
-            # After all models with a better figure, and at place 2 or later.
+            # After all models with a better figure. At least 2: the best model itself, which is
+            # the best sample by sample, may have a worse figure.
             place = max(2, 1 + sum(figure < worse[i] for figure in worse.values()))
             outcome = "behind the best"
         elif worse[i] == worse[best]:
             outcome = "best"
         else:
             outcome = "not distinguishable from the best"
-        found[i] = {"rank": place, "outcome": outcome, "difference": change}
+        entries[i] = {"rank": place, "outcome": outcome, "difference": change}
     # Sorting keeps the order of equal ranks: the best model stays first.
-    return dict(sorted(found.items(), key=lambda entry: entry[1]["rank"]))
+    return dict(sorted(entries.items(), key=lambda entry: entry[1]["rank"]))
 
 
 def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:
@@ -233,7 +244,7 @@ def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> 
     examined = examine(rule, new, old, lenient=True)
     if isinstance(examined, Verdict):  # the reason why the two models cannot be compared
         return examined
-    verdict = judge_change(rule, examined[0], level)
+    verdict = judge_change(rule, examined[0], level)  # the rule names a single figure
     # Without limits nothing was tested: the two models cannot be compared.
     if verdict.low is None and verdict.status != "unchanged":
         return verdict.model_copy(update={"reason": "the reports keep it of no sample"})
@@ -267,9 +278,11 @@ def make_rule(metric: str) -> Rule:
 def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]:
     """Return the metrics that can rank the models, the metric that most models have first.
 
+    A metric comes with the figure of each model, and once for each ball of an attack.
+
     Args:
         reports: the reports of all models.
-        by: the only metric to rank by, or `order` for none; None: the usual ones.
+        by: the only metric to rank by, or `order` for none; None: the headline figures.
 
     Raises:
         UsageError: no report has the metric `by`, or it is several figures.
@@ -282,15 +295,15 @@ def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]
         if headline.ranks and any(report.section(name) for report in reports):
             usual.setdefault(headline.name, f"{name}.{headline.column}")
     metrics = [by] if by else usual.values()
-    found = list[Criterion]()
+    criteria = list[Criterion]()
     for metric in metrics:
-        found += _read_criteria(metric, reports)
-    if by and not found:
+        criteria += _read_criteria(metric, reports)
+    if by and not criteria:
         raise UsageError(f"no report has {by}", EXAMPLE)
-    if by and len(found) > 1:
-        names = "; ".join(str(each.name) for each in found)
+    if by and len(criteria) > 1:
+        names = "; ".join(str(criterion.name) for criterion in criteria)
         raise UsageError(f"{by} matches several values: {names}", EXAMPLE)
-    return sorted(found, key=lambda criterion: -len(criterion.figures))
+    return sorted(criteria, key=lambda criterion: -len(criterion.figures))
 
 
 def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion]:
@@ -310,13 +323,13 @@ def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion
                 figures.setdefault(name, {})[i] = value
 
     for name in sorted(figures, key=_order_by_size):
-        each = rule
+        rule_of_ball = rule
         if isinstance(name, TrialKey):
             if not float(name.radius):  # in the ball of radius 0 nothing is attacked
                 continue
-            if not rule.selector:
-                each = replace(rule, selector=(name.norm, name.radius.text))
-        yield Criterion(each, name, figures[name])
+            if not rule.selector:  # the metric names no ball: each ball is a criterion
+                rule_of_ball = replace(rule, selector=(name.norm, name.radius.text))
+        yield Criterion(rule_of_ball, name, figures[name])
 
 
 def _order_by_size(name: Key) -> tuple[str, float]:

@@ -68,6 +68,11 @@ class Evidence:
     of_signs: bool = False
     mcnemar: float | None = None
 
+    @property
+    def has_enough_samples(self) -> bool:
+        """Return whether the test can prove anything at a usual level."""
+        return self.samples >= self.least
+
 
 def judge_median(changes: Values) -> Evidence:
     """Return the sign test and confidence limits of the median of paired changes.
@@ -90,12 +95,12 @@ def judge_median(changes: Values) -> Evidence:
         if n < FEWEST:  # too few to prove anything
             return 1.0
         above = int((x > margin).sum())
-        # P(B >= above) = P(B <= n - above), since B is symmetric.
+        # sum_binomial(k, n) is P(B <= k). Since B is symmetric, P(B >= above) = P(B <= n - above).
         return sum_binomial(n - above, n)
 
     def compute_limits(level: float) -> Limits:
         # Limits of the median: the k-th smallest and k-th largest of the n sorted changes x, each
-        # with confidence 1 - level.
+        # with confidence 1 - level. k is the rank that the sign test gives.
         k = sign_test_place(n, level)
         if not k:  # too few samples for this level
             return _UNKNOWN
@@ -122,12 +127,12 @@ def find_middle(ordered: Values) -> float:
     return lower
 
 
-def flip_signs(n: int) -> Values:
-    """Return the signs by which a test multiplies the changes of n samples, (draws, n).
+def draw_signs(n: int) -> Values:
+    """Return the signs (+1, -1) by which a sign test multiplies the changes of n samples.
 
-    The first draw has only +1: the changes as observed. If 2^n is small, all combinations of signs
-    are returned. Otherwise the draws are random with a fixed seed, so that the same reports get
-    the same verdict.
+    The shape is (draws, n). The first draw has only +1: the changes as observed. If 2^n is small,
+    all combinations of signs are returned. Otherwise the draws are random with a fixed seed, so
+    that the same reports get the same verdict.
     """
     if 2**n <= RESAMPLES + 1:
         bits = np.arange(2**n)[:, None] >> np.arange(n) & 1  # the binary digits of each draw
@@ -137,7 +142,7 @@ def flip_signs(n: int) -> Values:
     return np.where(bits, -1.0, 1.0)  # a bit of 1 flips the sign
 
 
-def _count_tail(draws: Values, observed: float) -> float:
+def _compute_tail(draws: Values, observed: float) -> float:
     """Return the p-value of a randomisation test: the share of draws >= the observed value.
 
     Args:
@@ -146,12 +151,12 @@ def _count_tail(draws: Values, observed: float) -> float:
     """
     if not math.isfinite(observed):
         return 1.0
-    close = 1e-9 * abs(observed)  # rounding error of the same sum in another order
-    return float((draws >= observed - close).mean())
+    rounding = 1e-9 * abs(observed)  # rounding error of the same sum in another order
+    return float((draws >= observed - rounding).mean())
 
 
-def _widen(limits: Limits, tails: Sequence[float], level: float) -> Limits:
-    """Return limits that exclude 0 only if the exact test rejects "no change" as well.
+def _include_zero(limits: Limits, tails: Sequence[float], level: float) -> Limits:
+    """Widen limits to include 0 on each side on which the exact test does not reject "no change".
 
     Args:
         limits: approximate limits of a change for the worse.
@@ -159,9 +164,10 @@ def _widen(limits: Limits, tails: Sequence[float], level: float) -> Limits:
         level: one-sided error probability of each limit.
     """
     low, high = limits
-    if tails[0] > level:
+    p_no_worse, p_no_better = tails
+    if p_no_worse > level:
         low = min(low, 0.0)
-    if tails[1] > level:
+    if p_no_better > level:
         high = max(high, 0.0)
     return low, high
 
@@ -185,7 +191,7 @@ def judge_by_bootstrap(
         least: smallest number of samples; fewer prove nothing.
     """
     n = old.size
-    estimate = float(change(old[None], new[None])[0])
+    estimate = float(change(old[None], new[None])[0])  # of the samples as they are: one draw
     if np.array_equal(old, new):  # surely no change: both limits are 0
         return Evidence(
             estimate, n, lambda margin: float(margin >= 0), lambda _: (0.0, 0.0), least
@@ -197,13 +203,15 @@ def judge_by_bootstrap(
     draws, nulls = _draw_changes(old, new, change)
     if np.isnan(draws).any():  # a statistic is infinite before and after: their change is NaN
         return unproven
-    nulls = np.append(nulls, estimate)  # the observed change is one of the exchanges
-    # The p-values of "no worse" and of "no better" by exchanges.
-    tails = [_count_tail(sign * nulls, sign * estimate) for sign in (1, -1)]
+    # The exchange test: changes under the null hypothesis "old and new are exchangeable". The
+    # observed change is one of the exchanges.
+    nulls = np.append(nulls, estimate)
+    # Its p-values of "no worse" (large changes count), and of "no better" (small ones).
+    tails = [_compute_tail(sign * nulls, sign * estimate) for sign in (1, -1)]
 
     def compute_p(margin: float) -> float:
         # p-value of "the change is at most the margin", by the percentile bootstrap: the share of
-        # resampled changes (`draws`) at or below the margin, with the observed one.
+        # resampled changes (`draws`) at or below the margin. The observed change counts as one.
         by_draws = (1 + int((draws <= margin).sum())) / (RESAMPLES + 1)
         # "No worse" (margin 0) must also be rejected by the exact test, which exchanges the old
         # and new values of samples at random: its p-value is tails[0].
@@ -213,11 +221,12 @@ def judge_by_bootstrap(
 
     def compute_limits(level: float) -> Limits:
         # Limits of the percentile bootstrap: the k-th smallest and k-th largest of the resampled
-        # changes (`draws`), widened to contain 0 where the exact test does not reject it.
+        # changes (`draws`, sorted), widened to contain 0 where the exact test (`tails`) does not
+        # reject it.
         k = int(level * (RESAMPLES + 1) + 1e-9)
         if not k:  # too few draws for this level
             return _UNKNOWN
-        return _widen((float(draws[k - 1]), float(draws[-k])), tails, level)
+        return _include_zero((float(draws[k - 1]), float(draws[-k])), tails, level)
 
     return Evidence(estimate, n, compute_p, compute_limits, least)
 
@@ -278,10 +287,11 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
 
     def compute_p(margin: float) -> float:
         # p-value of "the share fell by at most the margin": the normal tail of Bonett and Price's
-        # estimate `centre` with its standard error `error`.
+        # estimate `centre` with its standard error `error`, P(Z >= (centre - margin) / error).
         if samples < FEWEST:  # too few to prove anything
             return 1.0
-        # erfc keeps its accuracy in the tail, where 1 - erf would be 0.
+        # P(Z >= z) = erfc(z / sqrt(2)) / 2. erfc keeps its accuracy in the tail, where 1 - erf
+        # would be 0.
         by_limits = math.erfc((centre - margin) / error / math.sqrt(2)) / 2
         # "No worse" (margin 0) must also be rejected by McNemar's exact test: tails[0].
         if margin == 0:
@@ -289,11 +299,12 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
         return by_limits
 
     def compute_limits(level: float) -> Limits:
-        # Bonett and Price's limits, widened to contain 0 where McNemar's test does not reject it.
+        # Bonett and Price's limits `centre` -+ z `error`, widened to contain 0 where McNemar's
+        # exact test (`tails`) does not reject it.
         half = -NormalDist().inv_cdf(level) * error  # 1 - level would be 1 for tiny levels
         # Two shares differ by at most 1.
         ends = max(-1.0, centre - half), min(1.0, centre + half)
-        return _widen(ends, tails, level)
+        return _include_zero(ends, tails, level)
 
     both_sides = min(1.0, 2 * min(tails))
     estimate = (worse - better) / samples
@@ -397,11 +408,12 @@ def _count_signs(signs: Values, both_sides: bool) -> Values:
         both_sides: whether to count the changes of the more frequent sign instead.
 
     Returns:
-        (draws, rows); a draw flips the signs of the same samples in all rows, the first one none.
+        (draws, rows); a draw flips the signs of the same samples in all rows. The first draw flips
+        none: it has the observed numbers.
     """
-    # The signs of a row sum to (positive - negative), so (sum + nonzero) / 2 is the number of
-    # positive ones.
-    sums = flip_signs(signs.shape[1]) @ signs.T  # (draws, rows)
+    # The signs of a row sum to (positive - negative), and their sizes to (positive + negative). So
+    # half of both sums is the number of positive ones.
+    sums = draw_signs(signs.shape[1]) @ signs.T  # (draws, rows)
     if both_sides:
         sums = np.abs(sums)
     return (sums + np.abs(signs).sum(1)) / 2
@@ -413,10 +425,10 @@ def correct_jointly(changes: Values, quiet: float, *, both_sides: bool = False) 
     A draw flips the signs of all changes of some samples, in all rows (heads) at once. The
     statistic of a row is its number of changes for the worse. The p-value of a row is the share of
     draws in which this row, or a row with fewer changes for the worse, reaches the observed number
-    of this row (step-down). Rows that change together count like one row, and independent rows are
-    corrected about as by Holm. Rows whose median size of changes is at most `quiet` are left out:
-    sizes do not depend on the signs, so the test stays valid. The test is exact if the old and new
-    values of a sample, over all rows, are exchangeable.
+    of this row (step-down). So rows that change together are corrected like one row, and
+    independent rows about as by Holm. Rows whose median size of changes is at most `quiet` are
+    left out: sizes do not depend on the signs, so the test stays valid. The test is exact if the
+    old and new values of a sample, over all rows, are exchangeable.
     Source: Westfall and Young, Resampling-Based Multiple Testing (1993), section 2.6.
 
     Args:
@@ -429,13 +441,15 @@ def correct_jointly(changes: Values, quiet: float, *, both_sides: bool = False) 
     if n < FEWEST:  # too few to prove anything
         return adjusted
     rounded = round_changes(changes)
-    counts = _count_signs(np.sign(rounded), both_sides)  # the first draw is the observed one
+    # Changes for the worse of each row, (draws, rows). The first draw is the observed one.
+    counts = _count_signs(np.sign(rounded), both_sides)
     sizes = [find_middle(line) for line in np.sort(np.abs(rounded))]
     moving = np.flatnonzero(np.array(sizes) > quiet)
     # The indices of the rows that move; rows with most changes for the worse come first.
     ranked = moving[np.argsort(-counts[0, moving], kind="stable")]
     counts = counts[:, ranked]
-    # The largest count over each row and all after it, in every draw.
+    # In every draw, the largest count over each row and all after it: a running maximum from the
+    # last row to the first, therefore both [:, ::-1].
     largest = np.maximum.accumulate(counts[:, ::-1], axis=1)[:, ::-1]
     shares = (largest >= counts[0]).mean(0)
     # A row must not have a smaller p-value than a row with more changes for the worse.

@@ -120,16 +120,17 @@ def _bound_between_points(
     """Return how far d = f - parabola can leave its chord between grid points: h^2 / 8 sup |d''|.
 
     d is evaluated at grid points with distance h on [low, high] (`_bound_at_points`). The result
-    extends these bounds to all points in between. d'' = f'' - 2 b is bounded in two ways: by
-    sup |f''| + 2 |b|, and by |d''(m)| + sup |f'''| |x - m| with the middle m of the range, where
-    f''(m) is `bend`.
+    extends these bounds to all points in between. The parabola is a (x - c) + b (x - c)^2, so
+    d'' = f'' - 2 b. It is bounded in two ways: by sup |f''| + 2 |b|, and from the middle m of the
+    range, where f''(m) is `bend`, by |d''(m)| + sup |f'''| |x - m|.
     """
-    bend_bound = f.second(low, high)
-    # f''(m) by autograd is rounded: 2^-30 covers this error. No point is farther from m than half
-    # the width, and 0.51 is 1/2 rounded up.
-    at_middle = (bend - 2 * parabola.b).abs() * (1 + 2.0**-30) + 2.0**-30 * bend_bound
-    nearby = at_middle + f.third(low, high) * (high - low) * 0.51
-    bend_bound = torch.minimum(bend_bound + 2 * parabola.b.abs(), nearby)
+    sup_second = f.second(low, high)
+    # |d''(m)|. f''(m) by autograd is rounded: 2^-30 covers this error.
+    at_middle = (bend - 2 * parabola.b).abs() * (1 + 2.0**-30) + 2.0**-30 * sup_second
+    # |x - m| is at most half the width; 0.51 is 1/2 rounded up.
+    from_middle = at_middle + f.third(low, high) * (high - low) * 0.51
+    bend_bound = torch.minimum(sup_second + 2 * parabola.b.abs(), from_middle)
+    # Grid points are rounded: two of them may be a little more than h apart.
     rounding = bound_rounding(8, DOUBLE) * torch.maximum(low.abs(), high.abs())
     h = round_up((high - low) / (GRID_POINTS - 1) + rounding)
     return round_up(h.square() / 8 * bend_bound)
@@ -200,7 +201,7 @@ def _bound_at_points(
     largest = torch.full_like(low, -torch.inf)
     # One grid point at a time: 65 tensors at once would not fit into the cache.
     for share in torch.linspace(0, 1, GRID_POINTS, dtype=DOUBLE).tolist():
-        x = high
+        x = high  # the last point exactly
         if share < 1:
             x = torch.lerp(low, high, share).clamp(low, high)
         value = f.value(x)
@@ -208,8 +209,10 @@ def _bound_at_points(
         linear = parabola.a * step
         square = parabola.b * step.square()
         d = value - linear - square
+        # Rounding is a share of the sizes of all terms. f itself may be computed from terms that
+        # are larger than its value (`offset`). LIBRARY_ULPS bounds the error of torch's functions,
+        # in units in the last place.
         size = value.abs() + linear.abs() + square.abs() + f.offset(x).abs()
-        # LIBRARY_ULPS bounds the error of torch's functions, in units in the last place.
         rounding = bound_rounding(4 * LIBRARY_ULPS, DOUBLE) * size
         least = torch.minimum(least, d - rounding)
         largest = torch.maximum(largest, d + rounding)
@@ -239,7 +242,8 @@ def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor)
     if symbols.order == 2:
         # z - c = L + R with L linear in the input: b L^2 becomes coefficients.
         symbols.add_squares(dense, z.dense[: symbols.inputs], b.to(dtype))
-        # The rest of the square, b (2 L R + R^2), lies in b [-first, first + second].
+        # The rest of the square, b (2 L R + R^2), lies in b [-first, first + second]: in
+        # b second / 2 +- b (first + second / 2).
         first, second = bound_square_rest(z.radii.linear, z.rest_radius)
         shift = a * z.centre_shift  # coefficients are around the centre of z, not around c
         offset = offset + b * second / 2 - shift
@@ -346,7 +350,8 @@ def square(input: Form) -> Form:
         b = torch.zeros_like(c)
         offset = c.square() + reach.square() / 2
         radius = round_up(reach.square() / 2)
-    # a is the rounded 2 c: the term a (x - c) has an error of |2 c - a| |x - c|.
+    # a is 2 c, rounded to the dtype of coefficients: a (x - c) has an error of |2 c - a| |x - c|.
+    # `reach` is around the centre of x, and c is shifted from the centre.
     rounding = (2 * c - a).abs() * (reach + input.centre_shift.abs())
     rounding = rounding + bound_rounding(4, DOUBLE) * (offset.abs() + c.square())
     return _apply_parabola(input, Parabola(a, b), offset, round_up(radius + rounding))
@@ -412,13 +417,14 @@ def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) ->
     """Return the form of log(1 + e^(beta x)) / beta, or of x if beta x is above the threshold."""
     z = scale(input, float(beta))
     result = relax(z, SOFTPLUS)
-    # Above the threshold torch returns z, which is log(1 + e^z) to within e^-threshold.
+    # Above the threshold torch returns z, which is log(1 + e^z) to within e^-threshold. 32 are
+    # more roundings than exp has.
     error = round_up(torch.exp(torch.tensor(-float(threshold), dtype=DOUBLE)), 32)
     _, high = z.range()
     result.slack = round_up(result.slack + error * (high > threshold))
     if beta == 1:
         return result
-    return scale(result, 1 / beta, roundings=2)
+    return scale(result, 1 / beta, roundings=2)  # 1 / beta is rounded once more than beta
 
 
 def elu(input: Form, alpha: float | int = 1.0, inplace: bool = False) -> Form:

@@ -161,8 +161,9 @@ def move_stack(move: Callable[[Tensor], Sequence[Tensor]], stack: Tensor) -> Seq
 def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     """Return a block with a separate error symbol for every entry of positive radius.
 
-    The symbols are numbered from `first` on. A layer of the block has at most one symbol per row
-    of the last axis: the r-th positive entry of each row is in layer r.
+    A block has layers of coefficients, (layers, *shape). In a layer every row of the last axis has
+    at most one symbol: the l-th positive entry of a row is in layer l. So there are as many layers
+    as the fullest row has positive entries.
 
     Args:
         radius: (*shape), the coefficient of each new symbol.
@@ -176,14 +177,16 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
         width = shape[-1]
     radius = radius.reshape(-1, width)
     positive = radius > 0
+    # Row, column and layer of each positive entry; the layer is the number of positive entries
+    # before it in its row.
     row, column = positive.nonzero(as_tuple=True)
-    # There are as many layers as the fullest row has positive entries.
     layer = (positive.cumsum(1) - 1)[row, column]
     layers = 0
     if len(row):
         layers = int(positive.sum(1).max())
     coefficients = torch.zeros(layers, *radius.shape, dtype=dtype, device=device)
     coefficients[layer, row, column] = radius[row, column].to(dtype)
+    # The number of the symbol in each layer and row; -1: none.
     numbers = torch.full((layers, len(radius)), -1, device=device)
     numbers[layer, row] = first + torch.arange(len(row), device=device)
     group = torch.arange(len(radius), device=device)

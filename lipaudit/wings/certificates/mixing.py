@@ -72,20 +72,23 @@ def softmax(
 
 
 def _softmax_rows(rows: Form) -> Form:
-    """Return the form of exp(log softmax(rows)) over the last axis, with the range of each weight.
+    """Return the form of the softmax over the last axis, as exp(log softmax(rows)).
 
     A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
-    unknown symbols in [-1, 1]. `p.weights` stores the lowest and the highest value of each softmax
-    weight. A later product with values uses these ranges, because the weights of a row sum to one.
+    unknown symbols in [-1, 1]. The attribute `weights` of the result is a second bound: the lowest
+    and the highest value of each softmax weight. A product with values uses both.
     """
     log_p, is_masked = _log_softmax(rows)
     low, high = _bound_logarithms(log_p, is_masked)
     p = curves.relax(log_p, curves.EXP, known_range=(low, high))
-    if is_masked.any():  # keys with a weight below e^-1000: the constant 0 and some slack
+    # Keys with a weight below e^-1000 are masked: the weight becomes the constant 0, and
+    # _MASKED_WEIGHT > e^-1000 becomes slack.
+    if is_masked.any():
         p = rearrangements.masked_fill(p, is_masked, 0.0)
         p.slack = p.slack + _MASKED_WEIGHT * is_masked
-    # exp is within LIBRARY_ULPS units in the last place, and a unit counts as two roundings. The
-    # product and the sum below are rounded once each.
+    # The ends of a weight are exp(low) and exp(high), less and plus rounding: exp is within
+    # LIBRARY_ULPS units in the last place (two roundings each), and the product and the sum below
+    # are rounded once each. Where exp underflows, it loses less than _MASKED_WEIGHT.
     error = bound_rounding(2 * LIBRARY_ULPS + 2, DOUBLE)
     low_weight = low.exp() * (1 - error) - _MASKED_WEIGHT
     low_weight = low_weight.clamp_min(0.0).masked_fill(is_masked, 0.0)
@@ -120,7 +123,13 @@ def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) ->
         dim = dim[0]
     if not isinstance(dim, int):
         raise NoRuleError("logsumexp over several axes")
-    result: Any = _apply_along(input, dim, lambda rows: _log_sum(rows, _log_softmax(rows)[0]))
+
+    def sum_rows(rows: Form) -> Form:
+        """Return log sum_j e^(s_j) over the last axis, as an axis of size 1."""
+        log_p, _ = _log_softmax(rows)
+        return _log_sum(rows, log_p)
+
+    result: Any = _apply_along(input, dim, sum_rows)
     return cast("Form", result if keepdim else result.squeeze(dim))
 
 
@@ -216,12 +225,13 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     """
     s, is_masked = _mask_negligible_keys(input.symbolize_slack())
     p = s.centre.softmax(-1)
-    # The relative rounding error of softmax and log softmax in float64: a shift, exp, a sum, and
-    # a quotient or a logarithm.
+    # The relative rounding error of softmax and log softmax in float64: a shift by the largest
+    # score, exp, a sum over the keys, and a quotient or a logarithm.
     error = bound_rounding(4 * LIBRARY_ULPS + 2 * s.shape[-1], DOUBLE)
     d = _subtract_mean(s, p)
     r = round_up(d.radii.linear + d.nonlinear_radius)  # |d_j| <= r_j on the ball
-    # In exact arithmetic sum_j p_j d_j = 0. `mean_error` bounds the sum after rounding.
+    # In exact arithmetic sum_j p_j d_j = 0. p and the mean of ds are rounded: so the sum is within
+    # +-mean_error, a share of sum p r and of the radius of this mean.
     mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), s.shape[-1])
     mean_error = round_up(error * (_sum_row(p * r) + mean_radius), s.shape[-1])
     deviation = Deviation(d, p, r, bound_lengths(d, -1, p.sqrt()), mean_error)
@@ -259,10 +269,11 @@ def _bound_log_mean(deviation: Deviation) -> Form:
     rho = _bound_log_mean_order1(deviation, top)
     if d.symbols.order == 1:
         return rho
-    # At order 2 (forms with products of symbols) rho = q / 2 +- error may be tighter. Each row
-    # takes the form with the smaller slack.
+    # At order 2 (forms with products of symbols) rho = q / 2 +- error may be tighter. With
+    # t = mean_error, y is in q / 2 +- (t + third), and rho = log(1 + y) in [y - y^2 / 2 - t, y].
     error = third + 2 * mean_error + top.square() / 2
     quadratic = _bound_log_mean_order2(deviation, error)
+    # Each row takes the form with the smaller slack.
     is_better = rho.slack < quadratic.slack
     centre = torch.where(is_better, rho.centre, quadratic.centre)
     slack = torch.minimum(rho.slack, quadratic.slack)
@@ -314,6 +325,7 @@ def _bound_excess(r: Tensor) -> Tensor:
     """
     wide = r.clamp_min(0.01)
     g = 2 * (torch.expm1(wide) - wide) / wide.square()
+    # From r = 0.01 on, the difference is rounded by far less than 1e-9 of g.
     of_wide = g - 1 + 1e-9 * g
     of_small = r / 3 * (1 + r)
     return torch.where(r < 0.01, of_small, of_wide)
@@ -352,13 +364,17 @@ def _bound_by_chords(p: Tensor, r: Tensor) -> Tensor:
         r: bounds of |d|, (*rows, keys).
     """
     keys = p.shape[-1]
-    # sinh(r) / r is 1 + r^2 / 6 for small r, to the last place.
+    # M. For small r, sinh(r) / r is 1 + r^2 / 6 to the last place.
     ratio = torch.sinh(r) / r.clamp_min(1e-9)
     m = p * torch.where(r > 1e-6, ratio, 1 + r.square() / 6)
+    # A, without the error of cosh: as a share of A, it is added to log A below.
     a = round_up(_sum_row(p * torch.cosh(r)), keys)
-    tilted = (m / a - p).abs() + bound_rounding(8 * LIBRARY_ULPS + keys, DOUBLE) * p
-    of_keys = round_up(_sum_row(tilted * r), keys)
-    return a.log() + 4 * LIBRARY_ULPS * bound_rounding(1, DOUBLE) + of_keys
+    # |M / A - p|, and the rounding of M, A and p.
+    slope = (m / a - p).abs() + bound_rounding(8 * LIBRARY_ULPS + keys, DOUBLE) * p
+    of_keys = round_up(_sum_row(slope * r), keys)
+    # The errors of cosh and of log.
+    of_library = 4 * LIBRARY_ULPS * bound_rounding(1, DOUBLE)
+    return a.log() + of_library + of_keys
 
 
 def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
@@ -366,13 +382,12 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
 
     rho is how far the logarithm of the sum in a softmax moves on the ball, one number per row.
     q = sum p d^2: p are softmax weights, and d_j is the deviation of score j from the weighted
-    mean of its row. At order 2 a form also has coefficients of products of two input symbols, and
-    q / 2 is written with them. A form of order 1 has it in its slack.
-
-    With d = L + R, where L is linear in the input symbols and R is the rest,
-    q = sum p L^2 + sum p (2 L R + R^2). The first sum becomes coefficients of products. The second
-    sum is in [-first, first + second], where `first` bounds |sum p 2 L R| and `second` bounds
-    sum p R^2. Both become slack.
+    mean of its row. With d = L + R, where L is linear in the input symbols and R is the rest,
+    q = sum p L^2 + sum p (2 L R + R^2). At order 2 a form has coefficients of products of two
+    input symbols: the first sum is written with them. The second is in [-first, first + second],
+    where `first` bounds |sum p 2 L R| and `second` bounds sum p R^2. So
+    q = sum p L^2 + second / 2 +- (first + second / 2), and
+    rho = 1/2 sum p L^2 + second / 4 +- (first / 2 + second / 4 + error).
 
     Args:
         deviation: d, p and the lengths of sqrt(p) L and sqrt(p) R.
@@ -392,14 +407,14 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     is_less = first_by_length + second_by_length / 2 < first + second / 2
     first = torch.where(is_less, first_by_length, first)
     second = torch.where(is_less, second_by_length, second)
-    # Half of [-first, first + second], as rho = q / 2: second / 4 +- (first / 2 + second / 4).
     slack = first / 2 + second / 4 + error
-    # Rounding of the quadratic part, and of p, which is not exactly the softmax.
+    # Rounding as a share of sum p |d|^2. It is counted twice: for the coefficients of products,
+    # and for p, which is not exactly the softmax.
     radius = d.radii.linear + d.nonlinear_radius
     rounding = bound_rounding(2 * keys + 4 * LIBRARY_ULPS, dtype) * _sum_row(p * radius.square())
+    # 1/2 sum p L^2, (symbols, *rows, 1): products of two input symbols, and 0 for input symbols.
     linear = d.dense[:n]  # the coefficients of L, (inputs, *rows, keys)
     half = (p / 2).to(dtype)
-    # (symbols, *rows, 1): the products of inputs get coefficients, the inputs themselves get 0.
     coefficients = d.dense.new_zeros(symbols.first_error, *second.shape)
     coefficients[n:] = symbols.sum_products(linear * half, linear)
     slack = round_up(slack + 2 * rounding, keys + 32)

@@ -119,12 +119,14 @@ def _mean_square(y: Form) -> Form:
     symbols = y.symbols
     n = y.shape[-1]
     dtype = symbols.dtype
-    # 2 mean(c dy) is linear in dy.
+    # mean(c^2)
+    centre = _average_row(y.centre.square())
+    # 2 mean(c dy) is linear in dy: its coefficients.
     gradient = (y.centre * (2 / n)).to(dtype)
     dense, blocks = y.split_by_row().map_coefficients(
         lambda t: (t * gradient).sum(-1, keepdim=True)
     )
-    # mean(dy^2): coefficients of the squares that are kept, and shift +- radius.
+    # mean(dy^2): coefficients of products for the squares that are kept, and shift +- radius.
     y_radius = round_up(y.symbol_radius + y.slack)
     y_size = y.centre.abs()
     shift, radius, keeps_squares = _bound_squares(y, y_radius)
@@ -132,8 +134,8 @@ def _mean_square(y: Form) -> Form:
         linear = y.dense[: symbols.inputs] * keeps_squares
         products = symbols.sum_products(linear / n, linear)
         dense[symbols.inputs : symbols.first_error] += products
-    # Rounding: two sums of n products, their weights, and the sum of both.
-    centre = _average_row(y.centre.square())
+    # Rounding. Coefficients, in their dtype: two sums of n products, their weights, and the sum of
+    # both. The centre, in float64: a sum of n squares. 16 and 8 leave room.
     radius_of_square = 2 * y_size * y_radius + y_radius.square()
     of_symbols = bound_rounding(2 * n + 16, dtype) * _average_row(radius_of_square)
     of_centre = bound_rounding(n + 8, DOUBLE) * (centre + shift)
@@ -169,16 +171,16 @@ def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
     n = y.shape[-1]
     linear, rest = bound_lengths(y, -1)
     none = torch.zeros_like(reach, dtype=torch.bool)
+    # An interval [0, 2 h] is h +- h: half of the upper end is both shift and radius.
     by_entries = _average_row(reach.square()) / 2
     by_lengths = round_up((linear + rest).square() / n) / 2
-    # [0, 2 h] is h +- h: half of the upper end is both shift and radius.
     choices = [
         SquareBound(by_entries, by_entries, none),
         SquareBound(by_lengths, by_lengths, none),
     ]
     if y.symbols.order == 2:
         keeps = curves.is_worth_squaring(y)
-        # (L + R)^2 - L^2 is in [-first, first + second].
+        # (L + R)^2 - L^2 is in [-first, first + second]: second / 2 +- (first + second / 2).
         first, second = curves.bound_square_rest(y.radii.linear, y.nonlinear_radius)
         shift = torch.where(keeps, second, reach.square()) / 2
         radius = torch.where(keeps, first + second / 2, reach.square() / 2)

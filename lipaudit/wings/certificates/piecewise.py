@@ -48,7 +48,7 @@ def relu(input: Form, inplace: bool = False) -> Form:
     a = torch.where(is_mixed, chord, (low >= 0).to(DOUBLE))
     m = round_up(torch.maximum(-a * low, (1 - a) * high) / 2)
     m = cast_up(m * is_mixed, dtype)
-    is_mixed = m > 0
+    is_mixed = m > 0  # as in `add_errors` and `_record_relus`, should a tiny m become 0
     slope = a.to(dtype)
     dense, blocks = input.map_coefficients(lambda t: t * slope)
     # The key of a block is the number of its first symbol. So no empty block is made: it would
@@ -57,6 +57,7 @@ def relu(input: Form, inplace: bool = False) -> Form:
         blocks = [*blocks, symbols.add_errors(m)]
         _record_relus(input, a, m)
     centre = a * input.centre + m
+    # Coefficients are rounded only where the sign of z is unknown: elsewhere a is 0 or 1.
     rounding = bound_rounding(2, DOUBLE) * (centre.abs() + m)
     rounding = rounding + bound_rounding(1, dtype) * a * input.symbol_radius * is_mixed
     slack = round_up(a * input.slack + rounding + symbols.count * tiny(dtype) * is_mixed)

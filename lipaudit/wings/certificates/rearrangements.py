@@ -84,7 +84,7 @@ def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]
         if quotient is None:
             return rearrange(x, lambda t: method(t, *args, **kwargs))
         moved = []
-        for part in vars(quotient).values():
+        for part in vars(quotient).values():  # numerator, inverse, square and constant
             moved.append(move(broadcast(part, x.shape), *args, **kwargs))
         if isinstance(moved[0], Form):
             return Form.from_quotient(Quotient(*moved))
@@ -192,6 +192,7 @@ MOVE_METHODS = (*REARRANGEMENTS, "index_select", "roll", "flip", "repeat")
 def lift_constant(value: Any, like: Form) -> Form:
     """Return a constant as a form: it is the centre, and coefficients and slack are zero."""
     centre = as_constant(value, like).to(DOUBLE)
+    # Rows of zeros for the symbols of the input, into which rules write coefficients of products.
     rows = like.dense.new_zeros(like.symbols.first_error, *centre.shape)
     return Form(centre, rows, torch.zeros_like(centre), like.symbols)
 

@@ -68,13 +68,14 @@ def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remain
     radius = zero
     # Index 0 is L and 1 is R: (0, 1) is L_x R_y. Order 2 skips the first pair, L_x L_y.
     for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[order - 1 :]:
-        part = f(x_radii[i], y_radii[j])
+        bound = f(x_radii[i], y_radii[j])
         if is_matmul:
             # |u . v| <= ||u|| ||v|| of the rows and columns that are multiplied.
-            part = torch.minimum(part, x_lengths[i] * y_lengths[j])
-        radius = radius + part
-    # Polarisation is for matmul at order 1 and for mul at order 2: elsewhere it gains too little.
-    if not radius.sum() > worthwhile or is_matmul == (order == 2):
+            bound = torch.minimum(bound, x_lengths[i] * y_lengths[j])
+        radius = radius + bound
+    # Polarisation gains enough only for matmul at order 1, and for mul at order 2.
+    can_gain = is_matmul == (order == 1)
+    if not can_gain or not radius.sum() > worthwhile:
         return Remainder(zero, radius, None)
     if is_matmul:
         below, above = _polarise_matrices(x, y)
@@ -95,7 +96,8 @@ def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     forms, in which symbols that both x and y have add up or cancel: their ranges are tighter than
     the product of the radii.
     """
-    # Any s and t are valid. The reciprocals of the radii make u and v equally large.
+    # Any s and t are valid. One over the radius of dx or dy (linear part and rest) makes u and v
+    # equally large.
     s = (x.radii.linear + x.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
     t = (y.radii.linear + y.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
     u = affine.scale(_subtract_centre(x), s)
@@ -129,19 +131,23 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     """
     symbols = x.symbols
     rows = max(len(x.dense), len(y.dense))
-    # Any scales s and t are valid. These make u and v equally large, which gives tight bounds.
-    s = _invert_radius(x)
-    t = _invert_radius(y)
-    # Coefficients of u and v, symbols last, in one batch of b and j.
-    u = _scale_coefficients(x.dense, s, rows).transpose(-3, -2)
+    # Any scales s and t are valid. One over the radius makes u and v equally large, which gives
+    # tight bounds.
+    s = _invert_radius(x)  # (*b, i, j)
+    t = _invert_radius(y)  # (*b, j, d)
+    # For each of *b and j, u_ij - v_jd is a difference of a row i of u and a row d of v: vectors
+    # of coefficients. So b and j become the batch.
+    u = _scale_coefficients(x.dense, s, rows).transpose(-3, -2)  # (*b, j, i, symbols)
     u = u.flatten(0, -3)  # (b j, i, symbols)
     v = _scale_coefficients(y.dense, t, rows).flatten(0, -3)  # (b j, d, symbols)
     # From here on all have the shape (*b, j, i, d), or broadcast to it.
     s = s.to(DOUBLE).mT[..., :, None]
     t = t.to(DOUBLE)[..., None, :]
-    # Slack, and errors that only x has, cannot cancel: their sizes add up for u + v and u - v.
+    # Slack, and the errors in the blocks of x, cannot cancel: their sizes add up in u + v and in
+    # u - v.
     errors = symbols.bound_parts(x.dense[:0], x.blocks).errors + x.slack
     independent = errors.mT[..., :, None] * s + y.slack[..., None, :] * t
+    # l by u - v, and m by u + v = u - (-v).
     bounds = []
     for other in (v, -v):
         size = _bound_differences(symbols, u, other).view(independent.shape)
@@ -170,15 +176,16 @@ def _scale_coefficients(dense: Tensor, scale: Tensor, rows: int) -> Tensor:
 def _bound_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
     """Return upper bounds of |(u_i - v_d) . e| over all symbols e, (b, i, d).
 
-    u is (b, i, symbols) and v (b, d, symbols): coefficients, scaled so that their rows are about 1
-    in all. The first symbols are the input, in a ball; the others are in [-1, 1].
+    u is (b, i, symbols) and v (b, d, symbols): coefficients, scaled so that the size of a row is
+    about 1. The first symbols are the input, in a ball; the others are in [-1, 1].
     """
     n = symbols.inputs
     dtype = u.dtype
     rows = u.shape[-1]
     size = _bound_input_differences(symbols, u[..., :n], v[..., :n])
     size = size + _one_norm_distance(u[..., n:], v[..., n:])
-    # The roundings of a sum, and of u and v.
+    # Rounding: of the sum over symbols as a share of it, and of u and v, whose size is about 1.
+    # Small numbers, and their squares in a 2-norm, may underflow.
     underflow = 4 * (rows * tiny(dtype)) ** 0.5
     return size * (1 + bound_rounding(rows + 8, dtype)) + bound_rounding(16, dtype) + underflow
 
@@ -192,7 +199,9 @@ def _bound_input_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
     if symbols.norm == "linf":
         return _one_norm_distance(u, v)
     if symbols.norm == "l2":
+        # Not by ||u||^2 + ||v||^2 - 2 u . v, a matmul: the difference would cancel digits.
         return torch.cdist(u, v, 2.0, "donot_use_mm_for_euclid_dist").to(DOUBLE)
+    # Words: symbols are >= 0, so the sum with |u_i - v_d| is no smaller than that of either sign.
     sizes = []
     for u_matrix, v_matrix in zip(u, v, strict=True):  # one matrix at a time: they are large
         difference = u_matrix[:, None] - v_matrix  # (i, d, n)

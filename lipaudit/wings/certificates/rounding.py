@@ -57,6 +57,7 @@ def round_up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*
     >>> round_up(torch.tensor(0.1, dtype=torch.float64) * 3) > 0.3
     tensor(True)
     """
+    # x >= (1 - share) true, so true <= (1 + 2 share) x. Two more roundings are for this product.
     raised = 1 + 2 * bound_rounding(roundings + 2, DOUBLE)
     return x * raised + 2.0**-1000  # the sum covers underflow
 
@@ -99,14 +100,14 @@ def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tenso
     divisor = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
     power = matrices / divisor[:, None, None]
     size = round_up(size / divisor.to(DOUBLE))
-    error = bound_rounding(4, dtype) * size + underflow
+    error = bound_rounding(4, dtype) * size + underflow  # of the division
     for _ in range(squarings):
-        error = (
-            (2 * error + bound_rounding(n + 8, dtype) * size) * size + error.square() + underflow
-        )
-        error = round_up(error)
+        # ||A E|| and ||E A|| are at most ||A||_F error each; the last term rounds the product.
+        error_factor = 2 * error + bound_rounding(n + 8, dtype) * size
+        error = round_up(error_factor * size + error.square() + underflow)
         power = torch.bmm(power, power)
         size = _bound_row_norms(power.flatten(1))
+    # ||Q^k||^(1/k), times the divisor. 64 roundings are more than the root and the product have.
     root = round_up(size + error, 8) ** (0.5**squarings)
     return round_up(root * divisor.to(DOUBLE), 64) + underflow
 

@@ -166,9 +166,11 @@ class Symbols:
         """
         self.many_symbols = many_symbols
         self.skipped_symbols = False
-        self.count = self.first_error
+        self.count = self.first_error  # the symbols of the input stay
         self.relu_calls: list[ReluCall] = []  # ReLUs of unknown sign
-        self.dense_keys: set[int] = set()  # blocks (sparse coefficients) made dense in some form
+        # Coefficients of errors are stored sparsely, in blocks. The keys of the blocks that became
+        # dense in some form: other forms must follow before a sum.
+        self.dense_keys: set[int] = set()
 
     def bound_parts(
         self, coefficients: Float[Tensor, "rows ..."], blocks: Sequence[ErrorBlock] = ()
@@ -260,10 +262,11 @@ class Symbols:
             upper[:, i, j] = part.mT
             # Q is symmetric: e_i e_j with i < j fills two entries with half of its coefficient.
             bounds.append(self._bound_quadratic((upper + upper.mT) / 2))
+        # Upper bounds of the largest value, and of minus the least value.
         high, minus_low = torch.cat(bounds, 1).view(2, *q.shape[1:])
         if self.norm == "l2":
             return -minus_low, high
-        # The second bound, on the box: the sum of the ranges of all terms.
+        # The second bound, on the box: q e_i e_j is at most |q|, and q e_i^2 at most max(q, 0).
         is_square = i == j
         mixed = _sum_absolute(q[~is_square])
         squares = q[is_square]
@@ -301,7 +304,8 @@ class Symbols:
         m = m.to(DOUBLE)
         norms = bound_norms(torch.cat((q + shift, shift - q)), _SQUARINGS).view(2, -1)
         largest = (norms - m).clamp_min(0)
-        # The rounding of weights and shifts is a share of the Frobenius norm, m / _SHIFT.
+        # The rounding of weights and shifts is a share of the Frobenius norm of Q, m / _SHIFT, for
+        # which 8 m is more than enough. The clamped weights lose at most sqrt(tiny) per row.
         rounding = (
             bound_rounding(8 + self.inputs, dtype) * 8 * m + self.inputs * tiny(dtype) ** 0.5
         )
@@ -340,6 +344,7 @@ class Symbols:
             multiply: the product of two stacks, entry by entry or as matrices. One of the stacks
                 may have a single row.
         """
+        # `rows` is a view of the stack: the rows of e_i e_i, e_i e_(i+1), ..., e_i e_(n-1).
         for i, rows in enumerate(self._split_products(stack)):
             rows += multiply(x[i : i + 1], y[i:])
             rows[1:] += multiply(x[i + 1 :], y[i : i + 1])
@@ -351,8 +356,9 @@ class Symbols:
         e_i e_j with i < j gets 2 weight x_i x_j.
         """
         double = 2 * weight * x
+        # `rows` is a view of the stack: the rows of e_i e_i, e_i e_(i+1), ..., e_i e_(n-1).
         for i, rows in enumerate(self._split_products(stack)):
-            rows[0].addcmul_(double[i], x[i], value=0.5)  # weight x_i^2
+            rows[0].addcmul_(double[i], x[i], value=0.5)
             rows[1:].addcmul_(double[i], x[i + 1 :])
 
     def _split_products(self, stack: Tensor) -> Sequence[Tensor]:

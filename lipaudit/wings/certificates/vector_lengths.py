@@ -65,15 +65,18 @@ def bound_lengths(
         around: (*shape), a shift of the centre; by default 0. R is then relative to c + around.
     """
     axis = axis % x.ndim
+    # In a block, all entries of a vector must be in one group: the group of the first entry.
     for block in x.blocks:
         group_of_vector = block.group.narrow(axis, 0, 1)
         if bool((block.group != group_of_vector).any()):
             x.make_dense()
             break
+    # Each part takes the smaller of two bounds: by the coefficients of the symbols, and by the
+    # length of the vector of radii of its entries.
     linear, quadratic, errors = _bound_by_symbols(x, axis, weight)
-    # A second bound: no vector is longer than the vector of the radii of its entries.
     linear = torch.minimum(linear, _bound_norm(x.radii.linear, axis, weight))
     errors = torch.minimum(errors, _bound_norm(x.radii.errors, axis, weight))
+    # The quadratic part is in [low, high], and relative to `around` within +-reach.
     low, high = x.quadratic_range
     if around is None:
         around = torch.zeros_like(low)
@@ -106,6 +109,8 @@ def _bound_by_symbols(x: Form, axis: int, weight: Tensor | None) -> tuple[Tensor
     error_stacks = [x.dense[first_error:], *(block.coefficients for block in x.blocks)]
     errors = _bound_combination(error_stacks, axis, weight, unit=False)
     if symbols.norm == "words":
+        # A symbol is a replacement of a word, which moves a vector by the column of coefficients.
+        # The move of a few words is no longer than the sum of their longest moves.
         lengths_of_moves = _bound_norm(x.dense[:n].to(DOUBLE), axis + 1, weight)
         linear = torch.minimum(linear, symbols.maximise_over_words(lengths_of_moves))
     return linear, quadratic, errors
@@ -141,16 +146,19 @@ def _bound_combination(
     shape = list(stacks[0].shape[1:])
     k = shape[axis]
     shape[axis] = 1
-    gram, sum_of_shares = _sum_outer_products(stacks, axis, weight, unit=unit)
-    # Rounding and underflow of the vectors and of the sums of their products.
+    gram, sum_of_s = _sum_outer_products(stacks, axis, weight, unit=unit)
+    # Rounding and underflow of gram = sum_r h_r h_r^T / s_r, as a share of its trace. It is summed
+    # in parts of _ROWS symbols; 32 and 16 leave room.
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     trace = round_up(diagonal.sum(-1), k) * (1 + 2 * bound_rounding(_ROWS + 16, dtype))
     underflow = rows * k * tiny(dtype)
     roundings = _ROWS + rows // _ROWS + len(stacks) + 32
     error = bound_rounding(roundings, dtype) * trace + underflow
+    # sqrt(||gram||) sqrt(sum s_r). Rounding may make gram asymmetric: the mean with its transpose
+    # is symmetric.
     gram_norm = bound_norms((gram + gram.mT) / 2, _SQUARINGS)
     root = round_up((gram_norm + error).sqrt()) + underflow
-    length = round_up(root * round_up(sum_of_shares, rows).sqrt()) + underflow
+    length = round_up(root * round_up(sum_of_s, rows).sqrt()) + underflow
     return length.view(shape)
 
 
@@ -159,9 +167,10 @@ def _sum_outer_products(
 ) -> tuple[Tensor, Tensor]:
     """Return sum_r h_r h_r^T / s_r, (count, k, k), and sum_r s_r, (count,), in float64.
 
-    h_r are the vectors of k coefficients of symbol r, times the weight: `count` vectors for each
-    symbol. s_r is ||h_r||, the choice that is exact for one direction; with `unit` it is 1, and
-    the sum of all s_r counts as 1.
+    h_r is a vector of k coefficients of symbol r, times the weight; a symbol has `count` vectors.
+    The caller bounds ||sum_r h_r eps_r|| over all symbols eps_r, for which any s_r > 0 are valid.
+    Here s_r = ||h_r||, which is exact if all h_r have the same direction. With `unit` all s_r are
+    1, and 1 is returned in place of their sum.
 
     Args:
         stacks: coefficients (symbols, *shape); the vectors h_r lie along `axis` of the shape.
@@ -177,7 +186,7 @@ def _sum_outer_products(
         weight = cast_up(weight.to(DOUBLE), dtype).clamp_min(tiny(dtype))
 
     gram = stacks[0].new_zeros(count, k, k, dtype=DOUBLE)
-    sum_of_shares = gram.new_full((count,), float(unit))
+    sum_of_s = gram.new_full((count,), float(unit))
     for stack in stacks:
         for part in stack.split(_ROWS):  # type: ignore[no-untyped-call]
             vectors = part
@@ -185,11 +194,11 @@ def _sum_outer_products(
                 vectors = part * weight
             vectors = vectors.movedim(axis + 1, -1).reshape(len(part), count, k)
             vectors = vectors.transpose(0, 1)  # (count, symbols, k)
+            # h_r h_r^T / s_r is the outer product of h_r / sqrt(s_r) with itself.
             if not unit:
-                # s_r = ||h_r||
-                share = vector_norm(vectors, dim=-1, keepdim=True)
-                share = share.clamp_min(tiny(dtype))
-                sum_of_shares += share.to(DOUBLE).sum((1, 2))
-                vectors = vectors / share.sqrt()
+                s = vector_norm(vectors, dim=-1, keepdim=True)
+                s = s.clamp_min(tiny(dtype))
+                sum_of_s += s.to(DOUBLE).sum((1, 2))
+                vectors = vectors / s.sqrt()
             gram += (vectors.mT @ vectors).to(DOUBLE)
-    return gram, sum_of_shares
+    return gram, sum_of_s

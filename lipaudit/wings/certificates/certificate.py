@@ -339,11 +339,11 @@ def choose_order(order: str, inputs: int) -> int:
 
 def count_entries(net: Net, sample: Batch) -> int:
     """Count the entries of a sample that may change: pixels, or entries of token embeddings."""
-    free = net.free(sample)
+    free_tokens = net.free(sample)  # a mask; None: everything may change
     point = net.point(sample)
-    if free is None:
+    if free_tokens is None:
         return point.numel()
-    return int(free.sum()) * point.shape[-1]
+    return int(free_tokens.sum()) * point.shape[-1]
 
 
 def require_room(net: Net, sample: Batch, order: int, inputs: int) -> None:

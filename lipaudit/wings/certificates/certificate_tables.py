@@ -41,8 +41,8 @@ def read_attacked(headline: Headline, section: Section, report: Report) -> Itera
     """
     attacks = str(section.settings.get("attack")).split(",")
     for row in section.rows:
-        for found in read_row(headline, section, row):
-            yield describe_survivors(found, attacks, report)
+        for figure in read_row(headline, section, row):
+            yield describe_survivors(figure, attacks, report)
 
 
 def read_certified(headline: Headline, section: Section, report: Report) -> Iterator[Row]:

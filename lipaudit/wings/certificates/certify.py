@@ -88,10 +88,10 @@ def _make_bracket(
 def _make_part(
     net: Net, batch: Batch, brackets: Sequence[Bracket], options: CertifyOptions
 ) -> Part:
-    """Return the results of a batch as a `Part`.
+    """Return the results of a batch as a `Part`; each bracket has the results of one sample.
 
-    A bracket has the results of one sample. Values become arrays (samples, ...) by name. Exported
-    files and proofs become texts among the facts of the part.
+    Values become arrays (samples, ...) by name. Exported files and proofs become texts among the
+    facts of the part.
     """
     import numpy as np
 
@@ -115,11 +115,14 @@ def _make_part(
 
 
 def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
-    """Report to the user how many passes the proofs of a sample need, and the seconds of a pass.
+    """Tell the user how many passes the proofs of a sample need, and how long a pass takes.
 
-    `bracket` runs the attacks and proofs of the sample; the attacks are already done. With several
-    patches there is a pass for every choice of places, possibly very many passes. A trial proof of
-    one node measures the time.
+    A proof for 2 patches on a grid of 196 places has a pass for each of the 196 * 195 / 2 choices
+    of places. A trial proof of a single pass measures the time.
+
+    Args:
+        bracket: runs the attacks and proofs of the sample; the attacks are already done.
+        options: the options of the run; the radii in `eps` are numbers of patches.
 
     Returns:
         Whether a cost was reported. It is not if the sample is misclassified, or if attacks broke
@@ -141,8 +144,9 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
     seconds = (time.monotonic() - began) / max(certificate.nodes, 1)
     relation = "at most"
     if bracket.proof.nodes > 1:
-        # A box may be split, so that more passes are needed. The proof for the largest number of
-        # patches comes first. If it succeeds, it holds for fewer patches, too.
+        # The values of a choice may be split, so that more passes are needed: report a lower
+        # limit. If the proof for the largest number of patches, which comes first, succeeds, it
+        # holds for fewer patches, too.
         relation = "at least, unless one breaks it"
         counts = [patches]
     places = math.prod(net.input_shape[1:]) // math.prod(bracket.proof.patch or (1, 1))
@@ -213,8 +217,8 @@ def _require_memory(net: Net, batch: Batch, options: CertifyOptions) -> None:
         lengths = [batch.x.shape[1]]
     else:
         lengths = batch.mask.sum(1).tolist()
-    index_of_length = {length: i for i, length in enumerate(lengths)}
-    largest = {}  # by order; longer samples overwrite shorter ones
+    index_of_length = {length: i for i, length in enumerate(lengths)}  # one sample of each length
+    largest = {}  # the longest sample of each order: longer samples overwrite shorter ones
     for _, i in sorted(index_of_length.items()):
         sample = batch[i : i + 1].trim().to(net.device, net.dtype)
         inputs = options.count_inputs(net, sample)
@@ -224,11 +228,14 @@ def _require_memory(net: Net, batch: Batch, options: CertifyOptions) -> None:
 
 
 def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
-    """Return the results of a sample by name; lists have a value for each radius of --eps."""
+    """Return the results of a sample by name; lists have a value for each radius of --eps.
+
+    `bracket` has run the attacks and the proofs of the sample.
+    """
     from lipaudit.wings.certificates.certificate import Certificate
 
-    # No proof was tried for a ball inside a certified ball, which is certified, too; nor for a
-    # ball that contains a broken ball, for which these values are not read.
+    # No proof was tried for a ball inside a certified ball: it is certified, too. Nor for a ball
+    # that contains a broken ball: its certificate is not read.
     untried = Certificate(why="", places=1.0 if options.counted == "patch" else math.nan)
     radii = [float(radius) for radius in options.eps]
     certificates = [bracket.certificates.get(eps, untried) for eps in radii]

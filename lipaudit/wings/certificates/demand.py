@@ -107,49 +107,51 @@ class TrialRun:
     """Runs a model on plain numbers once, and records each call of a torch function."""
 
     def __init__(self, like: Symbols) -> None:
-        """Make the symbols of the trial, with the rules and dtype of `like`.
+        """Prepare to run a model on plain numbers once, and to record its calls of torch.
 
-        Forms of these symbols pass every call of a torch function to `self.call`, so that the
-        trial records the calls.
+        The numbers are wrapped in forms (`make_form`), because a form passes every call of a torch
+        function on. Bounds are not computed.
+
+        Args:
+            like: the symbols (unknowns) of the pass that follows, for its rules and dtype.
         """
-        # No input symbols: the trial runs on one input, and only the recorded calls matter.
+        # 0 symbols: the trial runs on one input, so nothing is unknown.
         dtype = like.model_dtype
         self.symbols = Symbols(
             0, "linf", order=1, dtype=dtype, rules=like.rules, model_dtype=dtype
         )
         # torch functions on forms of these symbols call this method in place of their rule.
-        self.symbols.intercept = self.call
+        self.symbols.intercept = self.record_call
         self.calls: list[Call] = []
 
-    def start(self, centre: Tensor) -> Form:
-        """Return a form for the trial run: plain numbers as its centre, and a node.
+    def make_form(self, numbers: Tensor) -> Form:
+        """Wrap a plain tensor in a form, with a mask of the entries that later calls read.
 
-        The node is a mask of the entries that later calls read, at first no entry. A trial never
-        uses the coefficients and the slack of a form, so they hold placeholders.
+        The numbers are the centre of the form, and the mask is its `node`; so far nothing is read.
         """
-        centre = centre.to(self.symbols.model_dtype)
-        no_rows = centre.new_empty(0, *centre.shape)
-        form = Form(centre, no_rows, centre, self.symbols)
+        centre = numbers.to(self.symbols.model_dtype)
+        # A trial uses neither the coefficients of symbols nor the slack: these are placeholders.
+        no_coefficients = centre.new_empty(0, *centre.shape)
+        form = Form(centre, no_coefficients, centre, self.symbols)
         unread = centre.new_zeros(centre.shape, dtype=torch.bool)
         form.__dict__["node"] = Node(unread)
         return form
 
-    def call(self, func: Any, name: str, _rule: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function of torch on numbers, and record the call.
+    def record_call(self, func: Any, name: str, _rule: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function of torch on plain numbers, and record the call.
 
-        `Symbols.intercept` is set to this method, so torch functions on forms call it in place of
-        their rule for bounds. The function runs on the centres of the forms, which are plain
-        numbers. The record has the nodes of the forms, which are masks of the entries that later
-        calls read.
+        The arguments and the result are forms, which hold plain numbers as their centre. Each form
+        has a node, a mask that will say which of its entries later calls read. The record of the
+        call has these nodes in place of the forms.
         """
         numbers, options = tree_map_only(Form, lambda form: form.centre, (args, kwargs))
         result = func(*numbers, **options)
-        if result is None:  # a write into the first argument
+        if result is None:  # a function such as __setitem__ changes its first argument
             result = numbers[0]
-        elif isinstance(result, Iterator):
+        elif isinstance(result, Iterator):  # iter(x): a list, so that its tensors become forms
             result = list(result)
-        if name not in CONSTANT_MAKERS:  # a constant is no form
-            result = tree_map_only(Tensor, self.start, result)
+        if name not in CONSTANT_MAKERS:  # zeros_like, for example, does not read its argument
+            result = tree_map_only(Tensor, self.make_form, result)
         nodes, options = tree_map_only(Form, lambda form: form.node, (args, kwargs))
         results = [form.node for form in list_forms(result)]
         self.calls.append(Call(func, name, nodes, options, results))
@@ -169,13 +171,14 @@ class Plan:
         self.positions = iter(positions)
 
     def __call__(self, _func: Any, name: str, rule: Any, args: Any, kwargs: Any) -> Any:
-        """Compute the next call of the model by its rule, but only the entries that are read.
+        """Compute bounds of the next call of the model, only at the entries that are read later.
 
-        `Symbols.intercept` is set to this object, so torch functions on forms call it in place of
-        their rule. A trial run found out for each call whether later calls read only one index of
-        an axis of the result, such as the class token. `position` is this axis and index, or None.
-        With a position, the arguments are narrowed to the index, and the result is expanded along
-        the axis, which takes no memory.
+        A torch function on forms (sets of inputs with bounds) calls this object in place of its
+        rule. A trial run of the model on plain numbers found the `position` of each call: an axis
+        of the result and the single index along it that later calls read, such as the index of the
+        class token. Then the rule runs on this index of the arguments alone, and its result is
+        expanded to the full size of the axis without memory. If later calls read more, the
+        position is None, and the rule runs on everything.
 
         Args:
             name: name of the torch function.
@@ -192,61 +195,61 @@ class Plan:
         if position is None:
             return rule(*args, **kwargs)
         axis, _ = position
-        # Number of leading arguments to narrow: all in elementwise calls, else the first alone.
-        # The weights of a linear layer, for example, are not narrowed.
+        # Narrow all arguments of an elementwise call, and the first one of other calls: the second
+        # one may be the weight of a linear layer, which is needed as a whole.
         along_axis = 1
         if name in ELEMENTWISE:
             along_axis = len(args)
         size = max(_get_size(value, axis) for value in args[:along_axis])
-        parts = list(args)
+        narrowed = list(args)
         for i, value in enumerate(args[:along_axis]):
             # Arguments of size 1 are broadcast along the axis: they are not narrowed.
             if _get_size(value, axis) == size:
-                parts[i] = _narrow(value, position)
-        return _repeat_form(rule(*parts, **kwargs), position, size)
+                narrowed[i] = _narrow(value, position)
+        return _repeat_form(rule(*narrowed, **kwargs), position, size)
 
 
 def _narrow(value: Tensor, position: Position) -> Tensor:
     """Return a tensor or form at one index of an axis (`position`), as a slice of size 1.
 
-    All calls that read the same slice of a form get the same object. If a call turns slack of the
-    slice into an error symbol, the other calls share this symbol, and so it can cancel.
+    A slice of a form is made once and kept on the form, so that all calls get the same object. A
+    call may turn the slack of the slice (a radius) into an error symbol (an unknown). Other calls
+    then share this symbol, and it can cancel.
     """
     axis, index = position
     if not isinstance(value, Form):
         return value.narrow(axis, index, 1)
-    # A cache of slices, stored on the form.
-    parts: dict[Position, Form] = value.__dict__.setdefault("parts", {})
-    if position not in parts:
+    slices: dict[Position, Form] = value.__dict__.setdefault("slices", {})
+    if position not in slices:
         part = cast("Form", value.narrow(axis, index, 1))
-        # Limits of attention weights. They need all entries of the last axis, which sum to 1.
+        # Keep the bounds of attention weights, unless the keys (the last axis) are narrowed: the
+        # bounds are for rows of weights that sum to 1.
         if value.weights and axis != -1:
             low, high = value.weights
             part.weights = (low.narrow(axis, index, 1), high.narrow(axis, index, 1))
-        parts[position] = part
-    return parts[position]
+        slices[position] = part
+    return slices[position]
 
 
 def plan_calls(model: Callable[[Any], Any], x: Form) -> Plan | None:
-    """Run the model on plain numbers, and return which entries of each call its results need.
+    """Find which entries of each call the results of a model need, by a run on plain numbers.
 
-    Return None if the run fails, or if the result does not depend on the input. Then the pass on
-    forms computes all entries.
+    The plan has the calls of torch functions in order. Return None if the run fails, or if the
+    result does not depend on the input: the pass that computes bounds then computes all entries.
     """
     trial = TrialRun(x.symbols)
     try:
-        start = trial.start(x.centre.clone())
+        start = trial.make_form(x.centre.clone())
         results = list_forms(model(start))
-        for form in results:
+        for form in results:  # the results of the model are needed as a whole
             form.node.read[...] = True
         # From the last call to the first: at each call, the masks of its results already contain
-        # what all later calls read.
+        # what all later calls read. `_mark_read` marks what the call reads of its arguments.
         positions = [(call.name, _mark_read(call)) for call in reversed(trial.calls)]
     except (RuntimeError, TypeError, ValueError) as error:
-        # Another failure, such as mismatched dtypes, only means that no entry can be left out.
-        # Failures of the machine, such as no memory, are raised.
-        if of_machine(error):
+        if of_machine(error):  # such as no memory
             raise
+        # Any other failure, such as mismatched dtypes, only means that no entry can be left out.
         return None
     if not results:
         return None
@@ -256,17 +259,19 @@ def plan_calls(model: Callable[[Any], Any], x: Form) -> Plan | None:
 def _mark_read(call: Call) -> Position | None:
     """Mark which entries of its arguments a recorded call of a torch function reads.
 
-    In the record, a `Node` stands for each tensor: a mask of the entries that later calls read.
-    The nodes of the results are already complete. Three cases: a rearrangement reads the entries
-    that were moved to read ones; a call whose result is read at one index of an axis reads this
-    index of its arguments; any other call reads everything.
+    In the record, each tensor is a `Node`: a mask of the entries that are read later. The calls
+    are visited from the last to the first, so the masks of this call's results are complete.
 
     Returns:
-        The axis and the index in the second case, else None.
+        The axis and index at which alone the call has to be computed, such as those of the class
+        token; None if it is computed as a whole.
     """
+    # A transpose, for example, reads the entries that it moves to read places.
     if call.name in REARRANGING and isinstance(call.args[0], Node):
         _mark_rearranged(call, call.args[0])
         return None
+    # If later calls read one index of an axis, the call reads this index of its arguments.
+    # Otherwise it reads everything.
     position = _find_read_position(call)
     if position is None:
         _mark_all((call.args, call.kwargs))
@@ -319,24 +324,25 @@ def _mark_all(values: Any) -> None:
 def _find_read_position(call: Call) -> Position | None:
     """Return an axis of a call's result along which later calls read one index, and the index.
 
-    Return None if there is no such axis, or if the call cannot be computed at one index alone. It
-    can if it is elementwise or row-wise and has one result.
+    For example (-2, 0) for a layer norm of (batch, tokens, channels) of which only the class token
+    is read. Return None if the call must be computed as a whole.
     """
+    # Other calls mix entries in ways that are not known here.
     if call.name not in ELEMENTWISE | ROW_WISE or len(call.results) != 1:
         return None
-    # `Plan` narrows positional arguments only. So a call with a keyword argument that depends on
-    # the input (a node) is computed as a whole.
+    # Only positional arguments are narrowed to the index. A keyword argument must not need it: it
+    # may neither depend on the input (a node), nor be a tensor in an elementwise call, such as
+    # the mask of `masked_fill(x, mask=mask)`. In row-wise calls tensors are weights, which are the
+    # same for all rows; for an attention mask see `_list_axes`.
     if _list_nodes(call.kwargs):
         return None
-    # The same holds for constant tensors among the keywords of an elementwise call: the mask of
-    # `masked_fill(x, mask=mask)` may differ from token to token. In row-wise calls such tensors
-    # are weights, which are the same for all rows; only an attention mask is not (`_list_axes`).
     if call.name in ELEMENTWISE and any(isinstance(each, Tensor) for each in call.kwargs.values()):
         return None
     read = call.results[0].read  # mask of the entries of the result that later calls read
     if not read.numel():
         return None
     for axis in _list_axes(call, read):
+        # A row of the mask for each index along the axis.
         by_index = read.movedim(axis, 0).reshape(read.shape[axis], -1)
         read_indices = by_index.any(1).nonzero()[:, 0]
         if len(read_indices) == 1 and read.shape[axis] > 1:
@@ -347,10 +353,14 @@ def _find_read_position(call: Call) -> Position | None:
 def _list_axes(call: Call, read: Tensor) -> list[int]:
     """Return the axes along which each index of a call's result can be computed alone.
 
-    Axes count from the last, as -1, -2, ... They depend on the torch function of the call: a
-    softmax, for example, mixes the entries along its axis. `read` has the shape of the result.
+    A linear layer on (batch, tokens, channels), for example, computes each token alone, and mixes
+    the channels: its axes are -2 and -3. Axes count from the last one.
+
+    Args:
+        call: a call of an elementwise or row-wise function of torch.
+        read: a mask of the shape of the result.
     """
-    axes = list(range(-1, -read.ndim - 1, -1))
+    axes = list(range(-1, -read.ndim - 1, -1))  # -1, -2, ... -ndim
     if call.name in ELEMENTWISE:
         return axes
     first = call.args[0]
@@ -359,6 +369,8 @@ def _list_axes(call: Call, read: Tensor) -> list[int]:
         return []
     if call.name == "softmax" and _read_argument(call, "dim") not in (-1, read.ndim - 1):
         return []
+    # Row-wise functions mix the last axis. Some mix other axes, or have arguments that would have
+    # to be narrowed.
     if call.name == "layer_norm":  # mixes the last axes: as many as `normalized_shape` has
         shape = _read_argument(call, "normalized_shape")
         return axes[1 if isinstance(shape, int) else len(shape) :]
@@ -369,11 +381,11 @@ def _list_axes(call: Call, read: Tensor) -> list[int]:
         has_mask = len(call.args) > 3 or call.kwargs.get("attn_mask") is not None
         if has_mask or call.kwargs.get("is_causal"):
             return []
-    # A product has its rows (tokens) from the first argument alone. Axes of the batch are in all
-    # arguments, and only the first would be narrowed.
+    # A product a @ b has its rows (axis -2) from a alone. Its batch axes are axes of b as well,
+    # which is not narrowed.
     if call.name in ROW_MIXING and read.ndim > 1:
         return [-2]
-    return axes[1:]  # row-wise: the last axis is mixed
+    return axes[1:]  # all but the last
 
 
 def _read_argument(call: Call, name: str) -> Any:
@@ -391,34 +403,32 @@ def _get_size(value: Any, axis: int) -> int:
 
 
 def _repeat_form(form: Form, position: Position, size: int) -> Form:
-    """Expand a form computed at one index of an axis to the size that the model expects.
+    """Expand a form that was computed at one index of an axis to the size that the model expects.
 
-    The slack at all other indices is NaN, so that a bound that reads them is not finite.
+    All indices share the memory of the computed one. Their slack (a radius that is added to
+    bounds) is NaN: if a call reads them after all, its bounds are not finite and prove nothing.
 
     Args:
         form: the form, of size 1 along the axis.
         position: the axis, and the index that was computed.
         size: the size that the model expects.
     """
-    # A normalisation is stored as numerator / root + constant: expand each of these forms.
     quotient = form.pending_quotient
-    if quotient:
+    if quotient:  # the result of a normalisation: expand numerator, root and constant, all forms
         parts = quotient.move(lambda part: _repeat_form(part, position, size))
-        result = Form.from_quotient(parts)
-        result.__dict__["parts"] = {position: form}
-        return result
-    axis, index = position
-    shape = list(form.shape)
-    shape[axis] = size
-    wide: Form = rearrange(form, lambda t: t.expand(shape))
-    # NaN at the indices that were not computed: a bound that reads them is not finite.
-    wide.slack = form.slack.new_full(shape, torch.nan)
-    wide.slack.narrow(axis, index, 1).copy_(form.slack)
-    # `_narrow` returns the form itself to later calls that read only this index.
-    wide.__dict__["parts"] = {position: form}
-    if form.weights:
-        low, high = form.weights
-        wide.weights = (low.expand(shape), high.expand(shape))
+        wide = Form.from_quotient(parts)
+    else:
+        axis, index = position
+        shape = list(form.shape)
+        shape[axis] = size
+        wide = rearrange(form, lambda t: t.expand(shape))
+        wide.slack = form.slack.new_full(shape, torch.nan)
+        wide.slack.narrow(axis, index, 1).copy_(form.slack)
+        if form.weights:  # bounds of attention weights
+            low, high = form.weights
+            wide.weights = (low.expand(shape), high.expand(shape))
+    # Later calls that read only this index get the computed form itself (`_narrow`).
+    wide.__dict__["slices"] = {position: form}
     return wide
 
 

@@ -72,7 +72,7 @@ def decide_instances(
             loaded = time.monotonic()
             proof = make_proof(net, sample, options, options.seconds or limit)
             bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=run.seed)
-            result, example = _decide(bracket, query, options)
+            result, example = _decide_instance(bracket, query, options)
         seconds_to_load = f"{loaded - began:.3f}"
         seconds = f"{time.monotonic() - loaded:.3f}"
         row = (folder, model, name, seconds_to_load, result, seconds)
@@ -104,10 +104,10 @@ def _make_net(query: Query, model: str, name: str) -> Net:
     return assemble(spec, how, name=name, source="file")
 
 
-def _decide(
+def _decide_instance(
     bracket: Bracket, query: Query, options: CertifyOptions
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """Attack the ball of a verification instance, and try to prove it.
+    """Attack and try to prove a verification instance, the ball of radius 1 in `options.eps`.
 
     Returns:
         The competition's word for the outcome (sat: broken, unsat: proven, timeout or unknown);
@@ -115,7 +115,8 @@ def _decide(
     """
     for _ in bracket.decide_balls(options.eps):  # a generator: the loop runs it to its end
         pass
-    # The example must break the property after rounding, too: otherwise the outcome is unknown.
+    # An attack found an example in the ball, or the centre is one. It must break the property of
+    # the network as well: after rounding it may not, and the outcome is unknown.
     if bracket.adversarial_radius <= 1 or not bracket.correct:
         example = query.find_example(bracket.example)
         if example:
@@ -242,6 +243,12 @@ def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: R
 
     A report is consistent if its rows are the balls in its options, and if the certified share of
     each row is the share of the samples that are flagged as certified.
+
+    Args:
+        job: the model and the samples, loaded again.
+        section: the certificates of the report.
+        options: the options in the report.
+        before: the run in the report.
     """
     if job.net.weights_sha256 != before.model.weights_sha256:
         return False
@@ -268,10 +275,11 @@ def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: R
 
 
 def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
-    """Return the proof of a ball, its parts with their multipliers, from the file of `--proofs`.
+    """Return the proof of a ball from the file of `--proofs`: the parts into which it was split.
 
-    Without a file, or if the file does not have the ball, the result has no parts. Then only a
-    single pass through the model can prove the ball.
+    Each part has signs of ReLUs and the multipliers that prove a margin on it. Without a file, or
+    if the file does not have the ball, the result has no parts: then only a single pass through
+    the model can prove the ball.
 
     Args:
         proofs: the file, a zip archive with a .npz file for each ball.
@@ -285,16 +293,15 @@ def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
             with zipfile.ZipFile(proofs) as archive:
                 if name in archive.namelist():
                     content = archive.read(name)
-        if not content:
-            # Nodes of no parts and no ReLUs.
+        if not content:  # no parts
             none = torch.zeros(0, 0, dtype=torch.long)
             return Nodes(none.flatten(), none, none[None].float())
         arrays = {}
         for key, array in np.load(io.BytesIO(content)).items():
             arrays[key] = torch.tensor(array, device=device)
-        which = arrays["which"]
-        state = arrays["state"]
-        y = arrays["y"]
+        which = arrays["which"]  # the margin of each part, (parts,)
+        state = arrays["state"]  # the sign of each ReLU on it, (parts, relus)
+        y = arrays["y"]  # two multipliers for each ReLU, (2, parts, relus)
         if y.shape != (2, *state.shape) or which.shape != state.shape[:1]:
             raise ValueError("other shapes")
         return Nodes(which.long(), state.long(), y.double())

@@ -63,8 +63,7 @@ class Graph:
             self.ends = start.name, end.name
         self.shape = [size.dim_value or 1 for size in kind.shape.dim]  # 0: any batch size
         self.steps = [_read_step(node, path, version) for node in graph.node]
-        # Index of the last step that uses a value. After this step the value is deleted, because
-        # forms take much memory.
+        # Index of the last step that uses a value: after it the value can be deleted.
         self.last_step: dict[str, int] = {}
         for i, node in enumerate(graph.node):
             self.last_step |= dict.fromkeys(node.input, i)
@@ -76,16 +75,17 @@ class Graph:
         """
         if len(x) > 1:
             return torch.cat([self(row[None]) for row in x])
-        start, end = self.ends
+        start, end = self.ends  # names of the network's input and output
+        # The weights and intermediate results by name. The name "" is that of absent inputs, whose
+        # value is None, and of unused outputs.
         values = {**self.weights, start: x.reshape(self.shape)}
         for i, (operator, inputs, outputs, attributes) in enumerate(self.steps):
             results = operator(*(values[name] for name in inputs), **attributes)
             if not isinstance(results, tuple | list):
                 results = (results,)
             values.update(zip(outputs, results, strict=False))
-            # In the file, unused outputs and absent inputs are both named "". An absent input must
-            # have the value None.
             values[""] = None
+            # Delete what no later step reads, because forms take much memory.
             for name in {*inputs} - {""}:
                 if self.last_step[name] == i:
                     del values[name]
@@ -123,10 +123,10 @@ def _read_step(node: Any, path: Path, version: int) -> tuple[Any, ...]:
         InputError: the operator or one of its attributes is not supported.
     """
     attributes = _read_attributes(node)
-    unread = _find_unread(node, attributes, version)
-    if unread:
+    unsupported = _find_unsupported(node, attributes, version)
+    if unsupported:
         advice = f"Export the network with other operators, in version 17 (not {version})."
-        raise InputError(f"{path}: the operator {unread} is not read", advice)
+        raise InputError(f"{path}: the operator {unsupported} is not read", advice)
     return OPERATORS[node.op_type], node.input, node.output, attributes
 
 
@@ -142,8 +142,8 @@ def _read_attributes(node: Any) -> dict[str, Any]:
     return attributes
 
 
-def _find_unread(node: Any, attributes: Mapping[str, Any], version: int) -> str:
-    """Return the name of an operator, or of its attribute, that is not supported; "" otherwise.
+def _find_unsupported(node: Any, attributes: Mapping[str, Any], version: int) -> str:
+    """Return what is not supported of an operator: "Gelu" or "Conv with group"; else "".
 
     Args:
         node: a node of the ONNX graph.
@@ -151,14 +151,15 @@ def _find_unread(node: Any, attributes: Mapping[str, Any], version: int) -> str:
         version: version of the operators (opset).
     """
     name = node.op_type
-    # Before version 13 a softmax runs over all axes from `axis` on. This equals torch's softmax
-    # only for the last axis.
+    # Before version 13 (OLDEST) a softmax runs over all axes from `axis` on. This equals torch's
+    # softmax only for the last axis.
     if "Softmax" in name and version < OLDEST and attributes.get("axis") != -1:
         return f"{name} with axis"
     if node.domain or name not in OPERATORS:
         return str(name)
+    # A function of OPERATORS computes the operator. Its parameters have the names of attributes.
     known = set(inspect.signature(OPERATORS[name]).parameters)
-    if "how" in known:  # the function takes any attribute of windows
+    if "how" in known:  # **how takes all attributes of windows, such as strides
         known.update(WINDOWS)
     for attribute in attributes:
         if attribute not in known:
@@ -178,23 +179,27 @@ class Query(nn.Module):
     """
 
     def __init__(self, graph: Graph, goal: Property) -> None:
-        """Store the map of u in [-1, 1] to the input centre + u radius, and the map to logits.
+        """Store the property as two affine maps: from u in [-1, 1] to inputs, from y to logits.
 
-        For outputs y of the network, the logits are limits - rows @ y, one for each condition.
-        Zeros for class 0 come first.
+        The property forbids outputs y of the network with rows @ y <= limits for all conditions of
+        a clause. The logit of a condition is limit - row @ y: it is below 0, the logit of class 0,
+        if the condition does not hold.
         """
         super().__init__()
         self.graph = graph
         self.goal = goal
-        _, self.conditions, outputs = goal.rows.shape
+        _, self.conditions, outputs = goal.rows.shape  # (clauses, conditions, outputs)
+        # The inputs are centre + u radius. The centre is rounded, and the radius is chosen so that
+        # the box is still covered.
         centre = ((goal.low + goal.high) / 2).to(graph.dtype)
-        # The centre is rounded: the radius is chosen so that the box is still covered.
         radius = round_up(torch.maximum(goal.high - centre, centre - goal.low))
-        zeros = torch.zeros(self.conditions, outputs, dtype=graph.dtype)  # of class 0
-        limits = cast_up(goal.limits, graph.dtype).flatten()
         self.centre = nn.Parameter(centre)
         self.radius = nn.Parameter(cast_up(radius, graph.dtype))
+        # The logits are limits - rows @ y. First comes class 0, with as many zeros as a clause has
+        # conditions.
+        zeros = torch.zeros(self.conditions, outputs, dtype=graph.dtype)
         rows = goal.rows.to(zeros).flatten(0, 1)
+        limits = cast_up(goal.limits, graph.dtype).flatten()
         self.rows = nn.Parameter(torch.cat([zeros, -rows]))
         self.limits = nn.Parameter(torch.cat([zeros[:, 0], limits]))
 
@@ -209,15 +214,16 @@ class Query(nn.Module):
         The logit of class 0 is 0. The logit of a clause is the smallest logit of its conditions.
         """
         x = self.centre + u * self.radius
-        y = F.linear(self.graph(x), self.rows, self.limits)
-        if self.conditions == 1:  # one condition per clause: y has one entry for each class
-            return y
-        return y.reshape(len(y), -1, self.conditions).amin(2)
+        # (batch, conditions of class 0 and of all clauses), as many for each.
+        logits = F.linear(self.graph(x), self.rows, self.limits)
+        if self.conditions == 1:
+            return logits
+        return logits.reshape(len(logits), -1, self.conditions).amin(2)
 
     def find_example(self, u: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the input of the network for u, and the outputs, if they break the property.
+        """Return the input and the outputs of the network at u, if they break the property.
 
-        Return None otherwise.
+        Return None if they do not: in rare cases rounding decides.
 
         Args:
             u: (1, inputs) in [-1, 1], an adversarial example of the classifier.
@@ -260,7 +266,8 @@ def export_onnx(net: Net, sample: Batch) -> bytes:
     text = f"{net.architecture} cannot be written as ONNX"
     advice = "Leave --export out."
     content = b""
-    # The newer version of the operators is tried only if GELU has no operator in the older one.
+    # Most verifiers read the older version of the operators. There GELU has no operator and is
+    # written with erf or tanh (SPELLINGS): then use the newer version.
     for version in (OPSET, GELU_OPSET):
         with explain_failure(text, advice):
             content = _export_version(net, sample, version)

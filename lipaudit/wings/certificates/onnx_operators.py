@@ -50,8 +50,8 @@ def _split(x: Any, split: Any = None, axis: int = 0, num_outputs: int = 1) -> An
     """Return the parts of an axis: of the sizes `split`, or `num_outputs` of about equal size."""
     if split is not None:
         return x.split(_integers(split), axis)
-    rounded_up = -(-x.shape[axis] // num_outputs)
-    return x.split(rounded_up, axis)
+    size = -(-x.shape[axis] // num_outputs)  # rounded up: the last part may be smaller
+    return x.split(size, axis)
 
 
 def _reshape(x: Any, shape: Any, allowzero: int = 0) -> Any:
@@ -70,8 +70,9 @@ def _squeeze(x: Any, axes: Any = None) -> Any:
 
 
 def _unsqueeze(x: Any, axes: Any) -> Any:
-    """Insert axes of size 1; `axes` are their numbers in the result."""
+    """Insert axes of size 1; `axes` are their numbers in the result, which may be negative."""
     ndim = x.ndim + len(axes)
+    # In ascending order, so that later axes do not move the earlier ones.
     for axis in sorted(axis % ndim for axis in _integers(axes)):
         x = torch.unsqueeze(x, axis)
     return x
@@ -123,13 +124,13 @@ def _place_windows(
     kind = attributes.get("auto_pad", "")
     if not kind.startswith("SAME"):
         return strides, dilations, attributes.get("pads", [0] * 2 * n)
-    # SAME: the number of windows is size / stride, rounded up. Padding makes room for the last
-    # window.
+    # SAME: windows begin at the entries 0, stride, 2 stride, ... of an axis. Padding adds the
+    # entries that the last window lacks: one half at each end, of which one may be larger.
     smaller = []
     larger = []
     for i in range(n):
-        needed = dilations[i] * (size[i] - 1)  # entries after the first entry of a window
-        available = (x.shape[2 + i] - 1) % strides[i]  # such entries for the last window
+        needed = dilations[i] * (size[i] - 1)  # behind the first entry of a window
+        available = (x.shape[2 + i] - 1) % strides[i]  # behind the first entry of the last window
         padding = max(needed - available, 0)
         smaller.append(padding // 2)
         larger.append(padding - padding // 2)
@@ -162,11 +163,12 @@ def _pool_mean(x: Any, kernel_shape: Any, count_include_pad: int = 0, **how: Any
     Entries of padding are counted only with `count_include_pad`. `how` has strides, dilations and
     padding.
     """
-    w = torch.ones(x.shape[1], 1, *kernel_shape, dtype=x.dtype)
-    channels = len(w)
+    channels = x.shape[1]
+    w = torch.ones(channels, 1, *kernel_shape, dtype=x.dtype)  # each channel is summed alone
     sums = _convolve(x, w, None, channels, **how)
     if count_include_pad:
         return sums / w[0].numel()
+    # The same sums of ones, padded with zeros, count the entries that are no padding.
     inside = torch.ones(1, *x.shape[1:], dtype=x.dtype)
     count = _convolve(inside, w, None, channels, **how)
     return sums / count
@@ -251,11 +253,14 @@ def _reduce(name: str, *order: int) -> Any:
 
     Args:
         name: the method.
-        order: the order of the norm for the method "norm"; nothing for other methods.
+        order: its first argument, the order of the norm for the method "norm"; else nothing.
     """
 
     def reduce_axes(x: Any, axes: Any = None, keepdims: int = 1) -> Any:
-        """Return x reduced over axes (by default all) by the tensor method `name`."""
+        """Return x.sum(axes, keepdim), or another method `name`; by default over all axes.
+
+        `order` is empty, except for norms.
+        """
         if axes is None:
             axes = range(x.ndim)
         method = getattr(x, name)
@@ -264,8 +269,11 @@ def _reduce(name: str, *order: int) -> Any:
     return reduce_axes
 
 
-def _rename(name: str) -> Any:
-    """Return the operator that is a function of torch or torch.nn.functional, by its name."""
+def _wrap_torch(name: str) -> Any:
+    """Return a function of torch or torch.nn.functional, such as "relu", as an operator.
+
+    It is wrapped, because `inspect.signature` fails on functions of torch that are built in.
+    """
 
     def compute(*x: Any) -> Any:
         function = getattr(torch, name, None) or getattr(F, name)
@@ -283,7 +291,7 @@ Softplus Sqrt Sub Tanh Where"""
 REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum", "ReduceMax": "amax", "ReduceMin": "amin"}
 WINDOWS = ("auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
 OPERATORS: dict[str, Any] = {
-    **{name: _rename(name.lower()) for name in SAME.split()},
+    **{name: _wrap_torch(name.lower()) for name in SAME.split()},
     **{name: _reduce(same) for name, same in REDUCTIONS.items()},
     "ReduceLogSumExp": _reduce("logsumexp"),
     "ReduceL2": _reduce("norm", 2),

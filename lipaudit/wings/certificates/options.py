@@ -167,16 +167,14 @@ class CertifyOptions(MeasureOptions):
         for name, allowed in OPTIONS_WITHOUT_MODEL.items():
             if getattr(self, name):
                 self._require_only(allowed, f"--{name}")
-        # Planning the attacks refuses attacks that do not suit the balls. The plan is not used.
-        radii = self.eps
-        if not radii:  # any radius shows whether the attacks suit the balls
-            radius = ONE_CHANGE if self.counted else PLACEHOLDER_RADIUS
-            radii = (radius,)
-        self.trials(radii)
+        # Plan the attacks only to refuse attacks that do not suit the balls. Without --eps any
+        # radius shows this.
+        radius = ONE_CHANGE if self.counted else PLACEHOLDER_RADIUS
+        self.trials(self.eps or (radius,))
         return self
 
     def _require_only(self, allowed: Sequence[str], use: str) -> None:
-        """Refuse options that are set and not allowed beside another option, named in `use`."""
+        """Refuse options that are set, unless they are allowed beside another option (`use`)."""
         for known in self.options().values():
             if self._differs(known) and known.name not in allowed:
                 raise UsageError(
@@ -239,11 +237,14 @@ class CertifyOptions(MeasureOptions):
         Raises:
             UsageError: an attack or a norm does not suit the kind of model, or there is no radius.
         """
-        norm = self.counted or self.norm or ("l2" if kind == "text" else "linf")
-        eps = self.eps if self.eps or kind == "text" else self.usual_eps
+        default_norm = "l2" if kind == "text" else "linf"
+        norm = self.counted or self.norm or default_norm
+        eps = self.eps
         if self.counted:
-            # From here on `norm` holds the unit: 1patch becomes 1.
-            eps = tuple(replace(r, text=str(r.value), unit="") for r in self.eps) or (ONE_CHANGE,)
+            # The unit of the radii becomes the norm: --eps 2words becomes --norm words --eps 2.
+            eps = tuple(replace(r, text=str(r.value), unit="") for r in eps) or (ONE_CHANGE,)
+        elif not eps and kind != "text":
+            eps = self.usual_eps
         if not eps and not self.radius:
             raise UsageError(
                 "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
@@ -255,11 +256,12 @@ class CertifyOptions(MeasureOptions):
             )
         if norm == "words" and self.order == "2":
             raise UsageError("--order 2 has no rule for words", "Leave it out.")
-        filled: dict[str, Any] = {"norm": norm, "eps": eps, "nodes": self.most_nodes}
-        filled["attack"] = self.attack or self.counted or "pgd"
+        chosen: dict[str, Any] = {"norm": norm, "eps": eps, "nodes": self.most_nodes}
+        chosen["attack"] = self.attack or self.counted or "pgd"
         if norm == "words":
-            filled["order"] = "1"
-        options = self.model_copy(update=filled)
+            chosen["order"] = "1"
+        options = self.model_copy(update=chosen)
+        # Before a radius search there are no radii: any radius shows whether the attacks suit.
         require_suitable(options.trials(eps or (PLACEHOLDER_RADIUS,)), kind, changes, why)
         return options
 
@@ -275,7 +277,7 @@ class CertifyOptions(MeasureOptions):
 
     @property
     def most_nodes(self) -> int | None:
-        """Return the largest number of parts of a ball; None if only --seconds limits it."""
+        """Return into how many parts a ball may be split; None if only --seconds limits it."""
         if self.nodes is not None or self.seconds is not None:
             return self.nodes
         return PATCH_NODES if self.counted == "patch" else NODES
@@ -311,11 +313,13 @@ class CertifyOptions(MeasureOptions):
             UsageError: an attack is unknown, or makes other changes than the certificates cover.
         """
         attack = self.attack or self.counted or "pgd"
+        # An attack changes entries in a ball (`counts` is None), or counts changed patches or
+        # words. The attacks must make the same changes as those that the certificates cover.
         for name in attack.removeprefix("custom:").split(","):
             kind = attack_kinds().get(name.strip())
-            if kind is None or kind.counts == self.counted:  # a preset, or an attack that fits
+            if kind is None or kind.counts == self.counted:  # None: a preset of several attacks
                 continue
-            if kind.counts is None:  # an attack on balls
+            if kind.counts is None:
                 raise UsageError(
                     f"--attack {attack} cannot change {self.counted}",
                     f"Leave it out, or use --attack {self.counted}.",

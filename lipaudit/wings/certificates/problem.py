@@ -76,10 +76,11 @@ class Problem:
 
     @cached_property
     def column_norms(self) -> Tensor:
-        """Return the norm of each column of the coefficients of all ReLU inputs, (columns,).
+        """Return how much each symbol (an unknown) occurs in the inputs of all ReLUs, (columns,).
 
-        A column belongs to a symbol, an unknown in [-1, 1]. A change of the multipliers changes
-        the coefficient of the symbol in a bound about in proportion to this norm.
+        It is the norm of the symbol's column of coefficients. Each ReLU has Lagrange multipliers.
+        A change of the multipliers changes the coefficient of the symbol in a bound about in
+        proportion to this norm.
         """
         norms = vector_norm(self.relus.slopes, dim=0)
         return norms.clamp_min(tiny(norms.dtype))
@@ -95,20 +96,19 @@ class Problem:
         return self.relus.magnitude + 2 * self.offset
 
     def find_minimum(self, coefficients: Tensor) -> Tensor:
-        """Return e (b, columns) such that coefficients . symbols is smallest at the symbols -e.
+        """Return e of the shape of the coefficients c, such that c . symbols is smallest at -e.
 
-        Symbols are unknowns. For symbols in [-1, 1], such as errors, e is the sign of the
-        coefficient. For the input symbols of an L2 ball, e is the unit vector along the
-        coefficients. For a ball of replaced words, `find_best_words` finds the minimum.
+        Symbols are unknowns, and c has the shape (b, columns): b linear functions of the symbols.
+        At the symbols -e they have their minima -(c . e).
         """
         symbols = self.symbols
+        # Over symbols in [-1, 1]: e = sign(c). This holds for all symbols of errors.
         e = coefficients.sign()
         of_inputs = coefficients[:, : self.inputs]
-        if symbols.norm == "l2":
+        if symbols.norm == "l2":  # over the unit ball: e = c / ||c||
             size = vector_norm(of_inputs, dim=1, keepdim=True)
             e[:, : self.inputs] = of_inputs / size.clamp_min(tiny(coefficients.dtype))
-        elif symbols.norm == "words":
-            # Symbols that make -coefficients . symbols largest make coefficients . symbols least.
+        elif symbols.norm == "words":  # c . symbols is smallest where -c . symbols is largest
             least = symbols.find_best_words(-of_inputs.mT).mT
             e[:, : self.inputs] = -least
         return e
@@ -125,40 +125,37 @@ class Problem:
 
 
 def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
-    """Return the problem of branch and bound over the signs of ReLUs, in float64.
+    """Return margins, and the ReLUs they depend on, as rows of coefficients for branch and bound.
 
-    A row is an affine function of the symbols: a margin, or the input of a ReLU whose sign is
-    unknown on the ball. The symbols of the input and of these ReLUs get a column of coefficients.
-    Other symbols get a column as long as there is room. The remaining symbols become a radius per
-    row. A ReLU is left out if no margin depends on it, even through other ReLUs: for example a
-    ReLU of a token that the last attention does not read.
+    Branch and bound splits the ball by the signs of ReLU inputs. Each margin, and each input of a
+    ReLU whose sign is unknown on the ball, is an affine function of symbols (unknowns): a row. The
+    symbols of the input and those of the ReLUs always get a column, and others as long as there
+    is room. All symbols without a column become a radius per row.
 
     Args:
         margins: a form of one axis, logit of the label minus every other logit.
-        numbers: largest number of coefficients.
+        numbers: largest number of coefficients in all rows and columns.
     """
     symbols = margins.symbols
-    calls = _list_needed_relus(margins)
-    numbers_of_relus = torch.cat([call.numbers for call in calls])  # of their error symbols
-    # The margins, then the inputs of the ReLUs of each call.
-    forms = [(margins.centre, margins.generators, margins.slack)]
-    forms += [(call.centre, call.generators, call.slack) for call in calls]
-    row_count = sum(len(centre) for centre, _, _ in forms)
-    # Symbols that get a column in any case: those of the input and of the ReLUs.
-    always = torch.cat([torch.arange(symbols.inputs, device=margins.device), numbers_of_relus])
-    # Number of further columns, each of which has a coefficient in every row.
-    room = numbers // row_count - len(always)
-    stacks = [generators for _, generators, _ in forms]
+    calls = _list_needed_relus(margins)  # the ReLUs of each call of ReLU in the model
+    relu_symbols = torch.cat([call.numbers for call in calls])
+    always = torch.cat([torch.arange(symbols.inputs, device=margins.device), relu_symbols])
+    # Each has centre (rows,), generators (symbols, rows) and slack (rows,).
+    forms: list[Form | ReluCall] = [margins, *calls]
+    row_count = sum(len(form.centre) for form in forms)
+    room = numbers // row_count - len(always)  # a column has a coefficient in every row
+    stacks = [form.generators for form in forms]
     has_column = _choose_columns(symbols, stacks, always, max(room, 0))
-    of_margins, *of_calls = (_make_rows(symbols, *form, has_column) for form in forms)
+    margin_rows, *relu_rows = (_make_rows(symbols, form, has_column) for form in forms)
     column_of_symbol = has_column.cumsum(0) - 1
     depths = [torch.full_like(call.numbers, depth) for depth, call in enumerate(calls)]
     return Problem(
-        margins=of_margins,
-        relus=SymbolRows(*map(torch.cat, zip(*of_calls, strict=True))),
+        margins=margin_rows,
+        # The ReLUs of all calls one after the other: centre, slopes and spread are concatenated.
+        relus=SymbolRows(*map(torch.cat, zip(*relu_rows, strict=True))),
         slope=torch.cat([call.slope for call in calls]),
         offset=torch.cat([call.offset for call in calls]),
-        columns=column_of_symbol[numbers_of_relus],
+        columns=column_of_symbol[relu_symbols],
         depth=torch.cat(depths),
         inputs=symbols.inputs,
         symbols=symbols,
@@ -168,43 +165,47 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
 def _list_needed_relus(margins: Form) -> list[ReluCall]:
     """Return the ReLUs of unknown sign that margins depend on, directly or through other ReLUs.
 
-    The output of such a ReLU has an error symbol (an unknown in [-1, 1]) of its own. A margin or
-    ReLU that depends on this output has a nonzero coefficient of the symbol. The ReLUs are in the
-    order of the calls of the model.
+    Not needed is, for example, a ReLU of a token that the last attention does not read. The output
+    of a ReLU of unknown sign has a symbol of its own (an unknown in [-1, 1]): what depends on this
+    output has a nonzero coefficient of the symbol.
+
+    Returns:
+        The needed ReLUs of each call of ReLU in the model, in the order of the calls.
     """
     symbols = margins.symbols
-    is_read = torch.zeros(symbols.count, dtype=torch.bool, device=margins.device)
-    is_read[: len(margins.generators)] = (margins.generators != 0).any(1)
+    # (symbols,): whether the margins, or a needed ReLU, depend on a symbol. Coefficients
+    # (`generators`) are (symbols, rows), without the symbols that were created later.
+    is_used = torch.zeros(symbols.count, dtype=torch.bool, device=margins.device)
+    is_used[: len(margins.generators)] = (margins.generators != 0).any(1)
     calls = []
-    # Backwards: `is_read` marks the symbols on which margins or ReLUs found so far depend.
+    # From the last call to the first, because a ReLU can only be used by later ones.
     for call in reversed(symbols.relu_calls):
-        needed = call.select(is_read[call.numbers])
-        is_read[: len(needed.generators)] |= (needed.generators != 0).any(1)
+        needed = call.select(is_used[call.numbers])
+        is_used[: len(needed.generators)] |= (needed.generators != 0).any(1)
         calls.append(needed)
     return calls[::-1]
 
 
-def _make_rows(
-    symbols: Symbols, centre: Tensor, generators: Tensor, slack: Tensor, has_column: Tensor
-) -> SymbolRows:
+def _make_rows(symbols: Symbols, form: Form | ReluCall, has_column: Tensor) -> SymbolRows:
     """Return the entries of a form as rows centre + slopes @ (symbols with a column) +- spread.
 
     Args:
-        symbols: the symbols (unknowns in [-1, 1]) of the pass.
-        centre: (rows,), an entry for each row.
-        generators: (symbols, rows), the coefficients.
-        slack: (rows,), the radius of a further error.
-        has_column: (all symbols,), True for symbols that get a column.
+        symbols: the symbols (unknowns) of the pass through the model.
+        form: centre (rows,), coefficients of the symbols (symbols, rows), and slack (rows,), the
+            radius of a further error.
+        has_column: (all symbols,), True for symbols that get a column of `slopes`.
     """
-    # A form has no coefficients of symbols created after it: their columns are zeros.
-    present = has_column[: len(generators)]
-    missing = int(has_column.sum()) - int(present.sum())
-    slopes = F.pad(generators[present].mT.to(DOUBLE), (0, missing))
+    generators = form.generators
+    # The coefficients end with the last symbol that existed when the form was made. Symbols that
+    # were created later get columns of zeros.
+    has_own_column = has_column[: len(generators)]
+    later = int(has_column.sum()) - int(has_own_column.sum())
+    slopes = F.pad(generators[has_own_column].mT.to(DOUBLE), (0, later))
     # The radius of everything without a column: quadratic part, other errors, and slack.
     low, high = symbols.quadratic_range(generators)
-    errors = symbols.bound_parts(generators * ~present[:, None]).errors
-    spread = round_up(errors + torch.maximum(-low, high) + slack)
-    return SymbolRows(centre, slopes, spread)
+    errors = symbols.bound_parts(generators * ~has_own_column[:, None]).errors
+    spread = round_up(errors + torch.maximum(-low, high) + form.slack)
+    return SymbolRows(form.centre, slopes, spread)
 
 
 def _choose_columns(
@@ -237,37 +238,38 @@ def _choose_columns(
 def restrict_to_face(
     problem: Problem, coefficients: Float[Tensor, "b columns"], share: float, few: int = FEW
 ) -> Problem:
-    """Return a problem with fewer columns, in which most symbols are fixed at -1 or 1 (a face).
+    """Return a problem with fewer symbols for a search: the others are fixed at -1 or 1 (a face).
 
-    A bound is the minimum of an affine function over symbols in [-1, 1], the box. While a
-    coefficient keeps its sign, the minimum is at the same end of [-1, 1]: the symbol is fixed
-    there, and its column is added to the constants. The minimum on a face may be larger than on
-    the box. So only the search uses a face, and proofs are evaluated on the box.
+    A bound is the minimum of an affine function over symbols (unknowns) in [-1, 1]. The minimum is
+    at one end for each symbol, which depends on the sign of its coefficient. Symbols whose
+    coefficient is far from a change of sign during the search are fixed at this end. A bound may
+    be too large if a sign changes after all, so proofs use the problem with all symbols.
 
     Args:
-        problem: the problem on the box.
-        coefficients: of the symbols, one row for each part of the ball, at the multipliers from
-            which the search starts.
+        problem: the problem with all symbols.
+        coefficients: coefficients of the symbols at the start of the search, a row for each part
+            of the ball.
         share: share of all columns that stay in addition to columns whose coefficient has
             different signs in different parts.
         few: smallest number of columns that stay in addition to the columns of ReLUs.
     """
     low = coefficients.amin(0)
     high = coefficients.amax(0)
-    # Distance of a coefficient from a change of sign, relative to how much multipliers change it;
-    # <= 0 if its sign differs between parts.
+    # How far a coefficient is from a change of sign, relative to how fast the multipliers of the
+    # search change it. Not positive if its sign already differs between parts.
     distance = torch.maximum(low, -high) / problem.column_norms
-    # Symbols of ReLUs always stay. Symbols of the input stay unless each is in [-1, 1] (linf).
+    # Symbols of ReLUs always stay: the constraints of the search are about them. So do symbols of
+    # the input, unless each of them is in [-1, 1] whatever the others are (linf).
     inputs = 0 if problem.symbols.norm == "linf" else problem.inputs
     distance[:inputs] = -torch.inf
     distance[problem.columns] = -torch.inf
     always = inputs + len(problem.columns)
-    doubtful = int((distance <= 0).sum())
-    count = max(always + few, doubtful + int(share * len(distance)))
+    has_unclear_sign = distance <= 0
+    count = max(always + few, int(has_unclear_sign.sum()) + int(share * len(distance)))
     count = min(count, len(distance))
     stays = torch.zeros_like(distance, dtype=torch.bool)
     stays[distance.topk(count, largest=False).indices] = True
-    # A fixed symbol is at -end, where its coefficient times the symbol is smallest.
+    # Fix a symbol at -1 if its coefficient is positive, else at 1: `end` is minus the fixed value.
     end = torch.where(stays, 0.0, (low + high).sign())
     new_column = stays.cumsum(0) - 1
     return replace(

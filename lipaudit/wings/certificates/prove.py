@@ -228,7 +228,7 @@ def _find_centre(
 
     Args:
         x: (*shape), float64.
-        reach: radius of each entry before it is cut.
+        reach: radius of each entry before the cut.
         norm: norm of the ball.
         box: range of valid inputs.
     """
@@ -241,7 +241,7 @@ def _find_centre(
             high = high.clamp(*box)
         centre = (low + high) / 2
     radius = torch.maximum(high - centre, centre - low)
-    # The ends and the centre are rounded: the radius is enlarged by these rounding errors.
+    # low, high, centre and radius are rounded, at most four times in a row: enlarge the radius.
     return centre, radius + bound_rounding(4, DOUBLE) * (x.abs() + radius)
 
 
@@ -277,10 +277,12 @@ def hull(
     )
     rows = moves.to(dtype)
     x = x.detach().to(DOUBLE)
-    # Slack for the rounding of the differences and the coefficients, of `max_words` moves at once.
+    # The slack of a form is the radius of a further error. Here it covers the rounding of a move:
+    # of its cast to `dtype`, and of its computation as a difference of embeddings.
     rounding = (moves - rows.to(DOUBLE)).abs() + bound_rounding(4, DOUBLE) * (
         moves.abs() + x.abs()
     )
+    # At most `max_words` moves are made at once, each with at most the largest rounding.
     return Form(x, rows, round_up(max_words * rounding.amax(0)), symbols)
 
 
@@ -301,20 +303,25 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
     """
     root = model if module is None else module
     try:
-        # `intercept` is called in place of the rule of each operation: it is the plan of the trial
-        # run, or None to compute all entries.
+        # Each run of the model has its own `name_paths`: a run that fails leaves a stack of paths
+        # behind.
         with name_paths(root):
-            x.symbols.intercept = plan_calls(model, x)
+            plan = plan_calls(model, x)
+        # The plan, unless it is None, is called in place of the rule of each torch function, and
+        # leaves out entries that are not needed.
+        x.symbols.intercept = plan
         try:
             with name_paths(root):
                 result = model(x.copy())
         except DeviationError:
-            # The model calls other functions than in the trial: run all of it.
+            # The model calls other functions than in the trial: compute all entries.
             x.symbols.intercept = None
             with name_paths(root):
                 result = model(x)
     finally:
         x.symbols.intercept = None
+    # A form that another call changed in place has lost its value; a form of another pass has
+    # other unknowns.
     if any(form.is_stale or form.symbols is not x.symbols for form in list_forms(result)):
         raise NoRuleError("a result that was changed in place elsewhere")
     return result
@@ -323,13 +330,10 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
 def bound_margins(
     model: Callable[[Any], Any], x: Form, label: int, *, module: nn.Module | None = None
 ) -> Form:
-    """Return the form of the margins, logit of the label minus every other logit.
+    """Return bounds (a form) of the margins on a ball: logit of the label minus every other logit.
 
-    The first pass is fast, because products leave out optional error symbols and use slack. If it
-    does not prove that all margins are positive, a second pass adds these symbols. Without any
-    left out, a second pass would give the same bounds and is not run.
-    Stored proofs refer to the symbols of the last pass. So the number of passes must depend only
-    on the model and the ball, not on a time limit.
+    A fast pass through the model comes first. If it does not prove that all margins are positive,
+    a slow pass with tighter bounds follows.
 
     Args:
         model: a classifier.
@@ -337,8 +341,12 @@ def bound_margins(
         label: the class to prove.
         module: as for `run`.
     """
+    # Symbols are unknowns. The fast pass has no optional symbols for errors of products: it adds
+    # the size of these errors to the slack of the bounds.
     x.symbols.restart(many_symbols=False)
     bounds = margins(run(model, x.copy(), module=module), label)
+    # If no symbol was left out, a second pass would give the same bounds. The choice must not
+    # depend on a time limit: stored proofs refer to the symbols of the last pass.
     if x.symbols.skipped_symbols and not bounds.range()[0].min() > 0:
         x.symbols.restart(many_symbols=True)
         bounds = margins(run(model, x, module=module), label)
@@ -356,7 +364,7 @@ def name_paths(root: Any) -> Iterator[None]:
     hooks = []
 
     def leave(*_: Any) -> None:
-        running.pop()
+        running.pop()  # a hook must return None
 
     modules = root.named_modules() if isinstance(root, nn.Module) else ()
     for path, module in modules:
@@ -378,23 +386,22 @@ def name_paths(root: Any) -> Iterator[None]:
 def margins(logits: Form, label: int) -> Form:
     """Return a form with the sign of the margin logit_label - logit_j for every other class j.
 
-    Logits after a normalisation are numerator / root + constant with root > 0. If all logits have
-    the same root, the margins times the root are differences of numerator + root constant. They
-    have the same signs without a quotient, so their bounds may be tighter. The form with the
-    tighter bounds is returned: the margins times the root, or the margins.
+    It has the margins, or the margins times a common positive factor if their bounds are tighter.
+    The factor exists if the model ends in a normalisation and a linear layer. Its logits are then
+    numerator / root + constant, with the root of the variance for all classes. The margin times
+    the root has no quotient: numerator_label - numerator_j + root (constant_label - constant_j).
     """
     flat: Any = logits.reshape(-1)
     plain = _subtract_logits(flat, label)
-    if logits.quotient is None:
+    if logits.quotient is None:  # no normalisation
         return plain
     shape = logits.shape
     parts = logits.quotient.move(lambda form: cast("Form", broadcast(form, shape).reshape(-1)))
-    if not has_constant_rows(parts.square):
+    if not has_constant_rows(parts.square):  # logits have different roots
         return plain
     root = relax(cast("Form", parts.square[:1]), SQRT, positive=True)
     constant = mul(_subtract_logits(parts.constant, label), broadcast(root, plain.shape))
     times_root = add(_subtract_logits(parts.numerator, label), constant)
-    # Both forms have the signs of the margins: return the tighter one.
     if _find_proven_share(times_root) > _find_proven_share(plain):
         return times_root
     return plain
@@ -407,6 +414,7 @@ def _subtract_logits(logits: Form, label: int) -> Form:
     identity = torch.eye(classes, dtype=DOUBLE, device=logits.device)
     is_other = torch.arange(classes, device=logits.device) != label
     differences = (identity[label] - identity)[is_other]
+    # Each margin is a sum of two terms that are not zero, so it has at most two roundings.
     return linear_map(logits, F.linear, differences, roundings=2)
 
 

@@ -84,6 +84,8 @@ class SmoothingOptions(MeasureOptions):
     def adapt(self, kind: str, changes: Sequence[Norm] = (), why: str = "") -> Self:
         """Return the options with default radii in units of the noise, and the denoiser's hash.
 
+        The arguments are those of all measures; smoothing needs none of them.
+
         Raises:
             UsageError: there is no noise, or the reference of the denoiser is malformed.
             InputError: the denoiser cannot be loaded.
@@ -197,14 +199,15 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
         start = time.perf_counter()
         for i, votes in enumerate(count_votes(denoised, batch, options)):
             seconds = time.perf_counter() - start
-            index = slice(i, i + 1)
+            index = slice(i, i + 1)  # arrays of a part have an axis of samples, here of size 1
             arrays = {
                 "label": labels[index].cpu().numpy(),
                 "clean": clean[index].cpu().numpy(),
-                "votes": votes[None].numpy(),
+                "votes": votes[None].numpy(),  # (1, 2, classes): of the N0 and of the N copies
                 "seconds": np.array([seconds]),
             }
-            names = base.class_names(net, arrays["label"], arrays["votes"][:, 0].argmax(1))
+            chosen = arrays["votes"][:, 0].argmax(1)
+            names = base.class_names(net, arrays["label"], chosen)
             yield Part((batch.ids[i],), arrays, {"classes": names})
             # The caller writes the part to disk before it requests the next one: this time must
             # not count as time of the next sample.
@@ -239,19 +242,19 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
     total = len(batch) * copies_per_sample
     for start in range(0, total, options.batch_size):
         copies = torch.arange(start, min(start + options.batch_size, total))  # numbers in a row
-        sample = copies // copies_per_sample  # index of the sample of each copy
+        sample_of_copy = copies // copies_per_sample
         draws = []
-        for i in sample.tolist():
+        for i in sample_of_copy.tolist():
             draw = torch.randn(point.shape[1:], generator=generators[i], dtype=torch.float32)
             draws.append(draw)
         noise = torch.stack(draws).to(point)
-        rows = sample.to(point.device)
+        rows = sample_of_copy.to(point.device)
         classes = _classify_copies(net, batch.without_ids(rows), point[rows], noise, options)
         # 0 for the N0 copies that choose the class, 1 for the N copies that estimate it.
         stage = (copies % copies_per_sample >= selecting).long()
         # counts[sample, stage, class] += 1 for every copy.
-        counts.index_put_((sample, stage, classes), torch.tensor(1), accumulate=True)
-        done = (int(copies[-1]) + 1) / copies_per_sample  # samples, the last one in part
+        counts.index_put_((sample_of_copy, stage, classes), torch.tensor(1), accumulate=True)
+        done = (int(copies[-1]) + 1) / copies_per_sample  # samples; the last one may be half done
         base.report_progress(done - finished)
         yield from counts[finished : int(done)]
         finished = int(done)
@@ -260,20 +263,20 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
 def _classify_copies(
     net: Net, batch: Batch, point: Tensor, noise: Tensor, options: SmoothingOptions
 ) -> Tensor:
-    """Return the class of each of some samples under noise, on the CPU.
+    """Return the class that the model gives to each sample under noise, on the CPU.
 
     Args:
         net: the model.
         batch: the samples.
         point: the samples without noise: pixels, or token embeddings.
-        noise: standard normal noise, of the shape of `point`; padding of texts gets none of it.
+        noise: standard normal noise, of the shape of `point`.
         options: the options of the run.
     """
     import torch
 
-    free = net.free(batch)
-    if free is not None:
-        noise = noise * free[..., None]
+    free_tokens = net.free(batch)  # a mask, (batch, tokens); None: all entries may change
+    if free_tokens is not None:  # padding of texts gets no noise
+        noise = noise * free_tokens[..., None]
     with torch.no_grad():
         z = point + (options.smooth or 0.0) * noise
         logits = net.forward(z, batch).cpu()
@@ -285,7 +288,7 @@ def _classify_copies(
 
 def _time_copy(net: Net, batch: Batch, options: SmoothingOptions) -> float:
     """Return the seconds per noisy copy, measured in a pass of eight copies."""
-    few = options.model_copy(update={"noise_samples": "1,7"})
+    few = options.model_copy(update={"noise_samples": "1,7"})  # N0,N
     for _ in range(2):  # the first pass compiles kernels and fills caches
         start = time.perf_counter()
         next(count_votes(net, batch[:1], few))

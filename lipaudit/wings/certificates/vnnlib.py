@@ -77,10 +77,11 @@ class Property:
     def is_broken_by(self, y: Tensor) -> bool:
         """Return whether outputs y, (outputs,), break the property.
 
-        A property is a list of clauses. It forbids outputs that fulfil all conditions of a clause.
-        Condition c of a clause is rows[c] @ y <= limits[c].
+        The property is a list of clauses, each a list of conditions rows[clause, c] @ y <=
+        limits[clause, c]. Outputs that fulfil all conditions of a clause are forbidden.
         """
-        return bool((self.rows @ y.double() <= self.limits).all(-1).any())
+        is_fulfilled = self.rows @ y.double() <= self.limits  # (clauses, conditions)
+        return bool(is_fulfilled.all(-1).any())
 
 
 READ = "It must be VNN-LIB 1.0: ranges of all X_i, and conditions such as (<= Y_0 Y_1)."
@@ -116,17 +117,18 @@ class _PropertyReader:
     """
 
     def __init__(self) -> None:
-        # Declared variables; clauses of conditions that must not all hold; ranges of the inputs.
-        self.names = set[str]()
+        self.names = set[str]()  # the declared variables, such as X_0 and Y_0
+        # The forbidden outputs: those that fulfil all conditions of a clause. The single clause
+        # without conditions is the start, to which each assertion adds conditions.
         self.clauses = [list[Condition]()]
-        self.least = dict[str, Fraction]()
+        self.least = dict[str, Fraction]()  # the smallest value of each input
         self.most = dict[str, Fraction]()
 
     def add(self, command: list[Any]) -> None:
         """Record one command: a declared variable, or an assertion about inputs or outputs.
 
-        Assertions about inputs are ranges. Assertions about outputs are alternatives (clauses),
-        each a list of conditions. Outputs that fulfil all conditions of a clause are forbidden.
+        `["assert", ["<=", "X_0", "1"]]` is a range of an input. An assertion about outputs is an
+        "or" of clauses, each an "and" of conditions such as `["<=", "Y_0", "Y_1"]`.
 
         Raises:
             ValueError: the command cannot be read; likewise LookupError, TypeError.
@@ -136,14 +138,14 @@ class _PropertyReader:
             return
         alternatives = _list_clauses(command)
         if any(map(_has_output, alternatives)):
-            # The file asserts the earlier alternatives and these: (a or b) and (c or d) has the
-            # clauses (a and c), (a and d), (b and c) and (b and d).
+            # All assertions hold together: (a or b) and then (c or d) make the clauses (a and c),
+            # (a and d), (b and c), (b and d).
             pairs = product(self.clauses, alternatives)
             self.clauses = [[*earlier, *later] for earlier, later in pairs]
             return
         (conditions,) = alternatives  # raises ValueError for an "or" about inputs
         for condition in conditions:
-            # A range: factor name + constant <= 0, with one input; the constant has the name "".
+            # {"X_0": 2, "": -1} is the condition 2 X_0 - 1 <= 0, that is, X_0 <= 1/2.
             (name,) = {*condition} - {""}
             end = -condition[""] / condition[name]
             if condition[name] > 0:
@@ -152,7 +154,7 @@ class _PropertyReader:
                 self.least[name] = max(end, self.least.get(name, end))
 
     def finish(self) -> Property:
-        """Return the property of all commands.
+        """Return the property of all recorded commands: ranges of inputs, and forbidden outputs.
 
         Raises:
             ValueError: a range is empty, or no output has a condition; LookupError: an input has
@@ -163,17 +165,19 @@ class _PropertyReader:
         outputs = [f"Y_{i}" for i in range(counts["Y"])]
         if any(self.least[name] > self.most[name] for name in inputs):
             raise ValueError("the range of an input is empty")
+        # A clause is a list of conditions: {"Y_0": 1, "Y_1": -1, "": 3} is Y_0 - Y_1 + 3 <= 0.
         used = set[str]()
         for clause in self.clauses:
             used.update(*clause)
-        used.discard("")
+        used.discard("")  # the name of the constant
         if not used or used - {*outputs} or not all(self.clauses):
             raise ValueError("no condition on declared outputs")
+        # Conditions as tensors, rows @ y <= limits. All clauses must have the same number of
+        # conditions: shorter ones repeat theirs.
         size = max(map(len, self.clauses))
         rows = []
         limits = []
         for clause in self.clauses:
-            # A tensor needs clauses of the same size: shorter clauses repeat their conditions.
             conditions = (clause * size)[:size]
             rows_of_clause = []
             for condition in conditions:
@@ -219,7 +223,8 @@ def _list_commands(text: str) -> Iterator[tuple[int, list[Any]]]:
                 parts.append(word)
         raise ValueError("a bracket is not closed")
 
-    for line, _ in words:  # the opening bracket
+    # Each command begins with a bracket, and `read_list` takes the words behind it.
+    for line, _ in words:
         yield line, read_list()
 
 
@@ -234,17 +239,18 @@ def _list_words(text: str) -> Iterator[tuple[int, str]]:
 def _list_clauses(expression: list[Any]) -> list[list[Condition]]:
     """Return a VNN-LIB expression as an "or" of clauses, each an "and" of conditions.
 
-    A condition states that a linear function is <= 0. It is a dict of the coefficient of each
-    variable, with the constant under the name "". An inequality is a clause with one condition.
+    A condition is a linear function that must be <= 0, with a coefficient for each variable and
+    the constant under "": `["<=", "Y_0", "3"]` becomes one clause of one condition,
+    `[[{"Y_0": 1, "": -3}]]`.
     """
     name, *parts = expression
     if name == "or":
         return [clause for part in parts for clause in _list_clauses(part)]
     if name in ("assert", "and"):
-        # (a or b) and (c or d): a clause for each choice of one alternative of every part.
+        # ((a or b) and (c or d)) is (a and c) or (a and d) or (b and c) or (b and d).
         choices = product(*map(_list_clauses, parts))
         return [list(chain.from_iterable(clauses)) for clauses in choices]
-    # smaller <= larger, as coefficients of smaller - larger <= 0.
+    # An inequality smaller <= larger: the condition is smaller - larger <= 0.
     if name == "<=":
         smaller, larger = parts
     elif name == ">=":
@@ -252,7 +258,7 @@ def _list_clauses(expression: list[Any]) -> list[list[Condition]]:
     else:
         raise ValueError(repr(name))
     condition = {"": Fraction(0)}
-    for term, sign in ((smaller, 1), (larger, -1)):
+    for term, sign in ((smaller, 1), (larger, -1)):  # each a variable or a number
         if term[:2] in ("X_", "Y_"):
             condition[term] = condition.get(term, Fraction(0)) + sign
         else:

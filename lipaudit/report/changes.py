@@ -60,44 +60,51 @@ PICTURES = 12
 
 
 def write_answer(pair: Pair) -> str:
-    """Say in a few sentences what became worse and what better."""
+    """Say in a few sentences which figures of a new model are worse and which are better.
+
+    For example: "B is worse in robust accuracy (linf 4/255) 64.8% → 51.6%; and better in ...".
+    """
     judged = list_distinct(pair.verdicts)
-    # The main figure of a model, such as robust accuracy: it is named first, also if its change is
-    # not proven.
+    # The main figure of a model, such as robust accuracy: the answer names it before all others.
     leading = find_leading(judged)
-    parts = []
+    clauses = []
     for status, word in (("regressed", "worse"), ("improved", "better")):
         moved = [verdict for verdict in judged if verdict.status == status]
         if moved:
-            moved.sort(key=lambda each: (each is not leading, -compute_size(each)))
-            named = few([each.sentence for each in moved], NAMED)
-            parts.append(f"{word} in {named}")
+            moved.sort(key=lambda verdict: (verdict is not leading, -compute_size(verdict)))
+            figures = few([verdict.sentence for verdict in moved], NAMED)
+            clauses.append(f"{word} in {figures}")
     if leading is not None and leading.status == "improved":
-        parts.reverse()
-    others = sum(verdict.status not in MOVED for verdict in judged)
-    # A verdict with a reason is on a figure that cannot be compared.
-    refused = sum(bool(verdict.reason) for verdict in pair.verdicts)
+        clauses.reverse()  # "better in ..." comes first
     sentences = []
+    # The main figure changed, but the change is not proven.
     if leading is not None and leading.change and leading.status not in MOVED:
         sentences.append(
             f"{pair.new}: {leading.sentence}, not proven with {leading.samples} samples."
         )
-    if parts:
-        sentences.append(f"{pair.new} is {'; and '.join(parts)}.")
+    if clauses:
+        sentences.append(f"{pair.new} is {'; and '.join(clauses)}.")
         for verdict in judged:
-            if (verdict.subject, verdict.status) == ("clean accuracy", "inconclusive"):
+            if verdict.subject == "clean accuracy" and verdict.status == "inconclusive":
                 sentences.append(f"Clean accuracy: no proven change, {verdict.figures}.")
-        if others:
-            sentences.append(f"No proven change in {others} of {len(judged)} figures.")
+        unproven = sum(verdict.status not in MOVED for verdict in judged)
+        if unproven:
+            sentences.append(f"No proven change in {unproven} of {len(judged)} figures.")
     elif judged:
         sentences.append(f"{pair.new}: no proven change in any of {len(judged)} figures.")
-    if refused:
-        sentences.append(f"{refused} figures cannot be compared.")
+    # A verdict has a reason only if its figure cannot be compared.
+    incomparable = sum(bool(verdict.reason) for verdict in pair.verdicts)
+    if incomparable:
+        sentences.append(f"{incomparable} figures cannot be compared.")
     return write_arrows(" ".join(sentences))
 
 
 def choose_tone(pairs: Sequence[Pair]) -> Tone:
-    """Return the tone of a `Paragraph`: bad if a figure is worse, open if the first is better."""
+    """Return the tone (the colour on a page) of the answer of one or more comparisons.
+
+    "broken" (bad): a figure of a new model is worse. "open" (undecided): a figure is worse, but
+    the main figure, such as robust accuracy, is better. "answer" (neutral): no figure is worse.
+    """
     tone: Tone = "answer"
     for pair in pairs:
         if any(verdict.status == "regressed" for verdict in pair.verdicts):
@@ -109,17 +116,21 @@ def choose_tone(pairs: Sequence[Pair]) -> Tone:
 
 
 def count_samples(verdicts: Iterable[Verdict]) -> str:
-    """Say on how many samples verdicts are based, for example ", 8 to 64 samples"."""
+    """Say on how many samples verdicts are based: ", 8 to 64 samples", or ", 64 samples"."""
     counts = sorted({verdict.samples for verdict in verdicts} - {0})
     if not counts:
         return ""
-    ends = dict.fromkeys((counts[0], counts[-1]))
+    ends = dict.fromkeys((counts[0], counts[-1]))  # a single number if the two are equal
     return f", {' to '.join(map(str, ends))} samples"
 
 
 def find_leading(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """Return the verdict on the figure that models are ranked by first: robust accuracy."""
-    ranked = dict[int, Verdict]()
+    """Return the verdict on the main figure: the first one by which models can be ranked.
+
+    The order of figures is that of the scorecard, so robust accuracy comes before norms. Of
+    several verdicts on the main figure, the first counts. None without such a figure.
+    """
+    ranked = dict[int, Verdict]()  # by the place of the figure on the scorecard
     for verdict in verdicts:
         headline = find_headline(verdict.metric)
         if headline is not None and headline.ranks:
@@ -139,15 +150,15 @@ def draw_changes(
 ) -> list[Forest]:
     """Draw changes with their intervals, the largest first. Each unit gets its own picture.
 
-    All proven changes are drawn. Of other changes, those with finite limits are drawn, but not
-    alone: a picture of one such change shows no more than the table.
+    Changes that are not proven (grey) are drawn only if they have finite limits. A picture of a
+    single such change is left out: the table already shows it.
 
     Args:
         changes: the name of each change, and the verdict of the test on this change.
         title: the title of the pictures; empty: a title that names the unit.
         words: what the page calls the verdicts, by colour.
     """
-    # The bars of each picture, with their sizes.
+    # The bars of each unit, each bar after the size of its change.
     units: dict[str, list[tuple[float, Bar]]] = {unit: [] for unit in TITLES}
     for name, verdict in changes:
         needed = [read_change(verdict)]
@@ -155,66 +166,81 @@ def draw_changes(
             needed += (verdict.low, verdict.high)
         if len(finite(needed)) == len(needed):
             units[verdict.unit].append((compute_size(verdict), _draw_bar(name, verdict)))
-    found = []
+    pictures = []
     for unit, sized in units.items():
         colours = {bar.colour for _, bar in sized}
         if len(sized) < 2 and colours <= {GREY}:
             continue
+        # A picture has room for MOST bars: proven changes first, then the largest changes.
         sized.sort(key=lambda pair: (pair[1].colour == GREY, -pair[0]))
-        shown = sorted(sized[:MOST], key=lambda pair: -pair[0])
-        bars = [bar for _, bar in shown]
+        bars = [bar for _, bar in sorted(sized[:MOST], key=lambda pair: -pair[0])]
         heading = (title or TITLES[unit]) + count_part(bars, sized)
-        # The meaning of the colours that occur.
-        legend = {place: word for place, word in words.items() if place in colours}
+        # Only the colours that occur.
+        legend = {colour: word for colour, word in words.items() if colour in colours}
+        centre = 0.0  # no change: a difference of 0
         is_ratio = unit == "%"
-        # The centre is no change: a ratio of 1, or a difference of 0.
-        found.append(Forest(heading, AXES[unit], bars, float(is_ratio), is_ratio, legend))
-    return found
+        if is_ratio:
+            centre = 1.0
+        pictures.append(Forest(heading, AXES[unit], bars, centre, is_ratio, legend))
+    return pictures
 
 
 def compute_size(verdict: Verdict) -> float:
-    """Return how far a figure moved, or -1 if this is unknown.
+    """Return how far a figure moved, to sort changes by size; -1 if this is unknown.
 
-    The size of a log-ratio (a halved figure moved as far as a doubled one), of the change of a
-    share, or of a change relative to the old value.
+    For a ratio, this is |log(new / old)|: a halved figure moved as far as a doubled one. For a
+    share, it is |new - old|; for other figures, |new - old| relative to the old value.
     """
+    # new / old, or else the difference in percent
     value = _scale(read_change(verdict), verdict)
     if value is None or math.isnan(value):
         return -1.0
     if verdict.unit == "%":
-        return abs(math.log(max(value, TINY)))
+        return abs(math.log(max(value, TINY)))  # TINY: the ratio may be 0
     return abs(value) / 100
 
 
 def _draw_bar(name: str, verdict: Verdict) -> Bar:
-    """Return the bar of a change, in the units of its axis."""
+    """Return the bar of a change in a forest plot, with its interval and the limit of its rule.
+
+    The text of the bar is such as `64.8% → 51.6%, -13.2 pp`.
+    """
     value = _scale(read_change(verdict), verdict) or 0.0
     change = format_change(read_change(verdict), verdict.unit)
-    lead = ""
-    # The median of the changes over samples may differ from the change of the two medians.
+    word = ""
+    # The median of the changes over samples may differ from the change of the two medians. The
+    # bar shows the former, so its text says "paired".
     if change != verdict.texts["change"]:
-        lead = "paired "
+        word = "paired "
     if not verdict.unit:  # the axis has percent of the old value
         change = f"{value:+.3g}%"
-    # A rule of the gate (`<= +10%`) has a limit, which the picture marks. In a comparison there is
-    # no rule, and no limit.
-    limit = LIMIT.search(verdict.rule)
-    bound = None
-    if limit is not None and limit[2] == verdict.unit:
-        bound = _scale(float(limit[1]) / 100, verdict)
+    # A rule of the gate, such as `jacobian.norm <= +10%`, has a limit: +10 and the unit %. In a
+    # comparison there is no rule.
+    match = LIMIT.search(verdict.rule)
+    limit = None
+    if match is not None and match[2] == verdict.unit:
+        limit = _scale(float(match[1]) / 100, verdict)
     return Bar(
         label=name,
         value=value,
         low=_scale(verdict.low, verdict),
         high=_scale(verdict.high, verdict),
-        text=f"{write_arrows(verdict.values)}, {lead}{change}",
+        text=f"{write_arrows(verdict.values)}, {word}{change}",
         colour=COLOURS.get(verdict.status, GREY),
-        limit=bound,
+        limit=limit,
     )
 
 
 def _scale(value: float | None, verdict: Verdict) -> float | None:
-    """Return a change in the units of its axis: new / old, points, or percent of the old value."""
+    """Convert a change, or a limit of it, to the units of the axis on which it is drawn.
+
+    Args:
+        value: new / old - 1 if the unit is "%"; new - old if it is "pp" (shares) or empty.
+        verdict: the verdict on the change.
+
+    Returns:
+        The ratio new / old for "%", percentage points for "pp", else percent of the old value.
+    """
     if value is None:
         return None
     if verdict.unit == "%":
@@ -226,11 +252,13 @@ def _scale(value: float | None, verdict: Verdict) -> float | None:
 
 def draw_ranking(ranking: Ranking) -> list[Block]:
     """Draw how far every model is from the best one."""
+    # The best model comes first, and has no difference.
+    title = f"How far is each model from {ranking.models[0].model}?"
     changes = [(each.model, each.difference) for each in ranking.models if each.difference]
-    found: list[Block] = []
-    for picture in draw_changes(changes, f"How far is each model from {ranking.models[0].model}?"):
+    pictures: list[Block] = []
+    for picture in draw_changes(changes, title):
         # Grey: the other colours of a page are those of its models.
-        found.append(
+        pictures.append(
             replace(
                 picture,
                 x=replace(picture.x, label="compared with the best"),
@@ -238,7 +266,7 @@ def draw_ranking(ranking: Ranking) -> list[Block]:
                 legend={GREY: "difference, with its limits"},
             )
         )
-    return found
+    return pictures
 
 
 # Sample by sample
@@ -259,10 +287,10 @@ def show_flipped(flipped: Sequence[SampleChange], reports: Sequence[Report]) -> 
             items.append(item)
     if not items:
         return []
-    found = []
-    if len(items) > PICTURES:
-        found.append(Paragraph(f"The first {PICTURES} of {len(items)}."))
-    return [*found, blocks.Gallery("", items[:PICTURES])]
+    gallery = blocks.Gallery("", items[:PICTURES])
+    if len(items) <= PICTURES:
+        return [gallery]
+    return [Paragraph(f"The first {PICTURES} of {len(items)}."), gallery]
 
 
 def _show_sample(
@@ -289,17 +317,17 @@ def _show_sample(
 
 
 def describe_flip(sample: SampleChange) -> str:
-    """Say which results of a sample changed."""
-    turned = [f"{_name_result(name)}: yes → no" for name in sample.lost]
-    turned += (f"{_name_result(name)}: no → yes" for name in sample.gained)
-    return "; ".join(dict.fromkeys(turned))
+    """Say which yes-or-no results of a sample changed: `robust at linf 0.1: yes → no; ...`."""
+    changes = [f"{_name_result(metric)}: yes → no" for metric in sample.lost]
+    changes += (f"{_name_result(metric)}: no → yes" for metric in sample.gained)
+    return "; ".join(dict.fromkeys(changes))  # several metrics may have the same name
 
 
 def _name_result(metric: str) -> str:
-    """Return the name of a yes-or-no figure: `robust at linf 0.1`."""
+    """Return `robust at linf 0.1` for the metric `attack.robust@pgd,linf,0.1`."""
     name, _, row = metric.partition("@")
-    trial = TrialKey.parse(row)
     word = name.rpartition(".")[2]
+    trial = TrialKey.parse(row)
     if trial is None:
         return word
     return f"{word} at {trial.ball}"

@@ -124,21 +124,22 @@ def make_comparison_page(
         files: the files of the reports; empty if unknown.
         short: whether the page has to fit one screen: short tables, and no sections of reports.
     """
+    # Each pair compares a new model with the same old model.
     pairs = comparison.pairs
+    old, *new = comparison.models
     several = len(pairs) > 1
     places = dict[str, str]()
     for report in reports:
         places |= describe_places(report)
-    counts = []
-    chapters = []
-    warnings = list_warnings(reports)
-    steps = list[Suggestion]()
     report_of_model = dict(zip(comparison.models, reports, strict=True))
     file_of_model = dict(zip(comparison.models, files, strict=False))
+    # Every pair adds to each of these parts of the page.
+    answers = []
+    warnings = list_warnings(reports)
+    chapters = []
+    steps = list[Suggestion]()
     for number, pair in enumerate(pairs, 1):
-        counts.append(write_answer(pair))
-        if not short:
-            steps += suggest_after_comparison(pair, report_of_model, file_of_model)
+        answers.append(write_answer(pair))
         for text in (*pair.warnings, *_list_excluded(pair)):
             note = Note.warn("differs", text)
             warnings.append(note.add_lead(pair.new if several else ""))
@@ -146,14 +147,15 @@ def make_comparison_page(
             if several:
                 chapter = _add_model(chapter, pair.new, number)
             chapters.append(chapter)
-    data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
-    old, *new = comparison.models
-    facts = [("old", old), *(("new", name) for name in new), ("data", "; ".join(data))]
-    judged = chain.from_iterable(pair.verdicts for pair in pairs)
-    counts.append(f"95% confidence for each figure alone{count_samples(judged)}.")
-    answer = Paragraph(" ".join(counts), choose_tone(pairs))
-    opening = open_page(answer, "", facts, warnings)
+        if not short:
+            steps += suggest_after_comparison(pair, report_of_model, file_of_model)
     chapters[1:1] = blocks.list_steps(steps)  # after the first chapter: what changed
+    judged = chain.from_iterable(pair.verdicts for pair in pairs)
+    answers.append(f"95% confidence for each figure alone{count_samples(judged)}.")
+    answer = Paragraph(" ".join(answers), choose_tone(pairs))
+    data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
+    facts = [("old", old), *(("new", name) for name in new), ("data", "; ".join(data))]
+    opening = open_page(answer, "", facts, warnings)
     page = make_pages(reports, [opening, *chapters], short=short)
     which = f"{len(pairs)} models" if several else new[0]
     return replace(page, title=f"lipaudit: {which} against {old}")
@@ -176,10 +178,10 @@ def _add_model(chapter: Chapter, model: str, number: int) -> Chapter:
 
 
 def _list_excluded(pair: Pair) -> Iterator[str]:
-    """Yield for each reason that prevents a comparison a text with the reason and its metrics."""
-    refused = group_values((v.reason, v.metric) for v in pair.verdicts if v.reason)
-    for why, names in refused.items():
-        yield f"not compared, {why}: {', '.join(names)}"
+    """Yield each reason why metrics could not be compared, with the names of these metrics."""
+    excluded = group_values((v.reason, v.metric) for v in pair.verdicts if v.reason)
+    for reason, metrics in excluded.items():
+        yield f"not compared, {reason}: {', '.join(metrics)}"
 
 
 def _list_chapters(
@@ -194,11 +196,11 @@ def _list_chapters(
         short: for one screen.
     """
     most = FEW if short else TOP  # rows of a table
-    # The parts of the model's norm that pass through each head: a table of their own.
+    # The parts of the model's norm that pass through each head have a chapter of their own.
     carriers = [head for head in pair.heads if head.metric.startswith(CARRIED)]
     heads = [head for head in pair.heads if head not in carriers]
     change = f"What changed from {pair.old} to {pair.new}?"
-    for name, title, found in (
+    for name, title, contents in (
         ("change", change, _show_figures(pair, short=short)),
         ("groups", "Which groups changed?", show_group_changes(pair, most)),
         ("predictions", "How did the predictions move?", show_movement(pair.predictions)),
@@ -210,42 +212,48 @@ def _list_chapters(
             _show_heads(carriers, most, short=short),
         ),
     ):
-        if found:
-            yield Chapter(name, title, found)
+        if contents:
+            yield Chapter(name, title, contents)
 
 
 # Chapters
 
 
 def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
-    """Return a table of verdicts, the most severe first; a full page adds a picture and notes."""
+    """Return a table of the verdicts on all figures; a full page adds a picture and notes.
+
+    Args:
+        pair: the comparison of two models.
+        short: for one screen: only the first verdicts, in fewer columns.
+    """
     judged = list_distinct(pair.verdicts)
-    # Shares of yes-or-no results, such as accuracies, come first.
-    order = [*CALLED]
-    judged.sort(key=lambda v: (v.mcnemar is None, order.index(v.status), -compute_size(v)))
+    # Shares of yes-or-no results, such as accuracies, come first: they alone have a McNemar test.
+    # Then the most severe verdicts come first, then the largest changes.
+    severity = [*CALLED]
+    judged.sort(key=lambda v: (v.mcnemar is None, severity.index(v.status), -compute_size(v)))
     shown = judged
     columns = CHANGES
-    found: list[Block] = [Paragraph(OF_PAIRED)]
-    if not judged:
-        found = []
+    parts: list[Block] = []
+    if judged:
+        parts.append(Paragraph(OF_PAIRED))
     if short:
         shown = judged[: 2 * FEW]
         columns = BRIEF_CHANGES
     else:
-        found += draw_changes((verdict.subject, verdict) for verdict in judged)
+        parts += draw_changes((verdict.subject, verdict) for verdict in judged)
     rows = [read_verdict(verdict) | {"status": CALLED[verdict.status]} for verdict in shown]
     moved = {i for i, verdict in enumerate(shown) if verdict.status in MOVED}
     title = f"Figures, accuracy first, then proven changes{count_part(shown, judged)}"
-    found += tabulate_rows(columns, rows, title, strong=moved)
+    parts += tabulate_rows(columns, rows, title, strong=moved)
     if not short:
         if shown:
-            found.append(Paragraph(OF_FIGURES))
-        found += blocks.list_notes(Note.info("differs", text) for text in pair.notes)
-    return found
+            parts.append(Paragraph(OF_FIGURES))
+        parts += blocks.list_notes(Note.info("differs", text) for text in pair.notes)
+    return parts
 
 
 def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
-    """Return the heads with a known change, the largest first."""
+    """Return the heads with a known change (its size is not -1), the largest change first."""
     known = [head for head in changes if compute_size(head) >= 0]
     return sorted(known, key=compute_size, reverse=True)
 
@@ -258,12 +266,13 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int, *, short: bool) ->
         most: number of heads in the table.
         short: for one screen: only the table, without the old and new values of each metric.
     """
-    # The changes by metric; `partition` removes the statistic behind the colon.
-    groups = group_values((head.metric.rpartition(":")[0], head) for head in heads_moved)
-    if not groups:
+    # The heads by metric, without the statistic behind the colon: `bounds.exact` of
+    # `bounds.exact:each`.
+    metrics = group_values((head.metric.rpartition(":")[0], head) for head in heads_moved)
+    if not metrics:
         return []
-    first, changes = next(iter(groups.items()))
-    ranked = rank_heads(changes)
+    main_metric, heads = next(iter(metrics.items()))
+    ranked = rank_heads(heads)
     shown = ranked[:most]
     if not short and len(ranked) <= FIT:  # a full page has room for all heads
         shown = ranked
@@ -271,16 +280,17 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int, *, short: bool) ->
     columns = dict(HEADS)
     maps = []
     if not short:
-        for metric, group in groups.items():
-            heads = {(head.layer, head.head): head for head in group}
-            _add_values(metric, heads, columns, rows)
-            maps.append(_map_changes(metric, heads))
-    proven = sum(head.stands for head in changes)
-    found: list[Block] = [Paragraph(f"{proven} of {len(changes)} changes are proven. {OF_HEADS}")]
+        for metric, changes in metrics.items():
+            by_place = {(change.layer, change.head): change for change in changes}
+            _add_values(metric, by_place, columns, rows)
+            maps.append(_map_changes(metric, by_place))
+    # `stands`: whether a change is proven.
+    proven = sum(head.stands for head in heads)
+    parts: list[Block] = [Paragraph(f"{proven} of {len(heads)} changes are proven. {OF_HEADS}")]
     strong = {i for i, head in enumerate(shown) if head.stands}
-    title = f"Heads that moved most{count_part(shown, ranked)}, by {find_words(first)}"
-    found += tabulate_rows(columns, rows, title, strong=strong)
-    return found + maps
+    title = f"Heads that moved most{count_part(shown, ranked)}, by {find_words(main_metric)}"
+    parts += tabulate_rows(columns, rows, title, strong=strong)
+    return parts + maps
 
 
 def _add_values(
@@ -302,12 +312,16 @@ def _add_values(
         key = f"{metric}, {when}"
         columns[key] = replace(column, label=f"{find_words(metric)}, {when}")
         for row in rows:
-            head = heads.get((row["layer"], row["head"]))  # None: not measured in this metric
-            row[key] = head and getattr(head, when)
+            head = heads.get((row["layer"], row["head"]))
+            if head is not None:  # the head was measured in this metric
+                row[key] = getattr(head, when)
 
 
 def _list_head_cells(head: HeadChange) -> Cells:
-    """Return the cells of a head in the table of heads that moved most."""
+    """Return the cells of a head in the table of heads that moved most.
+
+    The cell `stands`, whether the change is proven, stays empty if the change was not tested.
+    """
     cells = read_verdict(head)
     if head.p_adjusted is not None:
         cells["stands"] = head.stands
@@ -316,16 +330,19 @@ def _list_head_cells(head: HeadChange) -> Cells:
 
 def _map_changes(metric: str, heads: Mapping[tuple[int, int], HeadChange]) -> Block:
     """Return a map of the changes of a metric: a row for each layer, a column for each head."""
-    column = find_column(metric)
+    # "%": relative changes. "pp": changes of shares, shown as percentage points. "": differences.
     unit = next(iter(heads.values())).unit
-    times = 100.0 if unit == "pp" else 1.0  # shares become percentage points
+    format = {"%": "+.1%", "pp": "+.1f", "": "+.3g"}[unit]
     values = {}
     for place, head in heads.items():
         value = read_change(head)
-        values[place] = value if value is None else value * times
-    how = {"%": "+.1%", "pp": "+.1f", "": "+.3g"}[unit]
+        if value is not None and unit == "pp":
+            value *= 100.0
+        values[place] = value
     meaning = "New value over old value, sample by sample."
-    change = Column("change", meaning, unit.strip("%"), how, status=column.status)
+    status = find_column(metric).status
+    # The format already writes the sign %.
+    change = Column("change", meaning, unit.strip("%"), format, status=status)
     title = f"How {find_words(metric)} changed in every head"
     return map_heads(title, values, change, centre=0.0)
 
@@ -341,6 +358,7 @@ def _show_samples(
         reports: the reports with images and texts of samples.
         short: for one screen: few samples, without their figures, images and texts.
     """
+    # `lost` and `gained`: the results that changed from yes to no, and from no to yes.
     worse = [sample for sample in pair.samples if sample.lost]
     better = [sample for sample in pair.samples if sample.gained and not sample.lost]
     flipped = worse + better
@@ -354,37 +372,39 @@ def _show_samples(
     if not short:
         _add_figures(shown, columns, rows)
     title = "Samples that changed" + count_part(shown, flipped)
-    counted = f"Samples that got worse: {len(worse)}. Samples that only got better: {len(better)}."
-    found: list[Block] = [Paragraph(counted), *tabulate_rows(columns, rows, title)]
+    counts = f"Samples that got worse: {len(worse)}. Samples that only got better: {len(better)}."
+    parts: list[Block] = [Paragraph(counts), *tabulate_rows(columns, rows, title)]
     if not short:
-        found += show_flipped(flipped, reports)
-    return found
+        parts += show_flipped(flipped, reports)
+    return parts
 
 
 def _add_figures(
     samples: Sequence[SampleChange], columns: dict[str, Column], rows: Sequence[Cells]
 ) -> None:
-    """Add to a table of samples the metrics that half of the samples have: old and new value.
+    """Add to a table of samples the old and the new value of metrics.
+
+    These are the metrics that at least half of the samples have, the most common metric first.
 
     Args:
         samples: the samples.
-        columns: the columns of the table.
-        rows: the cells of the table, a row for each sample.
+        columns: the columns of the table; gets two for each metric.
+        rows: the cells of the table, a row for each sample; gets the values.
     """
     counts = Counter(chain.from_iterable(sample.figures for sample in samples))
-    for metric, known in counts.most_common():
-        name, _, trial = metric.partition("@")
-        if 2 * known < len(samples):
+    for metric, count in counts.most_common():
+        name, _, trial = metric.partition("@")  # `attack.margin` and `pgd,linf,0.1`
+        if 2 * count < len(samples):
             continue
         if name.split(".")[-1] in FLAGS:  # yes-or-no results: the column `became` shows them
             continue
         column = find_column(metric)
-        for end, when in enumerate(("old", "new")):
+        for index, when in enumerate(("old", "new")):
             key = f"{metric}, {when}"
             columns[key] = replace(column, label=join_texts((find_words(name), trial, when)))
             for row, sample in zip(rows, samples, strict=True):
                 if metric in sample.figures:
-                    row[key] = sample.figures[metric][end]
+                    row[key] = sample.figures[metric][index]
 
 
 # Rankings
@@ -396,12 +416,14 @@ FIGURES = 4
 
 def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) -> Chapter:
     """Return the chapter of a ranking: a table, the criterion and, on full pages, a picture."""
+    # Without a criterion, a metric to rank by, the models keep the order in which they are given.
     title = "The models, in order"
-    keys = 1
+    keys = 1  # columns that name a row: the model
     criterion = []
     if ranking.criterion:
         title = "Which model is the most robust?"
-        keys = 2
+        keys = 2  # the rank and the model
+        # Of each model from the best one, which has none.
         differences = [model.difference for model in ranking.models if model.difference]
         text = (
             f"Ranked by {differences[0].subject}{count_samples(differences)}; rank 1 has the best "
@@ -411,12 +433,12 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
         if ranking.compared > 1:
             text += f", each corrected for {ranking.compared} comparisons"
         criterion.append(Paragraph(f"{text}."))
-    drawn = []
+    pictures = []
     if not short:
-        drawn = draw_ranking(ranking)
+        pictures = draw_ranking(ranking)
     columns, rows = list_models(ranking, reports, FIGURES if short else None)
     tables = tabulate_rows(columns, rows, keys=keys)
-    parts = (*tables, *criterion, *drawn, *blocks.list_notes(ranking.notes))
+    parts = (*tables, *criterion, *pictures, *blocks.list_notes(ranking.notes))
     return Chapter("ranking", title, parts)
 
 
@@ -455,12 +477,15 @@ def list_models(
 
 
 def describe_ranking(ranking: Ranking) -> str:
-    """Say which models are best, behind, or not distinguishable from the best; else nothing."""
+    """Say which models are best, behind the best, or not comparable; empty without a ranking.
+
+    For example: "Best by robust accuracy (linf 4/255): A (64.8%). Behind the best: B (51.6%;
+    difference -18.2 to -8.1 pp, 256 samples)."
+    """
+    # The verdicts that compare each model with the best one; the best one itself has none. In
+    # each of them, the best model is the baseline.
     differences = [model.difference for model in ranking.models if model.difference]
-    criterion = ""
-    if differences:
-        criterion = f" by {differences[0].subject}"
-    pairs = []
+    outcomes = []
     for model in ranking.models:
         details = [model.reason]
         if model.difference is not None:
@@ -468,17 +493,17 @@ def describe_ranking(ranking: Ranking) -> str:
             details = [texts["current"]]
             if texts["limits"]:
                 details.append(f"difference {texts['limits']}, {texts['samples']} samples")
-        elif model.rank:  # the best model: the others with a rank have a difference
+        elif model.rank:  # a rank without a difference: the best model
             details = [differences[0].texts["baseline"]]
-        name = model.model
+        text = model.model
         if any(details):
-            name += f" ({'; '.join(details)})"
-        pairs.append((model.outcome, name))
+            text += f" ({'; '.join(details)})"
+        outcomes.append((model.outcome, text))
     sentences = []
-    for outcome, names in group_values(pairs).items():
+    for outcome, models in group_values(outcomes).items():
         lead = outcome.capitalize()
-        if outcome == "best":
-            lead += criterion
+        if outcome == "best" and differences:
+            lead += f" by {differences[0].subject}"
         if outcome:
-            sentences.append(f"{lead}: {', '.join(names)}.")
+            sentences.append(f"{lead}: {', '.join(models)}.")
     return " ".join(sentences)

@@ -292,13 +292,9 @@ Block = Paragraph | Points | Card | Table | Picture | Gallery | Passage
 
 
 def list_notes(notes: Iterable[Note]) -> list[Block]:
-    """Return notes as a list, each once; no block without notes."""
-    points = []
-    for note in dict.fromkeys(notes):
-        points.append((note.level, note.text, ""))
-    if not points:
-        return []
-    return [Points(points)]
+    """Return a list with one block, `Points` of the distinct notes; empty without notes."""
+    points = [(note.level, note.text, "") for note in dict.fromkeys(notes)]
+    return [Points(points)] if points else []
 
 
 @dataclass(frozen=True)

@@ -108,32 +108,47 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
         reports: the reports.
         shown: notes that the page already shows; the chapters leave these notes out.
     """
-    names = model_labels(reports) if len(reports) > 1 else [""]  # a single report has no name
+    several = len(reports) > 1
+    names = model_labels(reports) if several else [""]  # a single report has no name
     # The sections by measure, then by the name of the report.
     measures: dict[str, dict[str, Section]] = {}
     for name, report in zip(names, reports, strict=True):
         for section in report.sections:
             measures.setdefault(section.measure, {})[name] = section
-    # Reversed, so that the first headline of a measure stays.
+    # The first headline of a measure decides its place: a dict keeps the last one, so the order
+    # is reversed. Parts of a measure (`jacobian.shares`) have the place of the measure.
     places = {measure: headline.place for measure, headline in reversed(list_headlines())}
     order = sorted(measures, key=lambda name: places.get(name.partition(".")[0], LAST))
     for position, measure in enumerate(order):
         sections = measures[measure]
         first = next(iter(sections.values()))
-        if "" in sections:  # a single report
-            parts = show_section(first, shown)
-        else:
+        if several:
             parts = [*show_sections(sections)]
-        # `jacobian.shares`: the share of each head in the sensitivity of the model. If a single
-        # report has exact norms of heads, too, the heat map of the shares is replaced by a pair of
-        # maps on one scale: exact norms and shares. The pair comes after the first other block.
-        if measure == "jacobian.shares" and "" in sections:
-            pair = [*compare_steepness(reports[0].section("bounds"), first)]
-            if pair:
-                others = [part for part in parts if not isinstance(part, blocks.Heatmap)]
-                parts = [*others[:1], *pair, *others[1:]]
+        elif measure == "jacobian.shares":
+            parts = _show_shares(first, reports[0].section("bounds"), shown)
+        else:
+            parts = show_section(first, shown)
         folded = position > 0 and find_display(first).folded  # the first chapter is never folded
         yield Chapter(measure, name_chapter(first), parts, folded)
+
+
+def _show_shares(shares: Section, bounds: Section | None, shown: Sequence[Note]) -> list[Block]:
+    """Return the blocks of a section with the share of each head in the model's sensitivity.
+
+    If the exact norms of the heads are known, too, two maps on one scale (norms and shares)
+    replace the map of the shares. They come after the first block.
+
+    Args:
+        shares: the section `jacobian.shares`.
+        bounds: the section with the exact norms; None if they were not measured.
+        shown: notes to leave out.
+    """
+    parts = show_section(shares, shown)
+    maps = [*compare_steepness(bounds, shares)]
+    if not maps:
+        return parts
+    others = [part for part in parts if not isinstance(part, blocks.Heatmap)]
+    return [*others[:1], *maps, *others[1:]]
 
 
 def _make_brief(report: Report, main: Section) -> Document:
@@ -143,10 +158,10 @@ def _make_brief(report: Report, main: Section) -> Document:
         report: the report.
         main: the section of the measure. All other sections are parts of this measure.
     """
-    first = []
+    partial = []
     gaps = opening.describe_gaps(report)
     if gaps:
-        first.append(Paragraph(f"Partial: {gaps}", "broken"))
+        partial.append(Paragraph(f"Partial: {gaps}", "broken"))
     chapters: list[Chapter] = []
     for section in report.sections:
         if section is main or find_display(section).brief:
@@ -154,7 +169,8 @@ def _make_brief(report: Report, main: Section) -> Document:
             if chapters and tables:
                 chapters.append(Chapter(section.measure, name_chapter(section), tables))
             elif tables:
-                chapters.append(Chapter("", "", (*first, *tables)))
+                # The first chapter: the title of the page is its heading.
+                chapters.append(Chapter("", "", (*partial, *tables)))
     data = report.run.data
     title = f"{name_chapter(main)} {report.run.label} on {data.samples} samples of {data.spec}"
     notes = blocks.list_notes(summary.list_warnings(report))
@@ -250,7 +266,10 @@ def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chap
 
 
 def list_warnings(reports: Sequence[Report]) -> list[Note]:
-    """Return the warnings of several reports, each once; a lead names the reports, if not all."""
+    """Return the warnings of several reports, each once.
+
+    A warning that only some reports have begins with the names of these reports.
+    """
     owners: dict[Note, list[str]] = {}
     for name, report in zip(model_labels(reports), reports, strict=True):
         for note in summary.list_warnings(report):
@@ -291,23 +310,27 @@ class SampleColumn:
     values: Mapping[str, Any]
 
     def describe(self, sample: str) -> Cells:
-        """Return the table row of a sample: its value, the value over all samples, its rank."""
+        """Return the table row of a sample: its value, the value over all samples, its rank.
+
+        Over all samples, yes-or-no values have a share and measured values a median. The rank is
+        such as "3 of 64", where 1 is the worst sample.
+        """
         kind, trial = parse_column(self.name)  # `robust` and the attack of `robust@pgd,linf,0.1`
         value = self.values[sample]
         column = self.column
         # A sample that occurs several times in the data counts once, as in the gate.
         known = finite(v for name, v in self.values.items() if not is_repeat(name))
-        shown = cells.format_value(value, column)
+        text = cells.format_value(value, column)
         typical = ""
         rank = ""
-        if kind in FLAGS:
+        if kind in FLAGS:  # yes-or-no values, stored as 1 and 0
             if value is not None:
-                shown = cells.format_value(bool(value), column)
+                text = cells.format_value(bool(value), column)
             typical = _describe_flags(kind, known)
-        elif self.name in CLASSES:
+        elif self.name in CLASSES:  # the number of a class
             name = self.section.classes.get(value, "") if isinstance(value, int) else ""
-            if name not in ("", shown):
-                shown += f" ({name})"
+            if name not in ("", text):
+                text += f" ({name})"
         elif column.format not in cells.UNMEASURED:
             typical = cells.format_value(middle(known), column)
         if column.better and kind not in FLAGS and finite([value]):
@@ -318,7 +341,7 @@ class SampleColumn:
         label = cells.write_math(column.label)
         if trial:
             label += f", {trial}"
-        return {"figure": label, "value": shown, "all": typical, "from the worst": rank}
+        return {"figure": label, "value": text, "all": typical, "from the worst": rank}
 
 
 def _describe_flags(kind: str, known: Sequence[float]) -> str:
@@ -355,40 +378,40 @@ def choose_sample(report: Report, text: str) -> str:
         InputError: the report has no samples.
         UsageError: no sample has this name, or several have.
     """
-    every = list_known(report)
+    ids = list_sample_ids(report)
     places = report.places
-    named = _find_named(every, places, text)
-    if len(named) == 1:
-        return named[0]
-    if not named:
-        names = [*(i[:CHARACTERS] for i in every), *places.values()]
+    matches = _match_samples(ids, places, text)
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
+        names = [*(i[:CHARACTERS] for i in ids), *places.values()]
         advice = "`lipaudit inspect REPORT` lists the worst samples with their places."
         raise UsageError(f"the report has no sample {text!r}", suggestion(text, names, advice))
-    some = [name_sample(sample, places) for sample in named[:MOST]]
-    raise UsageError(f"{text!r} is {len(named)} samples", f"There are: {'; '.join(some)}.")
+    some = [name_sample(sample, places) for sample in matches[:MOST]]
+    raise UsageError(f"{text!r} is {len(matches)} samples", f"There are: {'; '.join(some)}.")
 
 
-def _find_named(every: Sequence[str], places: Mapping[str, str], text: str) -> list[str]:
+def _match_samples(ids: Sequence[str], places: Mapping[str, str], text: str) -> list[str]:
     """Return the ids of the samples that a text names.
 
     The text is read as an id, then as a place in the data, then as the first characters of ids.
-    The last word of a place is enough: 7 for "index 7", 7.png for "cat/7.png". `every` has the
+    The last word of a place is enough: 7 for "index 7", 7.png for "cat/7.png". `ids` has the
     ids of all samples, `places` the place in the data for each id.
     """
-    if text in every:
+    if text in ids:
         return [text]
-    placed = []
-    for sample in every:
+    matches = []
+    for sample in ids:
         place = places.get(sample, "")
         # Without remarks after a comma; folders become words.
         words = place.partition(",")[0].replace("/", " ")
-        last = words.rpartition(" ")[2]
-        if text in (place, last):
-            placed.append(sample)
-    return placed or [sample for sample in every if sample.startswith(text)]
+        last_word = words.rpartition(" ")[2]
+        if text in (place, last_word):
+            matches.append(sample)
+    return matches or [sample for sample in ids if sample.startswith(text)]
 
 
-def list_known(report: Report) -> list[str]:
+def list_sample_ids(report: Report) -> list[str]:
     """Return the ids of all samples that were measured or have a place.
 
     Raises:
@@ -415,7 +438,7 @@ def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
 
 
 def _show_examples(report: Report, names: Sequence[str]) -> Iterator[Block]:
-    """Yield the samples before and after an attack, those with a stored example."""
+    """Yield a gallery of samples before and after an attack: of these ids, those with examples."""
     attack = report.section("attack")
     examples = attack.examples if attack else {}
     items = []
@@ -423,6 +446,7 @@ def _show_examples(report: Report, names: Sequence[str]) -> Iterator[Block]:
         if name in examples:
             items.append(show_example(name_sample(name, report.places), examples[name]))
     if items:
+        # Formats without pictures print where the pictures are.
         text = DRAWN if any(item.pictures for item in items) else ""
         yield blocks.Gallery(text, items)
 
@@ -435,6 +459,7 @@ def _shade_texts(report: Report, names: Sequence[str]) -> Iterator[Block]:
     several = len(names) > 1
     for number, name in enumerate(shaded):
         gradient = gradients[name]
+        # `of`: the gradient of the margin, or the direction in which the output changes most.
         column = cells.HEADINGS[SHADES[gradient.of]]
         if several and number == 0:
             yield Paragraph(f"Their tokens with the largest {column.label}:")
@@ -483,18 +508,17 @@ def show_worst(report: Report) -> tuple[Block, ...]:
     names = find_worst(report)
     balls = find_broken(report)  # for each sample, the balls in which an attack succeeded
     rows = list_names(names, describe_places(report))
-    shown = {section.measure: find_display(section) for section in report.sections}
-    figures = {}
     columns = cells.pick_columns("sample", "place", "broken")
+    # The per-sample figures that a measure declares for the table of the worst samples.
+    figures = {}
     for figure in list_columns(report):
-        measure = figure.section.measure
-        if figure.name in shown[measure].worst:
-            key = f"{measure}.{figure.name}"
+        if figure.name in find_display(figure.section).worst:
+            key = f"{figure.section.measure}.{figure.name}"
             figures[key] = figure
             columns[key] = figure.column
     for row, name in zip(rows, names, strict=True):
+        # The smallest ball of each norm: a dict keeps the last ball, so large radii come first.
         broken = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
-        # The largest radii come first, so the last entry of each norm remains.
         smallest = {ball.norm: ball.ball for ball in broken}
         row["broken"] = ", ".join(smallest.values()) or cells.MISSING
         for key, figure in figures.items():
@@ -514,7 +538,7 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
     facts = {}
     if sample is None:
         what = "samples"
-        count = len(list_known(report))
+        count = len(list_sample_ids(report))
         more = f"For one of the {count}, use lipaudit inspect {name} SAMPLE (its id or place)."
         parts = (*show_worst(report), Paragraph(more))
         chapters = [Chapter("worst-samples", "Which samples are the least robust?", parts)]
@@ -537,6 +561,7 @@ def _list_sample_chapters(report: Report, sample: str) -> Iterator[Chapter]:
     """Yield the figures of a sample, in a chapter for each section, then its pictures."""
     for section in report.sections:
         figures = [f for f in list_columns(report) if f.section is section]
+        # Without figures that the section has not for this sample, and without empty texts.
         rows = [f.describe(sample) for f in figures if f.values.get(sample, "") != ""]
         if rows:
             tables = tabulate_rows(OF_SAMPLE, rows) + list_carriers(section, sample)

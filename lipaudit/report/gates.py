@@ -63,15 +63,16 @@ def write_verdicts(judgement: Judgement) -> list[str]:
     lines += (f"! warning: {text}" for text in judgement.warnings)
 
     def rank(group: RuleVerdicts) -> int:
-        # The sort key of a rule: the rank of its most severe listed verdict.
-        return min((rank_verdict(judgement, verdict) for verdict in group[1]), default=2)
+        # The sort key of a rule: 0 if it fails, 1 if it is not proven, 2 if it passes.
+        _, listed, _ = group
+        return min((rank_verdict(judgement, verdict) for verdict in listed), default=2)
 
-    # Rules that fail come first, then rules without a proven answer, then rules that pass.
+    # For each rule, verdicts to list one by one, and verdicts that pass, which are only counted.
     for rule, listed, passed in sorted(_group_verdicts(judgement), key=rank):
         for verdict in listed[:MOST]:
             mark = _choose_mark(judgement, verdict)
             lines.append(f"{mark} {verdict.line}")
-        # The verdicts beyond MOST are not written line by line, but counted by status.
+        # Beyond MOST verdicts, the log counts the listed verdicts, too. The table has them all.
         cut = {verdict.status for verdict in listed[MOST:]}
         counts = Counter(verdict.status for verdict in listed[MOST:] + passed)
         more = "more " if listed else ""
@@ -96,13 +97,14 @@ def rank_verdict(judgement: Judgement, verdict: Verdict) -> int:
 def make_judgement_page(
     judgement: Judgement, reports: Sequence[Report] = (), files: Sequence[str] = ()
 ) -> Document:
-    """Return the page of a judgement: the answer, a table of verdicts, the remarks.
+    """Return the page of a judgement of the gate: the answer, next steps and the verdicts.
 
     Args:
         judgement: the judgement.
         reports: the reports of the baseline and of the current model; empty if unknown.
-        files: their files, for commands; empty if unknown.
+        files: the files of these reports, for commands; empty if unknown.
     """
+    # How the gate ended, how many figures are undecided, and the tone (colour) of the answer.
     ending = "passed"
     undecided = ""
     tone: Tone = "kept"
@@ -118,32 +120,31 @@ def make_judgement_page(
         tone = "open"
     # The answer begins with `ending`, so the reason must not begin with the same words.
     reason = write_arrows(judgement.reason).removeprefix("not proven: ").removeprefix("pass: ")
-    text = f"{ending.upper()} (exit code {judgement.exit_code}){undecided}: {reason}."
+    answer = f"{ending.upper()} (exit code {judgement.exit_code}){undecided}: {reason}."
     if judgement.outcome != "pass":
-        text += f" Verdicts: {judgement.counts}."
-    sure = f"{100 * (1 - judgement.alpha):.4g}%"
+        answer += f" Verdicts: {judgement.counts}."
+    confidence = f"{100 * (1 - judgement.alpha):.4g}%"
     facts = (
         ("current", judgement.current),
         ("baseline", f"{judgement.baseline} ({judgement.baseline_file})".removesuffix(" ()")),
-        ("confidence", sure),
+        ("confidence", confidence),
     )
-    answer = Paragraph(text, tone)
     warnings = [Note.warn("differs", warning) for warning in judgement.warnings]
-    text = (
-        f"Verdicts: {sure} confidence over all rules together. Limits: {sure} confidence for each "
-        f"figure alone{count_samples(judgement.verdicts)}."
+    explanation = (
+        f"Verdicts: {confidence} confidence over all rules together. Limits: {confidence} "
+        f"confidence for each figure alone{count_samples(judgement.verdicts)}."
     )
     if judgement.strict:
-        text += " Rules that are not proven fail (--strict)."
+        explanation += " Rules that are not proven fail (--strict)."
     return Document(
         f"lipaudit gate {ending}{undecided}: {judgement.current} against {judgement.baseline}",
         (
-            open_page(answer, "", facts, warnings),
+            open_page(Paragraph(answer, tone), "", facts, warnings),
             *list_steps(suggest_after_judgement(judgement, reports, files)),
             Chapter(
                 "verdicts",
                 "What is the verdict on each rule?",
-                [*_show_verdicts(judgement), Paragraph(text)],
+                [*_show_verdicts(judgement), Paragraph(explanation)],
             ),
         ),
     )
@@ -166,27 +167,27 @@ def _group_verdicts(judgement: Judgement) -> Iterator[RuleVerdicts]:
             else:
                 listed.append(verdict)
         if len(listed) > ALONE:
-            listed.sort(key=partial(_rank_excess, judgement))
+            listed.sort(key=partial(_put_worst_first, judgement))
         yield rule, listed, passed
 
 
-def _rank_excess(judgement: Judgement, verdict: Verdict) -> tuple[bool, float]:
-    """Return a sort key for the verdicts of a rule: failing verdicts first, then the worst value.
+def _put_worst_first(judgement: Judgement, verdict: Verdict) -> tuple[bool, float]:
+    """Return the sort key that puts failing verdicts of a rule first, then the worst values.
 
-    For an upper limit (<=) the largest value is the worst; for a lower limit (>=) the smallest.
+    Under an upper limit (`<=`), the largest value is the worst; under a lower limit (`>=`), the
+    smallest. A figure that cannot be compared (its verdict has a reason) comes before all values.
     """
     value = read_change(verdict)
-    if value is None:
+    if value is None:  # the limit is on the figure itself, not on its change
         value = verdict.new
-    excess = math.inf  # a figure that cannot be compared comes before every value
+    badness = math.inf
     if value is not None and not verdict.reason:
-        excess = value
-        if ">=" in verdict.rule:
-            excess = -value
-    return not judgement.fails(verdict), -excess
+        badness = -value if ">=" in verdict.rule else value
+    return not judgement.fails(verdict), -badness
 
 
 def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
+    """Return the mark in front of a verdict: ✗ if it fails, ✓ if it is proven, else · = or ~."""
     if judgement.fails(verdict):
         return "✗"
     if verdict.status == "pass" and verdict.proven:  # an absolute limit needs no proof
@@ -195,14 +196,15 @@ def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
 
 
 def _show_verdicts(judgement: Judgement) -> list[Block]:
-    """Return a picture, a table of all verdicts, and remarks."""
+    """Return a picture of the changes, a table of all verdicts (the worst first), and remarks."""
+    # For each rule, verdicts to list one by one, and verdicts that pass, to sum up in one row.
     groups = [*_group_verdicts(judgement)]
     verdicts = []
     for _, listed, _ in groups:
         verdicts += listed
     verdicts.sort(key=lambda v: (rank_verdict(judgement, v), GRAVEST.index(v.status)))
     rows = list[Cells]()
-    notes = []
+    notes = []  # (kind, text, command), as in `Points`; none has a command
     for verdict in verdicts:
         row = read_verdict(verdict)
         row["verdict"] = f"{_choose_mark(judgement, verdict)} {verdict.status}"
@@ -217,14 +219,14 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
                 "rule": rule,
                 "figure": f"{len(names)} rows: {few(names, MOST)}",
             }
-            rows.append(dict.fromkeys(TEXTS, "") | summed)
-    found: list[Block] = [*draw_changes(((v.subject, v) for v in verdicts), words=IN_GATE)]
-    if found:
-        found.insert(0, Paragraph(OF_PAIRED))
-    found += tabulate_rows(VERDICTS, rows)
+            rows.append(dict.fromkeys(TEXTS, "") | summed)  # all other cells are blank
+    parts: list[Block] = [*draw_changes(((v.subject, v) for v in verdicts), words=IN_GATE)]
+    if parts:
+        parts.insert(0, Paragraph(OF_PAIRED))
+    parts += tabulate_rows(VERDICTS, rows)
     notes += [("note", text, "") for text in judgement.notes]
     if judgement.predictions is not None:
         notes.insert(0, ("predictions", write_movement(judgement.predictions), ""))
     if notes:
-        found.append(Points(notes))
-    return found
+        parts.append(Points(notes))
+    return parts

@@ -49,8 +49,8 @@ def show_groups(report: Report) -> list[Table]:
 
     Without groups there are no tables.
     """
-    found = []
-    for figures in list_group_figures(report):
+    tables = []
+    for figures in list_group_figures(report):  # one figure of all groups, the worst group first
         first = figures[0]
         column = find_column(first.metric)
         if first.metric.endswith(":mean"):  # the mean of yes-or-no values (1 and 0) is a share
@@ -68,15 +68,15 @@ def show_groups(report: Report) -> list[Table]:
         title = f"{first.metric} {first.name}".rstrip()
         if len(figures) > MOST:
             title = f"{title} (the worst {MOST} of {len(figures)})"
-        found += tabulate_rows(GROUPS, rows, title)
-    return found
+        tables += tabulate_rows(GROUPS, rows, title)
+    return tables
 
 
 # Two reports
 
 
 def count_part(shown: Sequence[object], all_of_them: Sequence[object]) -> str:
-    """Return for a title how many of all rows are shown: " (10 of 32)"; empty if all are shown."""
+    """Return the end of a title, " (10 of 32)", if only some rows are shown; else empty."""
     if len(shown) == len(all_of_them):
         return ""
     return f" ({len(shown)} of {len(all_of_them)})"
@@ -89,21 +89,20 @@ def show_group_changes(pair: Pair, most: int) -> list[Table]:
         pair: the comparison of two models.
         most: largest number of groups in a table.
     """
-    found = []
+    tables = []
     figures = group_values(((v.metric, v.name), v) for v in list_distinct(pair.groups))
-    for verdicts in figures.values():
+    for verdicts in figures.values():  # of one figure: a verdict for each group
         rows = []
-        proven = set()
+        proven = set()  # indices of rows: they are printed in bold
         for i, verdict in enumerate(verdicts[:most]):
-            row = read_verdict(verdict)
-            rows.append(row)
+            rows.append(read_verdict(verdict))
             if verdict.p_adjusted is not None and verdict.p_adjusted <= ALPHA:
                 proven.add(i)
-        # The figure over all samples has the name without a group.
-        whole = verdicts[0].model_copy(update={"group": ""})
-        title = whole.subject + count_part(rows, verdicts)
-        found += tabulate_rows(GROUP_CHANGES, rows, title, strong=proven)
-    return found
+        # The title names the figure, without the group of the first verdict.
+        without_group = verdicts[0].model_copy(update={"group": ""})
+        title = without_group.subject + count_part(rows, verdicts)
+        tables += tabulate_rows(GROUP_CHANGES, rows, title, strong=proven)
+    return tables
 
 
 MOVES = read_words()["moves"]
@@ -111,21 +110,29 @@ MOVES = read_words()["moves"]
 
 
 def _list_moves(movement: Movement) -> Iterator[tuple[str, Proportion]]:
-    """Yield each kind of move in words, and how many predictions made it, if known."""
+    """Yield each kind of move in words, such as `right to wrong`, and the share of predictions.
+
+    Kinds whose share is unknown are left out: without labels, no prediction is right or wrong.
+    """
     for name, words in MOVES.items():
-        part: Proportion | None = getattr(movement, name)
-        if part is not None:
-            yield words, part
+        proportion: Proportion | None = getattr(movement, name)
+        if proportion is not None:
+            yield words, proportion
 
 
 def show_movement(movement: Movement | None) -> list[Block]:
-    """Show how many predictions became wrong, became right or stayed equal, with limits."""
+    """Show how many predictions became wrong, became right or stayed equal, with 95% limits."""
     if movement is None:  # a report has no predictions
         return []
     rows = []
-    for words, part in _list_moves(movement):
-        cells = (words, part.count, f"{part.share:.1%}", f"{part.low:.1%} to {part.high:.1%}")
-        rows.append(dict(zip(MOVEMENT, cells, strict=True)))
+    for words, moved in _list_moves(movement):
+        row = {
+            "predictions": words,
+            "samples": moved.count,
+            "share": f"{moved.share:.1%}",
+            "95% limits": f"{moved.low:.1%} to {moved.high:.1%}",
+        }
+        rows.append(row)
     return [*tabulate_rows(MOVEMENT, rows), Paragraph(_describe_divergence(movement))]
 
 
@@ -140,13 +147,16 @@ def _describe_divergence(movement: Movement) -> str:
 
 
 def write_movement(movement: Movement) -> str:
-    """Write in a line how the predictions moved."""
+    """Write in one line how many predictions of two models are equal, and how the others moved.
+
+    For example: "90.6% of 64 predictions are equal (81.0 to 95.6%); right to wrong 6".
+    """
     equal = movement.equal
     text = f"{equal.share:.1%} of {movement.samples} predictions are equal"
     text += f" ({equal.low:.1%} to {equal.high:.1%})"
-    _, *moved = _list_moves(movement)  # without the first: the same prediction
-    if moved:
-        text += f"; {', '.join(f'{words} {part.count}' for words, part in moved)}"
+    _, *moves = _list_moves(movement)  # the first are the equal predictions
+    if moves:
+        text += f"; {', '.join(f'{words} {moved.count}' for words, moved in moves)}"
     if movement.kl is not None:
         text += f"; mean KL {movement.kl:.3g} nats"
     return text

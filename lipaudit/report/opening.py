@@ -82,16 +82,16 @@ def format_setting(value: Any) -> str:
 
 def describe_gaps(report: Report) -> str:
     """Describe what is missing from a report; empty if it is complete."""
-    lacks = []
+    gaps = []
     if report.failures:
         failed = "; ".join(f"{name} failed: {f.reason}" for name, f in report.failures.items())
-        lacks.append(f"{failed}. The other measures are complete.")
+        gaps.append(f"{failed}. The other measures are complete.")
     if report.unmeasured:
-        left = ", ".join(f"{name} ({count})" for name, count in report.unmeasured.items())
-        lacks.append(f"the time limit ended the run before some samples were finished: {left}.")
+        counts = ", ".join(f"{name} ({count})" for name, count in report.unmeasured.items())
+        gaps.append(f"the time limit ended the run before some samples were finished: {counts}.")
     elif report.status != "complete" and not report.failures:
-        lacks.append("the run was cut short.")
-    return " ".join(lacks)
+        gaps.append("the run was cut short.")
+    return " ".join(gaps)
 
 
 def list_top_notes(report: Report) -> list[Note]:
@@ -100,8 +100,11 @@ def list_top_notes(report: Report) -> list[Note]:
 
 
 def list_common_notes(report: Report) -> list[Note]:
-    """Return the notes that all of several measures share, without warnings."""
-    if len(report.main_sections) < 2:  # the chapter of the single measure has its notes
+    """Return the notes that all measures of a report share, without warnings.
+
+    A report of a single measure has none: the chapter of the measure shows its notes.
+    """
+    if len(report.main_sections) < 2:
         return []
     return [note for note in list_shared_notes(report) if note.level != "warning"]
 
@@ -131,8 +134,8 @@ def show_scorecard(summary: Section) -> list[Chapter]:
         return []
     columns = [describe_figure(row) for row in summary.rows]
     marks, notes = cells.list_footnotes(columns)
-    # The meaning of a figure is more than that of its column.
-    known = {each.name: each.meaning for _, each in list_headlines() if each.meaning}
+    # A headline explains its figure; without a headline, the column of the figure does.
+    explained = {each.name: each.meaning for _, each in list_headlines() if each.meaning}
     norms = cells.read_words()["words"]["Norms of attacks"]
     rows = []
     meanings = []
@@ -140,7 +143,7 @@ def show_scorecard(summary: Section) -> list[Chapter]:
         label = cells.write_math(row.figure) + mark
         figure = cells.format_value(row.value, column)
         rows.append((label, figure, cells.write_math(row.text)))
-        meaning = known.get(row.name) or row.meaning
+        meaning = explained.get(row.name) or row.meaning
         if row.norm in norms:
             meaning += f" {row.norm}: {norms[row.norm]}"
         meanings.append(cells.write_math(meaning))
@@ -160,33 +163,42 @@ STEEPEST = "steepest_head"
 
 
 def write_answer(summary: Section) -> Paragraph | None:
-    """Answer in a few sentences how robust a model is; without attacks, how steep it is."""
+    """Return the answer of a page: a sentence for each main figure of a report, and a tone.
+
+    The sentences say how robust the model is; without attacks, how large its norms are. The tone,
+    the colour on a page, says whether the answer is bad ("broken"), good ("kept"), undecided
+    ("open") or none of these ("answer").
+
+    Args:
+        summary: the main figures; a figure has a row for each ball, the largest ball last.
+    """
     figures = group_values((row.name, row) for row in summary.rows)
     clean = figures.get(CLEAN, [])
     attacked = figures.get(ATTACKED, [])
     broken = _find_broken(summary)
-    texts = []
+    sentences = []
     at_chance = CHANCE in {note.code for note in summary.notes}
     if at_chance:
-        texts.append(NO_BASELINE[CHANCE])
+        sentences.append(NO_BASELINE[CHANCE])
+    # If attacks ran, their result is the answer, and norms get no sentence.
+    omitted = (NORM, STEEPEST) if attacked else ()
     for name, rows in figures.items():
         worded = [row for row in rows if row.sentence]
         if name == ATTACKED:
-            texts.append(_describe_attacked(clean, attacked, broken))
-        # Norms are the answer only where no attack has measured what they mean.
-        elif worded and not (name in (NORM, STEEPEST) and attacked):
-            # A figure may have a row for each ball; the last row is of the largest ball. Prefer
-            # the largest ball with a positive figure.
+            sentences.append(_describe_attacked(clean, attacked, broken))
+        elif worded and name not in omitted:
+            # The largest ball in which the figure is positive, else the largest ball.
             positive = [row for row in worded if order(row.value) > 0]
-            texts.append((positive or worded)[-1].sentence)
-    if not texts:
+            sentences.append((positive or worded)[-1].sentence)
+    if not sentences:
         return None
-    text = " ".join(texts)
+    text = " ".join(sentences)
     if broken or at_chance:
         return Paragraph(text, "broken")
     certified = figures.get(CERTIFIED, [])
+    # Every correct sample is proven to be robust, even in the largest ball.
     if clean and certified and certified[-1].value >= clean[0].value > 0:
-        return Paragraph(text, "kept")  # every correct sample is proven to be robust
+        return Paragraph(text, "kept")
     return Paragraph(text, "open" if attacked else "answer")
 
 
@@ -308,9 +320,9 @@ def list_obstacles(report: Report) -> dict[str, str]:
 
 
 def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, str]]:
-    """Yield what to do next, the most urgent step first, as points of a list.
+    """Yield what to do next, the most urgent step first: ("", sentence, command).
 
-    A point is a triple as in `blocks.Points`: a mark, here always empty, a sentence and a command.
+    The triples are points of a list (`blocks.Points`), whose mark, the first text, is empty here.
 
     Args:
         report: the report.
@@ -325,6 +337,7 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
     obstacles = list_obstacles(report)
     if not obstacles:
         yield from _suggest_more(report, summary)
+    # Each step is a sentence and the words of a command behind `lipaudit`.
     steps = [
         *_suggest_measurement(report, summary, obstacles),
         *_suggest_samples(report),
@@ -333,8 +346,8 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
     # Whether the gate has a default rule for a figure of this report, as for robust accuracy.
     has_rule = any(headline.rule and report.section(name) for name, headline in list_headlines())
     if report.status == "complete" and has_rule and not obstacles:
-        file, save = _find_saved(command)
-        text = f"Make CI fail if the next checkpoint is worse{save}."
+        file, remark = _choose_file(command)
+        text = f"Make CI fail if the next checkpoint is worse{remark}."
         # The gate reads the options of the run from the baseline.
         steps.append((text, ("gate", report.run.model.spec, "--baseline", file)))
     for text, words in steps:
@@ -348,13 +361,16 @@ _Step = tuple[str, Sequence[str]]
 def _suggest_measurement(
     report: Report, summary: Section, obstacles: Mapping[str, str]
 ) -> Iterator[_Step]:
-    """Yield the step to a report that says more: trained weights, real data, or attacks.
+    """Yield the most useful next measurement: a sentence, and the words of a command.
+
+    A report on random weights or data needs real ones; an accuracy at chance needs a check of the
+    labels; any other report needs attacks if none ran.
 
     Args:
         report: the report.
         summary: the main figures of the report.
-        obstacles: advice by reason: random weights or data (NOISE), or an accuracy at chance
-            (CHANCE).
+        obstacles: advice by the code of a warning: random weights or data (the codes in NOISE), or
+            an accuracy at chance (CHANCE).
     """
     model = _spell_model(report)
     noise = [advice for code, advice in obstacles.items() if code in NOISE]
@@ -367,27 +383,36 @@ def _suggest_measurement(
 
 
 def _suggest_samples(report: Report) -> Iterator[_Step]:
-    """Yield the step to look at the worst samples, if the report has figures of samples."""
-    file, save = _find_saved(report.run.command)
-    for sample in find_worst(report)[:1]:
-        first = name_sample(sample, describe_places(report))
-        text = f"Look at the worst samples, first {first}{save}."
+    """Yield the step to look at the worst sample, if the report has figures of samples.
+
+    A step is a sentence, and the words of a command behind `lipaudit`.
+    """
+    file, remark = _choose_file(report.run.command)
+    for sample in find_worst(report)[:1]:  # empty without figures of samples
+        name = name_sample(sample, describe_places(report))
+        text = f"Look at the worst samples, first {name}{remark}."
         yield text, ("inspect", file, sample[:CHARACTERS])
 
 
-def _find_saved(command: str) -> tuple[str, str]:
-    """Return the file of a report, and for a sentence how to save it if it was not saved."""
-    saved = find_file(command)
-    # An audit saves its report in any case, and Python has no such option.
-    if saved is None and not re.match(r"lipaudit( audit|\.)", command):
+def _choose_file(command: str) -> tuple[str, str]:
+    """Return the file of a report for a suggested command, and a remark on how to save the report.
+
+    The remark is empty if the command of the report saved it.
+    """
+    file = find_file(command)
+    # `lipaudit audit` always saves its report; calls from Python (`lipaudit.`) have no option -o.
+    if file is None and not re.match(r"lipaudit( audit|\.)", command):
         return FILE, f" (-o {FILE} saves the report)"
-    return saved or FILE, ""
+    return file or FILE, ""
 
 
 def _suggest_radii(report: Report, summary: Section) -> Iterator[_Step]:
-    """Yield the step to attack with more radii, if attacks broke the model in a ball."""
-    for row in _find_broken(summary)[:1]:
-        if row.norm not in WHOLE:  # in WHOLE, changes are counted: there are few radii to try
+    """Yield the step to attack with nine radii from 0 to a radius at which attacks succeeded.
+
+    A step is a sentence, and the words of a command behind `lipaudit`.
+    """
+    for row in _find_broken(summary)[:1]:  # the first ball in which the model is not robust
+        if row.norm not in WHOLE:  # norms in WHOLE count words or tokens: they have few radii
             model_and_data = (*_spell_model(report), *_spell_data(report))
             radii = ("--norm", row.norm, "--eps", f"0:{row.radius}:9")
             words = ("attack", *model_and_data, "--attack", "pgd", *radii)
@@ -395,37 +420,44 @@ def _suggest_radii(report: Report, summary: Section) -> Iterator[_Step]:
 
 
 def _suggest_more(report: Report, summary: Section) -> Iterator[tuple[str, str, str]]:
-    """Yield the step to take more samples, if the report has few: limits of an accuracy are wide.
+    """Yield the step to measure more samples, if an accuracy has few: ("", sentence, command).
 
-    Only commands that choose samples themselves can be repeated with more (MEASURES).
+    The command repeats that of the report. This works only for commands that choose samples
+    themselves (MEASURES), unlike `gate` and `compare`.
     """
     command = report.run.command
     clean = find_figures(summary, CLEAN)
     if not clean or clean[0].samples >= FEW or not MEASURES.match(command):
         return
+    # The widths of the 95% limits with the present and with the suggested number of samples.
     widths = []
     for count in (clean[0].samples, ENOUGH):
         low, high = wilson(count / 2, count)  # limits are widest at an accuracy of 50%
         widths.append(f"{100 * (high - low):.0f} points apart with {count} samples")
     text = f"Measure more samples: 95% limits of an accuracy are up to {', '.join(widths)}."
     command = re.sub(r" (-n|--samples)[ =]*\d+", "", command)
+    # The data had fewer samples than the command asked for.
     if any(note.code == "fewer-samples" for note in list_shared_notes(report)):
         command = re.sub(r" --data[ =]\S+", " --data LARGER", command)
     yield "", text, f"{command} -n {ENOUGH}"
 
 
 def _suggest_attack(report: Report, summary: Section) -> Iterator[_Step]:
-    """Yield the step to run an attack, if the norm of the logits was measured without attacks."""
+    """Yield the step to run an attack: a sentence, and the words of a command behind `lipaudit`.
+
+    There is no such step if an attack ran, or if the Jacobian of the logits was not measured.
+    """
     jacobian = report.section("jacobian")
     if jacobian is None or not find_figures(summary, NORM) or report.section("attack"):
         return
     row = next(row for row in jacobian.rows if not row.module)  # of the whole model
     if row.to != "logits":
         return
+    # An attack needs labels. Data without a clean accuracy have none.
     data = ["--data", "LABELLED"]
     if find_figures(summary, CLEAN):
         data = _spell_data(report)
-    radius = SMALL_BALL.get(row.from_, "0.1")
+    radius = SMALL_BALL.get(row.from_, "0.1")  # by the input of the Jacobian: pixels, embeddings
     words = ("attack", *_spell_model(report), *data, "--eps", radius)
     yield "See what attacks achieve: no attack was run.", words
 

@@ -25,29 +25,30 @@ def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> list[C
         chapters: the chapters.
         models: labels of the models, if the page shows several.
     """
-    known = list(chapters)
+    chapters = list(chapters)
     # The maps of layers and heads by their unit. Square maps (of attention) each keep their scale.
     maps: dict[str, list[Heatmap]] = {}
-    for block in chain.from_iterable(chapter.blocks for chapter in known):
+    for block in chain.from_iterable(chapter.blocks for chapter in chapters):
         if isinstance(block, Heatmap) and not block.square:
             maps.setdefault(_name_unit(block), []).append(block)
     scales = {unit: _pool_scale(group) for unit, group in maps.items()}
-    places = {name: place for place, name in enumerate(models)}
-    found = []
-    for chapter in known:
-        changed = [_colour_block(block, scales, places) for block in chapter.blocks]
-        found.append(replace(chapter, blocks=changed))
-    return found
+    places = {name: place for place, name in enumerate(models)}  # indices of colours
+    result = []
+    for chapter in chapters:
+        coloured = [_colour_block(block, scales, places) for block in chapter.blocks]
+        result.append(replace(chapter, blocks=coloured))
+    return result
 
 
 def _name_unit(block: Heatmap) -> str:
-    """Return the name of the group of maps that share a scale of colours with this map.
+    """Return a key for the scale of a map: maps with equal keys share a scale of colours.
 
-    All maps of shares have one scale, all maps of changes in the same unit, and all maps of the
-    same figure.
+    These are all maps of shares, all maps of changes in the same unit, and all maps of the same
+    figure.
     """
     column = block.column
-    if block.centre is not None:
+    if block.centre is not None:  # a map of changes
+        # A column without a unit has a format that tells units apart: `+.1%` or `+.3g`.
         return f"change in {column.unit or column.format[-1]}"
     if column.format.endswith("%"):
         return "share"
@@ -56,12 +57,13 @@ def _name_unit(block: Heatmap) -> str:
 
 def _pool_scale(group: Sequence[Heatmap]) -> Scale:
     """Return one scale of colours for the values of several maps; shares begin at 0."""
+    # The scale of one map with the rows of all maps.
     rows = chain.from_iterable(block.values for block in group)
     scale = compute_scale(replace(group[0], values=[*rows], scale=None))
     # Some maps had a scale before, which must fit into the new one.
-    known = [scale, *(block.scale for block in group if block.scale is not None)]
-    low = min(each.low for each in known)
-    high = max(each.high for each in known)
+    scales = [scale, *(block.scale for block in group if block.scale is not None)]
+    low = min(each.low for each in scales)
+    high = max(each.high for each in scales)
     if _name_unit(group[0]) == "share":
         low = min(low, 0.0)
     return Scale(low, high, scale.log)
@@ -78,9 +80,8 @@ def _colour_block(block: Block, scales: Mapping[str, Scale], places: Mapping[str
     if isinstance(block, Heatmap) and not block.square:
         return replace(block, scale=scales[_name_unit(block)])
     if isinstance(block, Histogram):
-        return replace(
-            block, colours={name: places[name] for name in places if name in block.values}
-        )
+        colours = {name: place for name, place in places.items() if name in block.values}
+        return replace(block, colours=colours)
     if isinstance(block, Curve):
         return replace(block, series=[_colour_series(each, places) for each in block.series])
     return block

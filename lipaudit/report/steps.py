@@ -42,36 +42,39 @@ class Suggestion(NamedTuple):
 def suggest_after_comparison(
     pair: Pair, reports: Mapping[str, Report], files: Mapping[str, str]
 ) -> Iterator[Suggestion]:
-    """Yield what to do after a comparison.
+    """Yield what to do after a comparison of two models.
+
+    The steps are to measure more samples if a change is not proven, to look at a sample that got
+    worse, and to use the gate.
 
     Args:
         pair: the comparison of two models.
         reports: the reports by the names of the models.
-        files: the files of the reports, likewise; empty if unknown.
+        files: the files of the reports by the names of the models; empty if unknown.
     """
-    leading = find_leading(pair.verdicts)
-    open_ones = [
+    leading = find_leading(pair.verdicts)  # on the main figure, such as robust accuracy
+    unproven = [
         verdict
         for verdict in list_distinct(pair.verdicts)
         if verdict.status == "inconclusive" and verdict.samples_needed
     ]
-    if open_ones:
-        # The main figure if it is open, else a figure of the scorecard, else any; of several, the
-        # one that needs the fewest samples.
-        first = min(
-            open_ones,
+    if unproven:
+        # The main figure comes first, then figures of the scorecard, then all others; among
+        # these, the figure that needs the fewest samples.
+        chosen = min(
+            unproven,
             key=lambda verdict: (
                 verdict != leading,
                 find_headline(verdict.metric) is None,
                 verdict.samples_needed or 0,
             ),
         )
-        yield from _suggest_samples(first, (reports[pair.old], reports[pair.new]))
+        yield from _suggest_samples(chosen, (reports[pair.old], reports[pair.new]))
     if not files:
         return
     old = files[pair.old]
     new = files[pair.new]
-    for sample in pair.samples[:1]:  # those with losses come first
+    for sample in pair.samples[:1]:  # samples that got worse come first, if there are any
         if sample.lost:
             words = ("inspect", new, sample.id[:CHARACTERS])
             yield Suggestion(text="Look at a sample that got worse.", command=_write(*words))
@@ -82,15 +85,15 @@ def suggest_after_comparison(
 def suggest_after_judgement(
     judgement: Judgement, reports: Sequence[Report], files: Sequence[str]
 ) -> Iterator[Suggestion]:
-    """Yield what to do after a judgement.
+    """Yield what to do after a judgement of the gate: measure more samples, and compare.
 
     Args:
         judgement: the judgement.
         reports: the reports of the baseline and of the current model; empty if unknown.
-        files: their files; empty if unknown.
+        files: the files of these reports; empty if unknown.
     """
-    # The verdict that needs the most samples decides how many would prove all of them.
     if judgement.outcome == "not proven":
+        # To prove all verdicts, as many samples are needed as for the hardest one.
         hardest = max(judgement.verdicts, key=lambda verdict: verdict.samples_needed or 0)
         yield from _suggest_samples(hardest, reports, "gate {new} --baseline {file}")
     command = ""
@@ -102,12 +105,15 @@ def suggest_after_judgement(
 def _suggest_samples(
     verdict: Verdict, reports: Sequence[Report], judge: str = "compare {file} {new}"
 ) -> Iterator[Suggestion]:
-    """Yield the step to measure two models on so many samples that an open change is proven.
+    """Yield the step to measure two models on enough samples to prove a change.
+
+    Nothing is suggested if the number is unknown, or over MOST times the number of samples today.
 
     Args:
-        verdict: the verdict, with the number of samples that would prove it.
+        verdict: the verdict on the change, with the number of samples that would prove it.
         reports: the reports of the old and of the new model; empty if unknown.
-        judge: the command that measures the new model as the old one was, and judges both.
+        judge: a command that measures the model {new} on the samples of the report {file} of the
+            old model, and compares the two.
     """
     needed = verdict.samples_needed or 0
     if not 0 < needed <= MOST * verdict.samples:
@@ -119,6 +125,7 @@ def _suggest_samples(
     command = ""
     if reports:
         old, new = reports
+        # Other figures of the report may have more samples than this one.
         count = max(needed, old.run.data.samples)
         command, file = repeat_command(old, count)
         if command:
@@ -132,19 +139,22 @@ def _suggest_samples(
 def repeat_command(report: Report, samples: int) -> tuple[str, str]:
     """Return the command that measures a model again on more samples, and the file of its report.
 
-    Both are empty if the command of the report is not `lipaudit MEASURE MODEL OPTIONS`.
+    For example, `lipaudit attack demo -n 8` and 64 samples give `lipaudit attack demo -n 64 -o
+    64-samples.json` and `64-samples.json`. Both are empty if the command of the report is not
+    `lipaudit MEASURE MODEL OPTIONS`.
     """
     command = report.run.command
-    found = MEASURED.fullmatch(command)
-    if found is None:
+    match = MEASURED.fullmatch(command)
+    if match is None:
         return "", ""
-    folder = f"{samples}-samples"
-    file = f"{folder}.json"
-    target = f"-o {file}"
-    if found[1] == "audit":
-        file = f"{folder}/report.json"
-        target = f"--run-dir {folder}"
-    return f"{REPLACED.sub('', command)} -n {samples} {target}", file
+    name = f"{samples}-samples"
+    file = f"{name}.json"
+    output = f"-o {file}"
+    if match[1] == "audit":  # an audit writes a folder
+        file = f"{name}/report.json"
+        output = f"--run-dir {name}"
+    # Without the old options for the number of samples and the files.
+    return f"{REPLACED.sub('', command)} -n {samples} {output}", file
 
 
 def _write(*words: str) -> str:

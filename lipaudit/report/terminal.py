@@ -107,10 +107,8 @@ def _prose(text: str, width: int, style: str = "", mark: str = "") -> Text:
 
 def wrap(text: str, width: int) -> list[str]:
     """Break prose into lines; a word that is too long is broken, not cut off."""
-    lines = []
-    for line in Text(visible(text)).wrap(Console(), max(width, 1)):
-        lines.append(line.plain.rstrip())
-    return lines or [""]
+    lines = Text(visible(text)).wrap(Console(), max(width, 1))
+    return [line.plain.rstrip() for line in lines] or [""]
 
 
 def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:

@@ -94,18 +94,18 @@ class Several(Extent):
         rare=True,
     )
 
-    def require_several(self, count: int) -> None:
-        """Refuse an unknown metric for the ranking, or a metric without anything to rank.
+    def check_ranking(self, count: int) -> None:
+        """Check the option --rank-by, if it is given, for a number of models or reports.
 
         Raises:
-            UsageError: the metric is unknown, or there is nothing to rank.
+            UsageError: the metric is unknown, or there are fewer than two to rank.
         """
         if self.rank_by is None:
             return
         from lipaudit.gate.ranking import ORDER, make_rule
 
         if self.rank_by != ORDER:
-            make_rule(self.rank_by)
+            make_rule(self.rank_by)  # for its error, if the metric is unknown
         if count < 2:
             raise UsageError("--rank-by needs several models, and one was given", "Leave it out.")
 
@@ -234,7 +234,11 @@ class Commands(Mapping[str, Any]):
         return self.cache[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Yield all names: measures first."""
+        """Yield the names of all commands: measures, then other commands, then those of wings.
+
+        A wing is a plug-in. A group of commands that is not extensible, such as `baseline`, has
+        only its own commands.
+        """
         if self.extensible:
             from lipaudit.measures import option_types
 
@@ -246,7 +250,10 @@ class Commands(Mapping[str, Any]):
 
 
 def _find_fault(_name: str, command: tuple[Any, ...]) -> str:
-    """Return why a command of a wing cannot be used; empty if it can."""
+    """Return why a command that a wing (a plug-in) declares cannot be used; empty if it can.
+
+    A command is declared as its heading in the help, and its function as text: module:function.
+    """
     if len(command) == 2 and all(isinstance(item, str) for item in command):
         return ""
     return "is not a pair: the heading in the help, and module:function"
@@ -263,12 +270,12 @@ class Group(typer.core.TyperGroup):
 
     def make_context(self, *args: Any, **how: Any) -> Any:
         """Read the words up to the command."""
-        with refuse_words():
+        with translate_click_errors():
             return super().make_context(*args, **how)
 
     def invoke(self, ctx: Any) -> Any:
         """Read the words behind the command, and run it."""
-        with refuse_words():
+        with translate_click_errors():
             return super().invoke(ctx)
 
     def main(self, *args: Any, **how: Any) -> Any:
@@ -307,8 +314,10 @@ class Group(typer.core.TyperGroup):
 
 
 @contextmanager
-def refuse_words() -> Iterator[None]:
-    """Turn errors of click into ours; of an unknown name, say which wings are missing.
+def translate_click_errors() -> Iterator[None]:
+    """Raise errors of click in this block, such as an unknown option, as `UsageError`.
+
+    If a command is unknown, the advice names the wings (plug-ins) that are not installed.
 
     Raises:
         UsageError: the words on the command line cannot be read.
@@ -320,6 +329,7 @@ def refuse_words() -> Iterator[None]:
         # command line without words raises NoArgsIsHelpError, which prints the help: no error.
         if not hasattr(error, "ctx") or type(error).__name__ == "NoArgsIsHelpError":
             raise
+        # Messages of lipaudit begin with a small letter and have no full stop.
         message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
         command = error.ctx.command_path if error.ctx else "lipaudit"
         advice = f"{command} --help lists what can be typed."
@@ -345,14 +355,19 @@ class Command(typer.core.TyperCommand):
     rare: frozenset[str] = frozenset()
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help: the common options in one list, or all options under headings."""
+        """Write the help of a command, for --help (short) or --help-all.
+
+        The short help has the first paragraph of the text, its examples, and the common options in
+        one list. --help-all has the whole text, and all options under headings.
+        """
         shows_all = bool(ctx.params.get(HELP_ALL))
         self.format_usage(ctx, formatter)
         for number, text in enumerate((self.help or "").split("\n\n")):
             if shows_all or number == 0 or text.startswith("Example"):
                 formatter.write_paragraph()
+                # A list or an example has indented lines. click wraps text, but not after \b.
                 if "\n " in text:
-                    text = f"\b\n{text}"  # the mark \b keeps the lines of lists and examples
+                    text = f"\b\n{text}"
                 with formatter.indentation():
                     formatter.write_text(text)
         rows = []
@@ -363,7 +378,9 @@ class Command(typer.core.TyperCommand):
             panel = None
             if shows_all:
                 panel = getattr(parameter, "rich_help_panel", None)
-            if parameter.param_type_name == "argument":  # its name in the usage is enough
+            # A record is a pair of the spelling and the help. click spells an argument as in the
+            # usage, with brackets or dots.
+            if parameter.param_type_name == "argument":
                 panel = "Arguments"
                 record = (parameter.metavar or parameter.name, record[1])
             rows.append((panel or "Options", record))
@@ -380,6 +397,7 @@ def _print_version(is_on: bool) -> None:
 def _print_all_options(ctx: typer.Context, is_on: bool) -> None:
     """Print the whole help and exit, if the flag --help-all is on."""
     if is_on:
+        # `Command.format_help` reads this value, which click stores only after this callback.
         ctx.params[HELP_ALL] = True
         typer.echo(ctx.get_help(), color=ctx.color)
         raise typer.Exit
@@ -445,9 +463,11 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
     # Typer reads the options of a command from the signature of its function.
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {p.name: p.annotation for p in parameters}
-    # The terminal wraps paragraphs; lists and examples keep their lines.
+    # A paragraph of the docstring becomes one line, which the terminal wraps. Lists and examples,
+    # with indented lines, keep their lines.
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     text = "\n\n".join(p if "\n " in p else p.replace("\n", " ") for p in paragraphs)
+    # Typer makes commands of an application: here of one with a single command.
     single = make_typer(add_completion=False)
     single.command(name, cls=Command, help=text)(call)
     command: Any = typer.main.get_command(single)

@@ -18,7 +18,7 @@ import typer
 from lipaudit import schema
 from lipaudit.cli import app
 from lipaudit.cli.app import Config, Extent, Group, Output, Several, Terminal
-from lipaudit.cli.measure import RUNS, make_folder, require_alone, typed_command
+from lipaudit.cli.measure import RUNS, make_folder, refuse_partial_run, typed_command
 from lipaudit.cli.output import check_outputs, emit, emit_facts
 from lipaudit.engine import files, launcher
 from lipaudit.errors import BaselineError, UsageError
@@ -68,23 +68,27 @@ class Remeasure(Settings):
 
     @classmethod
     def complete(cls) -> type[Remeasure]:
-        """Return the class with the options of a run and of files that may have moved."""
+        """Return the class with all options, which `Settings` uses in place of this class.
+
+        They include options of a run, and of files that may have moved since the baseline.
+        """
         if cls is Remeasure:
             return load_remeasure()
         return cls
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Return the options by name, with --report behind the options of measures."""
+        """Return the options by name, in the order of the help."""
         known = super().options()
+        # --report is declared before the options that measures add: move it to the end.
         known["report"] = known.pop("report")
         return known
 
     @property
     def moved(self) -> dict[str, dict[str, Any]]:
-        """Return the typed options for moved files, by measure and option.
+        """Return the new paths of files that the baseline's run read, by measure and option.
 
-        An example: `{"attack": {"transfer": (path, ...)}}`.
+        Only paths that the user typed, for example `{"attack": {"transfer": (path, ...)}}`.
         """
         moved: dict[str, dict[str, Any]] = {}
         for name, measure in load_measures().items():
@@ -118,7 +122,7 @@ def report(reports: SavedReports, output: Output, extent: Several, terminal: Ter
     """
     from lipaudit.report import of_reports
 
-    extent.require_several(len(reports))
+    extent.check_ranking(len(reports))
     subject = of_reports(*map(schema.load, reports), by=extent.rank_by)
     emit(subject, output, print_always=False, terminal=terminal, details=extent.details)
 
@@ -173,7 +177,7 @@ def compare(
     # Processes of a launcher (torchrun, srun) exchange results over one port, which a second model
     # could not use: several models need a single process.
     if models > 1:
-        require_alone("comparing several")
+        refuse_partial_run("comparing several")
         if remeasure.report:
             raise UsageError(
                 f"--report names one file, and {models} MODELs are measured",

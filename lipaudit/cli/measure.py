@@ -49,9 +49,10 @@ def make_measure(name: str) -> Callable[..., None]:
         extent: Extent,
         terminal: Terminal,
     ) -> None:
-        """Measure the model; or, for an option that runs without MODEL, call its function.
+        """Measure the MODEL, or call the function of an option that runs without a MODEL.
 
-        `kind.alone` maps the names of such options to their functions.
+        `kind.alone` has the function of each such option by name. An example is --verify REPORT of
+        `lipaudit certify`: the report names its model.
         """
         for alone, function in kind.alone.items():
             if getattr(options, alone) is None:  # not typed
@@ -190,11 +191,11 @@ def audit(
     from lipaudit.report import REPORT, of_reports, render
 
     several = len(models) > 1
-    extent.require_several(len(models))
+    extent.check_ranking(len(models))
     check_outputs(output, REPORT)
     files.require_folder(options.run_dir or RUNS)
     if several:
-        require_alone("several models", run, limited=True)
+        refuse_partial_run("several models", run, limited=True)
     # Plan: one request per model, with the attention map of the head with the largest norm.
     demo = api.is_demo(*models)
     command = typed_command()
@@ -355,16 +356,18 @@ def _name_folder(model: str) -> str:
     return name.strip("-.")[:40] or "model"
 
 
-def require_alone(what: str, run: RunOptions | None = None, *, limited: bool = False) -> None:
-    """Refuse shards, parts, launchers or time limits for work that one process does as a whole.
+def refuse_partial_run(what: str, run: RunOptions | None = None, *, limited: bool = False) -> None:
+    """Refuse options that divide a run, for work that a single process does as a whole.
+
+    These are --shard and --parts, --time-limit, and the several processes of a launcher.
 
     Args:
-        what: the work, as a text after "not for".
+        what: the work, such as "a training", for the message "not for a training".
         run: the shared options; None: only several processes are refused.
-        limited: whether the work observes time limits.
+        limited: whether the work accepts --time-limit.
 
     Raises:
-        UsageError: a shard, parts, several processes or a time limit are requested.
+        UsageError: one of these options is given, or there are several processes.
     """
     values: dict[str, object] = {"several processes": launcher.find_place()}
     if run is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lipaudit.cli.app import BY_MEASURE, ModelArgument, Output, Terminal
-from lipaudit.cli.measure import require_alone, typed_command
+from lipaudit.cli.measure import refuse_partial_run, typed_command
 from lipaudit.cli.output import check_outputs, emit_facts
 from lipaudit.engine.files import require_writable, write
 from lipaudit.errors import UsageError, suggestion
@@ -41,6 +41,7 @@ def list_explanations() -> tuple[Topic, ...]:
     """Return all topics of `explain`: results and options."""
     from lipaudit.report.topics import list_options, list_topics
 
+    # The groups of options by name: of measures, of wings (plug-ins), and of many commands.
     groups: dict[str, type[Settings]] = {**option_types(), **collect(type, "options")}
     groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
     return (*list_topics(), *list_options(groups))
@@ -230,7 +231,7 @@ def check(
     from lipaudit.engine.prepare import preview
 
     check_outputs(output, ("lines", "record"))
-    require_alone("a dry run", run)
+    refuse_partial_run("a dry run", run)
     # The plan of an audit without options, which most people run next.
     request = plan_audit(model, AuditOptions(), run, demo=is_demo(model), command=typed_command())
     with OnStderr(terminal):

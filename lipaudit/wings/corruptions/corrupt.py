@@ -94,12 +94,12 @@ class CorruptOptions(MeasureOptions):
     severity: Severities = option("1,2,3,4,5", "Severities; for texts numbers of typing errors.")
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
-        """Return the options with the corruptions of a kind of model, by default all of them.
+        """Return the options with corruptions: the typed ones, else all for this kind of model.
 
         Args:
-            kind: image, tokens or text.
-            changes: for a model of texts, the units that can be changed: words, characters...
-            why: why other units cannot be changed.
+            kind: what the model takes: image, tokens or text.
+            changes: what can be changed in the texts of this model, such as words or characters.
+            why: the reason if characters cannot be changed, for the message.
 
         Raises:
             UsageError: this kind of model has no corruptions, or lacks a typed corruption.
@@ -298,17 +298,19 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
 
 
 def _collect_figures(right: Values, options: CorruptOptions) -> dict[str, Values]:
-    """Return the figures of every sample by column, with a row `mean` behind the clean row.
+    """Return the figures of every sample by column, (samples, rows) each.
+
+    The rows are: clean, the mean of all corruptions, and each corruption.
 
     Args:
-        right: 1 where a prediction is right, else 0, (samples, 1 + corruptions, severities). The
-            first row is of the clean samples.
+        right: 1 where a prediction is right, else 0, (samples, 1 + corruptions, severities). Index
+            0 of axis 1 is the clean sample.
         options: the options of the run.
     """
     import numpy as np
 
     corrupted = right[:, 1:]
-    levels = np.insert(right, 1, corrupted.mean(1), 1)
+    levels = np.insert(right, 1, corrupted.mean(1), 1)  # the row of the mean, behind clean
     figures = {}
     for i, severity in enumerate(options.severity):
         figures[f"severity_{severity}"] = levels[..., i]

@@ -93,10 +93,11 @@ def blur_defocus(x: Pixels, _: Generator, radius: Number, sigma: Number) -> Pixe
         radius: radius of the disk in pixels.
         sigma: standard deviation of the Gaussian that softens its edge.
     """
-    reach = max(8, math.ceil(radius))  # half the side of the kernel
+    # Half the side of the kernel: at least 8, as in the published scripts.
+    reach = max(8, math.ceil(radius))
     inside = _square_distances(reach) <= radius**2
     disk = inside / inside.sum()
-    # A Gaussian of 3 x 3 or 5 x 5 pixels softens the edge of the disk.
+    # A Gaussian of 3 x 3 or, for a large disk, 5 x 5 pixels softens the edge.
     edge = 1 if radius <= 8 else 2
     exponent = _square_distances(edge) / (2 * sigma**2)
     gaussian = np.exp(-exponent)
@@ -187,12 +188,14 @@ def enlarge(x: Pixels, factor: Number) -> Pixels:
     keeps the first and the last point in place.
     """
     for axis, n in enumerate(x.shape[:2]):  # rows, then columns
-        middle = math.ceil(n / factor)  # length of the middle that is enlarged
-        size = round(middle * factor)  # length of this middle after enlarging
-        zoomed = np.linspace(0, middle - 1, size)
-        # Of the `size` enlarged points keep the n in the middle: their positions in x.
+        # The middle of the axis is enlarged: `middle` points become `size` points, at least n.
+        middle = math.ceil(n / factor)
+        size = round(middle * factor)
+        zoomed = np.linspace(0, middle - 1, size)  # their positions in the middle
+        # The n central ones, as positions in x.
         start = (size - n) // 2
-        positions = (n - middle) // 2 + zoomed[start:][:n]
+        first = (n - middle) // 2
+        positions = first + zoomed[start : start + n]
         # Interpolate between the two points of x around each position.
         low = positions.astype(int)
         share = positions - low

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipaudit.cli.app import BY_MEASURE, Extent, ModelArgument, Output, Terminal
-from lipaudit.cli.measure import require_alone, require_whole, typed_command
+from lipaudit.cli.measure import refuse_partial_run, require_whole, typed_command
 from lipaudit.cli.output import check_outputs, emit, emit_facts
 from lipaudit.errors import InputError, LipauditError, UsageError, explain_error
 from lipaudit.measures import AuditOptions
@@ -59,7 +59,7 @@ def train(
     from lipaudit.models.sources.loader import load_net
     from lipaudit.wings.training import loop
 
-    require_alone("a training", run)
+    refuse_partial_run("a training", run)
     if run.autocast is not None:
         raise UsageError("--autocast has no effect on train: it runs in --dtype", "Leave it out.")
     classes = _read_classes(run)
@@ -225,7 +225,7 @@ def watch(
     from lipaudit.wings.training.watching import CheckpointFolder
 
     check_outputs(output, REPORT)
-    require_alone("the course of a training", run)
+    refuse_partial_run("the course of a training", run)
     if not folder.is_dir():
         raise InputError(
             f"there is no directory {folder}", "Give a directory that holds checkpoints."

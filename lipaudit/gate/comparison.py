@@ -340,7 +340,7 @@ def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
     """Yield texts that say which rows and samples of two sections are not compared."""
     measure = before.measure
     # Rows and samples that did not converge in one of the sections: norms may be far too low.
-    rows, samples = readings.find_unsettled((before, after))
+    rows, samples = readings.find_unconverged((before, after))
     which = []
     if samples:
         which.append(f"{len(samples)} of {len(before.ids)} samples")

@@ -145,16 +145,17 @@ def _contrast_reports(
         members = groups.find_members(rule, current, baseline, lenient=lenient)
         contrasts = _contrast_groups(rule, shared, members, _read_tolerance(new))
     else:
-        after, before, ids = _read_shared(rule, shared)
-        contrasts = _contrast_rows(rule, after, before, ids, _read_tolerance(new))
+        new_values, old_values, ids = _read_shared(rule, shared)
+        contrasts = _contrast_rows(rule, new_values, old_values, ids, _read_tolerance(new))
     if not lenient:
         _require_test(rule, new, contrasts)
-    # A rule with a negative margin demands an improvement: equal weights must not count as good.
+    # So far `same` says whether the old and new values agree. From here on it says that a figure
+    # is unchanged, which only equal weights prove. A rule with a negative margin demands an
+    # improvement: for it, equal weights are not good enough.
     if compute_margin(rule) < 0 or not conditions.has_same_weights(current, baseline):
         return [replace(contrast, same=False) for contrast in contrasts]
-    # With equal weights, a figure is unchanged if the old and new values agree. Figures under
-    # attack with other random starts need not agree: the attack breaks other samples of the same
-    # model.
+    # With other random starts, an attack breaks other samples of the same model: its figures are
+    # unchanged even if the values differ.
     if conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct"):
         return [replace(contrast, same=True) for contrast in contrasts]
     return contrasts
@@ -233,33 +234,34 @@ def _contrast_groups(
         members: the ids of the samples of each group.
         tol: relative accuracy of norms; smaller changes count as no change.
     """
-    after, before, ids = _read_shared(rule, shared)
-    places = {name: i for i, name in enumerate(ids)}
+    new_values, old_values, ids = _read_shared(rule, shared)
+    position = {name: i for i, name in enumerate(ids)}
     contrasts = list[Contrast]()
     for group, samples in members.items():
-        index = sorted(places[name] for name in samples if name in places)
-        if not index:  # in a comparison, samples that did not converge are left out: here all
+        index = sorted(position[name] for name in samples if name in position)
+        # Samples that did not converge are left out of a comparison: a group may lose all of its.
+        if not index:
             continue
         group_ids = tuple(ids[i] for i in index)
         if rule.per_sample:  # the values of the group are among the values above
-            group_after = readings.select(rule, after, index)
-            group_before = readings.select(rule, before, index)
+            new_of_group = readings.select(rule, new_values, index)
+            old_of_group = readings.select(rule, old_values, index)
         else:  # the rows are statistics of all samples: compute them again for the group
-            group_after, group_before, _ = _read_shared(rule, shared.select(index))
-        found = _contrast_rows(rule, group_after, group_before, group_ids, tol)
-        contrasts += (replace(contrast, group=group) for contrast in _keep_distinct(rule, found))
+            new_of_group, old_of_group, _ = _read_shared(rule, shared.select(index))
+        rows = _contrast_rows(rule, new_of_group, old_of_group, group_ids, tol)
+        contrasts += (replace(contrast, group=group) for contrast in _drop_copies(rule, rows))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
 
 
 def _contrast_rows(
-    rule: Rule, after: RuleValues, before: RuleValues, ids: tuple[str, ...], tol: float
+    rule: Rule, new: RuleValues, old: RuleValues, ids: tuple[str, ...], tol: float
 ) -> list[Contrast]:
     """Return the contrast (old and new value with their test) of each row or per-sample column.
 
     Args:
         rule: the rule.
-        after: the values of the current report on some shared samples.
-        before: the values of the baseline on the same samples.
+        new: the values of the current report on some shared samples.
+        old: the values of the baseline on the same samples.
         ids: the ids of the samples; empty if the values do not belong to samples.
         tol: relative accuracy of norms; smaller changes count as no change.
 
@@ -268,13 +270,13 @@ def _contrast_rows(
     """
     # Rows that are gone, such as a head, may be the rows that got worse: refuse them. New rows
     # have no old value, and are refused only if they change a statistic over all rows.
-    missing = [name for name in before.names if name not in after.names]
+    unmatched = [name for name in old.names if name not in new.names]
     if not (rule.per_sample or rule.stat == "each"):
-        missing += [name for name in after.names if name not in before.names]
-    if missing:
-        names = "; ".join(list_first(missing, LISTED))
+        unmatched += [name for name in new.names if name not in old.names]
+    if unmatched:
+        names = "; ".join(list_first(unmatched, LISTED))
         raise BaselineError(f"{rule.metric}: only one of the reports has {names}")
-    return [_contrast(rule, name, before, after, ids, tol) for name in before.points]
+    return [_contrast_row(rule, name, old, new, ids, tol) for name in old.points]
 
 
 def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[Contrast]:
@@ -294,18 +296,18 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
         # The stored rows are statistics of all samples: they are computed again for each group.
         reading = readings.read(rule, section, take, recompute=not rule.per_sample)
         readings.require_finite(rule, reading)
-        for contrast in _keep_distinct(rule, _list_figures(reading.points)):
+        for contrast in _drop_copies(rule, _list_figures(reading.points)):
             contrasts.append(replace(contrast, group=group, ids=tuple(members)))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
 
 
-def _keep_distinct(rule: Rule, contrasts: list[Contrast]) -> list[Contrast]:
-    """Return the contrasts (one for each row that a rule judges) of one group, without copies.
+def _drop_copies(rule: Rule, contrasts: list[Contrast]) -> list[Contrast]:
+    """Return the contrasts of a group of samples, one for each row that a rule judges.
 
-    The rows of all attacks repeat the accuracy without attack (RIGHT): only one contrast is kept,
-    without the name of an attack.
+    The accuracy without attack (RIGHT) is the same in the rows of all attacks: then only one
+    contrast is returned, without the name of an attack.
     """
-    if rule.group and rule.about.reduction == readings.RIGHT:
+    if rule.about.reduction == readings.RIGHT:
         return [replace(contrast, name="") for contrast in contrasts[:1]]
     return contrasts
 
@@ -313,13 +315,13 @@ def _keep_distinct(rule: Rule, contrasts: list[Contrast]) -> list[Contrast]:
 def _rank_contrast(rule: Rule, contrast: Contrast) -> float:
     """Return the sort key of a row that a rule judges, so that the worst row comes first.
 
-    With a test the key is the estimated change for the worse. Without a test it is new - old, and
-    for an absolute limit the new value.
+    The key is minus the change for the worse: as estimated by the test, or new - old without a
+    test. For an absolute limit, which has no old value, it is minus the new value.
     """
     if contrast.evidence is not None:
         return -contrast.evidence.estimate
-    before = contrast.old or 0.0
-    return -rule.worse * (contrast.new - before)
+    old = contrast.old or 0.0
+    return -rule.worse * (contrast.new - old)  # `worse` is -1 if smaller values are worse
 
 
 @dataclass(frozen=True)
@@ -349,8 +351,8 @@ class Shared:
             index: positions in the lists of shared samples.
         """
         new, old = self.takes
-        # The lists are None only if samples have no ids. Then no sample belongs to a group, and
-        # nothing calls this method.
+        # None only if samples have no ids. Then no sample belongs to a group, and nothing calls
+        # this method.
         assert new is not None
         assert old is not None
         takes = [new[i] for i in index], [old[i] for i in index]
@@ -374,26 +376,26 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     Raises:
         BaselineError: too few samples are shared, or nothing converged.
     """
-    unsettled_rows = set[Key]()
-    unsettled_samples = set[str]()
+    unconverged_rows = set[Key]()
+    unconverged_samples = set[str]()
     if lenient:
-        unsettled_rows, unsettled_samples = _find_unsettled(rule, new, old)
+        unconverged_rows, unconverged_samples = _find_unconverged(rule, new, old)
     if not (new.ids and old.ids):  # without ids, `find_obstacle` has refused different samples
-        return Shared((new, old), (None, None), recompute=False, skipped=unsettled_rows)
-    # Blank the ids of unsettled samples. No sample has the id "", so a blank id matches no sample
-    # of the current report, and all other samples stay at their indices.
-    known = ["" if name in unsettled_samples else name for name in old.ids]
+        return Shared((new, old), (None, None), recompute=False, skipped=unconverged_rows)
+    # Leave out unconverged samples: their ids become "", which matches no sample of the current
+    # report. All other samples stay at their indices.
+    known = ["" if name in unconverged_samples else name for name in old.ids]
     least = 0.0 if lenient else pairing.ALL_BUT_FEW  # as a share of the baseline's samples
     takes = pairing.find_shared(rule.measure, new.ids, known, least)
     # Rows are statistics of all samples of a section. They are computed again if the sections have
     # different samples, or if samples are left out. Per-sample values stay as they are.
     recompute = not rule.per_sample and (
-        bool(unsettled_samples) or sorted(new.ids) != sorted(old.ids)
+        bool(unconverged_samples) or sorted(new.ids) != sorted(old.ids)
     )
-    return Shared((new, old), takes, recompute=recompute, skipped=unsettled_rows)
+    return Shared((new, old), takes, recompute=recompute, skipped=unconverged_rows)
 
 
-def _find_unsettled(rule: Rule, new: Section, old: Section) -> tuple[set[Key], set[str]]:
+def _find_unconverged(rule: Rule, new: Section, old: Section) -> tuple[set[Key], set[str]]:
     """Return the rows and the ids of samples that a comparison leaves out.
 
     Norms that did not converge in one report may be far too low: they are not compared. A
@@ -402,7 +404,7 @@ def _find_unsettled(rule: Rule, new: Section, old: Section) -> tuple[set[Key], s
     Raises:
         BaselineError: nothing is left to compare.
     """
-    rows, samples = readings.find_unsettled((new, old), rule.column if rule.per_sample else "")
+    rows, samples = readings.find_unconverged((new, old), rule.column if rule.per_sample else "")
     # A row that did not converge does not say which samples caused it. So a per-sample rule cannot
     # leave out these samples. A rule on rows can leave out rows, but needs at least one.
     if rows and (rule.per_sample or rows >= readings.index_rows(old).keys()):
@@ -424,21 +426,21 @@ def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tu
         BaselineError: the reports lack the values per sample.
         EvaluationError: a value is not finite.
     """
+    values = []  # of the current report and of the baseline
     # `take`: indices of the shared samples in this section; None if the sections have no ids.
-    both = []
     for section, take in zip(shared.sections, shared.takes, strict=True):
         reading = readings.read(
             rule, section, take, recompute=shared.recompute, skipped=shared.skipped
         )
         readings.require_finite(rule, reading)
-        both.append(reading)
-    after, before = both
+        values.append(reading)
+    new_values, old_values = values
     _, old = shared.sections
-    _, take = shared.takes
-    return after, before, tuple(old.ids[i] for i in take or ())
+    _, old_take = shared.takes
+    return new_values, old_values, tuple(old.ids[i] for i in old_take or ())
 
 
-def _contrast(
+def _contrast_row(
     rule: Rule, name: Key, old: RuleValues, new: RuleValues, ids: tuple[str, ...], tol: float
 ) -> Contrast:
     """Return the old and new value of one row or per-sample column, with a test if possible.
@@ -455,18 +457,20 @@ def _contrast(
         ids: the ids of the samples; empty if the values do not belong to samples.
         tol: relative accuracy of norms; smaller changes count as no change.
     """
-    paired = name in old.pairs and name in new.pairs
-    first = _read_figure(rule, name, old, paired)
-    last = _read_figure(rule, name, new, paired)
-    before = old.pairs[name] if paired else np.array([first])
-    now = new.pairs[name] if paired else np.array([last])
-    untested = Contrast(str(name), first, last, same=_are_same(rule, before, now, tol))
+    paired = name in old.pairs and name in new.pairs  # whether every sample has a value
+    old_figure = _read_figure(rule, name, old, paired)
+    new_figure = _read_figure(rule, name, new, paired)
+    # The values to compare: those of the samples, (samples,), else only the figure.
+    before = old.pairs[name] if paired else np.array([old_figure])
+    now = new.pairs[name] if paired else np.array([new_figure])
+    same = _are_same(rule, before, now, tol)
+    untested = Contrast(str(name), old_figure, new_figure, same=same)
     worse = _compute_change(rule, before, now)  # positive is worse
     if paired:
         evidence = _test_change(rule, before, now, worse)
     else:
         reduced = _reduce_rows(rule, old, new)
-        if reduced is None:  # no values per sample: no test
+        if reduced is None:  # the figure is no statistic over rows with values per sample
             return untested
         before, now = reduced
         worse = _compute_change(rule, before, now)
@@ -479,10 +483,17 @@ def _contrast(
 
 
 def _read_figure(rule: Rule, name: Key, values: RuleValues, paired: bool) -> float:
-    """Return the printed value of a row or column.
+    """Return the value of a row or column that is printed beside the test of its change.
 
-    If each row is tested sample by sample, it is the median over these samples, so that it agrees
-    with the tested change.
+    It is the figure of the report. Only if each row is tested sample by sample, by the median
+    change, it is the median over these samples, so that it agrees with the tested change. (Rows
+    that are means have another test and keep their figure.)
+
+    Args:
+        rule: the rule.
+        name: the row or column.
+        values: the figures, and the values of the samples behind them.
+        paired: whether both reports have the values of the samples.
     """
     if paired and rule.stat == "each" and not readings.is_mean(rule):
         return float(np.median(values.pairs[name]))
@@ -503,6 +514,11 @@ def _reduce_rows(rule: Rule, old: RuleValues, new: RuleValues) -> tuple[Values, 
     """Return the statistic over rows (such as the median norm of heads) for each sample.
 
     Rows count if their values are finite for every sample in both reports.
+
+    Args:
+        rule: the rule, which has the statistic.
+        old: the values of the baseline; `pairs` are those of every sample, by row.
+        new: the values of the current report.
 
     Returns:
         The old and the new statistic, (samples,) each. None if no row counts, or if the rule
@@ -534,11 +550,13 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
         new: current values of the same samples, (samples,).
         worse: change of each sample for the worse, (samples,): a log-ratio for a relative limit.
     """
-    # Whether the figure is a mean over the samples: then it is a share if all values are 0 or 1.
-    is_mean = rule.stat == "mean"
+    # A mean over the samples is a share if all values are 0 or 1. `each` judges the rows of a
+    # table, whose cells are means if their column says so.
+    is_mean_of_samples = rule.stat == "mean"
     if rule.stat == "each":
-        is_mean = rule.about.reduction in (Reduction("mean", rule.column), readings.RIGHT)
-    if is_mean and np.isin((old, new), (0, 1)).all():
+        means = (Reduction("mean", rule.column), readings.RIGHT)
+        is_mean_of_samples = rule.about.reduction in means
+    if is_mean_of_samples and np.isin((old, new), (0, 1)).all():
         if rule.limit.kind == "relative":
             text = f"{rule.text!r}: a share changes in percentage points"
             raise UsageError(text, "Write -2pp, not -2%.")
@@ -550,18 +568,19 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
             f"{rule.text!r}: the variation of a maximum is unknown",
             "Use an absolute limit for `max`, or judge p95.",
         )
-    stat = rule.stat  # `each`: a test for each row of a table
-    least = statistics.LEAST.get(stat, FEWEST)
+    stat = rule.stat
+    least = statistics.LEAST.get(stat, FEWEST)  # the number of samples that the test needs
+    # If the row of a table is a mean over samples, the mean of the changes is tested. The median
+    # of the changes would be 0 for yes-or-no values that seldom change.
     if stat == "each" and readings.is_mean(rule) and rule.limit.kind == "difference":
-        # The row is a mean over samples, so the mean of the changes is tested. The median of the
-        # changes would be 0 for yes-or-no values that seldom change.
         stat = "mean"
         least = statistics.LEAST["share"]
     if stat in ("median", "each"):
         return statistics.judge_median(worse)
 
     def compute_changes(before: Values, now: Values) -> Values:
-        # (draws, samples) of both reports become the change of the statistic in each draw.
+        # Return the change of the statistic (`stat`, such as the mean) in each draw of samples,
+        # (draws,). Both arguments are values of one report, (draws, samples).
         old_figures = reduce_values(stat, before, axis=1)
         new_figures = reduce_values(stat, now, axis=1)
         return _compute_change(rule, old_figures, new_figures)
@@ -572,7 +591,7 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
 def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
     """Return changes, positive for the worse: log(new / old) for a relative limit, else new - old.
 
-    The sign is reversed if smaller values are worse.
+    The sign is reversed if smaller values are worse (`rule.worse` is -1).
 
     Raises:
         UsageError: the limit is relative, and a figure is negative.
@@ -592,9 +611,10 @@ def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
 def compute_margin(rule: Rule) -> float:
     """Return the largest change for the worse that a rule allows: a log-ratio for relative limits.
 
-    The margin is negative if the rule demands an improvement.
+    For example log(1.05) for `norm <= +5%`, and 0.02 for `accuracy >= -2pp`. The margin is
+    negative if the rule demands an improvement.
     """
-    margin = float(rule.limit.value)
+    change = float(rule.limit.value)  # 0.05 for +5%
     if rule.limit.kind == "relative":
-        margin = math.log1p(margin)
-    return round(rule.worse * margin, DIGITS)
+        change = math.log1p(change)
+    return round(rule.worse * change, DIGITS)  # `worse` is -1 if smaller values are worse

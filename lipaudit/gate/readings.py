@@ -74,7 +74,7 @@ def read(
     if samples is not None:
         take = list(samples)
     # By row or per-sample column. `points`: the figure. `pairs`: the values of the samples behind
-    # it, (samples,), which the values of the other report are paired with.
+    # it, (samples,), which are later paired with those of another report.
     points = {}
     pairs = {}
     if rule.per_sample:
@@ -87,7 +87,7 @@ def read(
         rows = index_rows(section)
         points = _read_rows(rule, section, rows, skipped)
         pairs = _read_pairs(rule, section, take, rows, points)
-        if recompute and points and _needs_samples(rule, pairs):
+        if recompute and points and _has_to_recompute(rule, pairs):
             reduced = dict(zip(rows, _reduce_samples(rule, section, take), strict=True))
             points = {key: reduced[key] for key in points}
     if not points:
@@ -103,18 +103,19 @@ def read(
     return RuleValues(names, points, pairs)
 
 
-def _needs_samples(rule: Rule, pairs: Mapping[Key, Values]) -> bool:
-    """Return whether rows must be computed again if other samples are chosen.
+def _has_to_recompute(rule: Rule, pairs: Mapping[Key, Values]) -> bool:
+    """Return whether the figures of rows have to be computed again for other samples.
 
-    A row without a reduction (a known statistic over samples) cannot be computed again. That is no
-    problem if its values per sample are stored: then these are tested, and their median is shown.
+    A figure that is a known statistic over samples, such as their median, has to. One exception:
+    if the statistic of a row is unknown, but its values of every sample are stored, these values
+    are tested sample by sample, and the median of the chosen samples is shown.
 
     Args:
         rule: a rule on rows.
         pairs: the stored values of the samples behind each row.
     """
-    is_plain = rule.about.reduction is None and rule.stat == "each"
-    return not (is_plain and pairs)
+    has_statistic = rule.about.reduction is not None
+    return has_statistic or rule.stat != "each" or not pairs
 
 
 def _read_rows(
@@ -161,7 +162,7 @@ def _read_pairs(
         rows: the names of all rows, in the order of the section.
         points: the rows that the rule picks, with their figures.
     """
-    # An array with the column's name: rows x samples.
+    # The array of the same name has the values of the column: (rows, samples).
     stored = section.arrays.get(rule.column)
     if stored is not None and stored.shape == (len(rows), len(section.ids)):
         pairs = {}
@@ -172,8 +173,8 @@ def _read_pairs(
             if key in points and complete:
                 pairs[key] = values
         return pairs
+    # RIGHT is the accuracy without attack: all rows of attacks have the same values per sample.
     if rule.stat == "each" and rule.about.reduction == RIGHT and section.samples:
-        # The accuracy without attack: all rows of attacks have the same values per sample.
         flags = np.array(section.samples["correct"], dtype=float)
         return dict.fromkeys(points, flags[take])
     return {}
@@ -228,7 +229,7 @@ def find_fault(report: Report, section: Section, *, lenient: bool = False) -> st
         return f"section {section.measure} has no samples"
     if lenient:
         return ""
-    rows, samples = find_unsettled([section])
+    rows, samples = find_unconverged([section])
     if samples:
         return f"{section.measure}: {len(samples)} samples did not converge"
     if rows:
@@ -266,6 +267,8 @@ def require_finite(rule: Rule, reading: RuleValues) -> None:
     # The first-order radius is margin / gradient norm. It may be infinite, as the norm may be 0.
     is_bad = np.isnan if rule.column == RADIUS.column else lambda values: ~np.isfinite(values)
     for name, point in reading.points.items():
+        # The values of the samples behind the figure, if stored. The figure itself is checked,
+        # too: it may be bad although the values are not.
         of_samples = reading.pairs.get(name, np.array([point]))
         bad = max(int(is_bad(of_samples).sum()), int(is_bad(np.array(point))))
         if bad == 1:
@@ -275,20 +278,20 @@ def require_finite(rule: Rule, reading: RuleValues) -> None:
 
 
 def find_contradiction(section: Section, column: str) -> str:
-    """Return a text if a cell differs from the statistic over its samples, else "".
+    """Return a text if a figure of a row differs from the statistic over its samples, else "".
 
-    Such a report was edited or is damaged.
+    For example, a row has the median norm 3, and the norms of the samples have the median 4. Such
+    a report was edited or is damaged.
 
     Args:
         section: the section.
-        column: the column of the cells, or the per-sample column behind them.
+        column: the column of the figures, or the per-sample column behind them.
     """
     # A sample that is repeated in the data counts once.
     distinct = [i for i, name in enumerate(section.ids) if not trials.is_repeat(name)]
     for name, about in section.columns.items():
         how = about.reduction  # how a cell is computed from samples
-        # Columns without a statistic over samples, other columns, ratios (`per`) and weighted
-        # means are not checked.
+        # Only simple statistics are checked: no ratios (`per`), and no weighted means.
         if how is None or how.per or column not in (name, how.values):
             continue
         if how.weights in section.arrays:
@@ -314,16 +317,17 @@ def find_contradiction(section: Section, column: str) -> str:
 def _list_reduced(
     section: Section, name: str, how: Reduction
 ) -> Iterator[tuple[Key, float | None, Values]]:
-    """Yield (key, cell, values) for each row whose cell was computed from stored values.
-
-    `key` is the name of the row. `cell` is the statistic in the report, such as a median. `values`
-    are the numbers of the samples, from which the statistic was computed. They are a row of an
-    array, else a per-sample column. Rows without such values are left out.
+    """Yield the rows of a section whose figure can be computed again from stored values.
 
     Args:
         section: the section of the rows.
-        name: the column of the cells.
-        how: how a cell is computed; `how.values` is the name of the array or per-sample column.
+        name: the column of the figure.
+        how: how the figure is computed: `how.values` is the name of an array (rows, samples) or of
+            a per-sample column.
+
+    Yields:
+        The name of the row; its figure in the report, such as the median norm of a head; and the
+        values that it is computed from, such as the norm of this head on each sample.
     """
     rows = index_rows(section)
     stored = section.arrays.get(how.values)
@@ -339,8 +343,8 @@ def _list_reduced(
         cells = section.samples.get(column, ())
         # A per-sample column belongs to the row of an attack in a ball, or to the only row. A
         # column of texts has no numbers to compute a statistic from.
-        of_row = row.key is not None or len(rows) == 1
-        if of_row and not any(isinstance(cell, str) for cell in cells):
+        belongs_to_row = row.key is not None or len(rows) == 1
+        if belongs_to_row and not any(isinstance(cell, str) for cell in cells):
             yield key, row.get(name), read_numbers(cells)
 
 
@@ -363,10 +367,15 @@ def index_rows(section: Section) -> dict[Key, Row]:
 
 
 def _name_row(row: Row, section: Section) -> Key:
-    """Return the name of a row in rules, from the columns that tell it from the other rows."""
+    """Return the name of a row in rules, such as `layer 3 head 1` or `pgd,linf,2/255`.
+
+    It is made of the cells that tell the row from the other rows.
+    """
+    # _NAMES are the columns that name a row: layer, head, from, to, module, ...
     known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
     if "layer" in row:  # `layer 3 head 1`, `layer 0 part MLP`, `layer 0 head 0 mode real n 8`
-        # Not needed to tell rows apart: all have the same ends, and each layer has its module.
+        # `from` and `to` are equal in all rows of layers, and the number of a layer already says
+        # which module it is.
         redundant = ("from", "to", "module")
         return " ".join(f"{key} {cell}" for key, cell in known.items() if key not in redundant)
     if row.key:  # an attack and a ball: `pgd,linf,2/255`
@@ -385,10 +394,10 @@ def _name_row(row: Row, section: Section) -> Key:
 
 
 def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
-    """Return the per-sample columns that a rule names, by attack and ball.
+    """Return the values of the samples in the columns that a rule names, by attack and ball.
 
-    The key of `robust@pgd,linf,2/255` is the attack and ball after the @. The key of a column
-    without @ is "".
+    A rule on `robust` names `robust@pgd,linf,2/255` and all other columns `robust@...`: the key of
+    each is the attack and ball after the @. The key of a column without @ is "".
 
     Raises:
         EvaluationError: such a column has texts.
@@ -400,13 +409,14 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
             if any(isinstance(cell, str) for cell in cells):
                 raise EvaluationError(f"{section.measure}.{name} holds text")
             values[trial or ""] = read_numbers(cells)
+    # The radius of a misclassified sample is 0: the sample itself already has another class.
     if rule.column == RADIUS.column and values:
-        # The radius of a misclassified sample is 0: the sample itself has another class.
+        radii = values[""]
         wrong = [*_list_wrong(section)]
-        values[""][np.isin(_name_samples(section, values[""].size), wrong)] = 0.0
+        radii[np.isin(_name_samples(section, radii.size), wrong)] = 0.0
+    # A sample is robust in a ball if no attack inside the ball broke it: the minimum over the
+    # attacks. If the report stores this worst case, the stored column is used.
     if rule.column == "robust":
-        # A sample is robust in a ball if no attack inside the ball broke it: the minimum over the
-        # attacks. If the report stores the worst case, the stored column is used.
         attacked = [key for key in values if isinstance(key, TrialKey) and key.attack]
         worst: dict[Key, Values] = {}
         for ball, inside in trials.worst_cases(attacked).items():
@@ -428,17 +438,22 @@ def _name_samples(section: Section, count: int) -> Sequence[str]:
 
 
 def _matches_all(key: Key, words: Sequence[str]) -> bool:
-    """Return whether a column matches all words of a selector, such as `pgd` and `2/255`."""
+    """Return whether a column matches all words of a selector, such as `pgd` and `2/255`.
+
+    Args:
+        key: the attack and ball of the column; a text if it has none.
+        words: the words.
+    """
     if isinstance(key, TrialKey):
         return all(key.matches(word) for word in words)
-    return not words
+    return not words  # without attack and ball, a column matches no word
 
 
 def _choose_worst(keys: Sequence[Key], selector: tuple[str, ...]) -> list[Key]:
-    """Return the keys of the worst case over all attacks, unless the selector names an attack.
+    """Return the keys of the worst case over all attacks only, so that no attack counts twice.
 
-    All keys are returned if the selector names an attack, or if there is no worst case (WORST), as
-    for heads.
+    All keys are returned if the selector names an attack, or if there is no worst case, as for
+    rows of heads.
     """
     attacks: dict[Key, str] = {key: key.attack for key in keys if isinstance(key, TrialKey)}
     words = {word.removeprefix("attack=") for word in selector}
@@ -471,7 +486,10 @@ def _matches(row: Row, word: str, section: Section) -> bool:
 
 
 def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float]:
-    """Compute the column of a rule from some of the samples, one value per row.
+    """Compute the figure of each row again, from some of the samples.
+
+    The accuracy without attack is the share of samples that are right. Any other figure is a
+    statistic of the row's values in an array, or their weighted mean.
 
     Args:
         rule: names the column; its description has the statistic over samples.
@@ -483,7 +501,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
     """
     how = rule.about.reduction  # the statistic over samples, and the array of their values
     metric = f"{rule.measure}.{rule.column}"
-    if how == RIGHT and "correct" in section.samples:  # accuracy without attack
+    if how == RIGHT and "correct" in section.samples:
         flags = np.array(section.samples["correct"], dtype=float)[take]
         return [float(flags.mean())] * len(section.rows)
     stored = None
@@ -503,7 +521,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
             cell = _reduce_known(how.stat, values)
         else:
             cell = _average(values, weights[i])
-        # The row has a value over all samples, but none of the chosen samples has a value.
+        # NaN: the row has a figure of all samples, but none of the chosen samples has a value.
         if section.rows[i][rule.column] is not None and math.isnan(cell):
             raise BaselineError(f"{metric}: no shared sample has a value")
         cells.append(cell)
@@ -526,7 +544,7 @@ def _average(values: Values, weights: Values) -> float:
     return float((values[weighted] * weights[weighted]).sum() / weights.sum())
 
 
-def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[Key], set[str]]:
+def find_unconverged(sections: Iterable[Section], column: str = "") -> tuple[set[Key], set[str]]:
     """Return the names of rows and the ids of samples that did not converge in a section.
 
     Args:
@@ -539,15 +557,16 @@ def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[K
         for key, row in index_rows(section).items():
             if row.get("converged") is False:
                 rows.add(key)
-        for name, cells in section.samples.items():
+        for name, cells in section.samples.items():  # per-sample columns
             ids = _name_samples(section, len(cells))
             if name == "converged":
                 samples.update(ids[i] for i, flag in enumerate(cells) if not flag)
             elif trials.parse_column(name)[0] == column:
-                empty = {ids[i] for i, cell in enumerate(cells) if not _is_number(cell)}
+                without_value = {ids[i] for i, cell in enumerate(cells) if not _is_number(cell)}
+                # A misclassified sample has no stored radius: it counts as 0, which is a value.
                 if column == RADIUS.column:
-                    empty -= _list_wrong(section)  # the radius of a misclassified sample is 0
-                samples |= empty
+                    without_value -= _list_wrong(section)
+                samples |= without_value
     return rows, samples
 
 

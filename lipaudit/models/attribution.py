@@ -218,7 +218,7 @@ class _Graph:
     """
 
     def __init__(self, sites: Sequence[Site], recorder: Recorder, output: Tensor) -> None:
-        """Find all parts in the graph of `output`, and hook their gradients.
+        """Find all parts of a model in the graph of `output`, and hook their gradients.
 
         Args:
             sites: the attention layers of the model.
@@ -231,12 +231,14 @@ class _Graph:
         self.layers: dict[int, list[AttentionEdges]] = {}
         for site in sites:
             self._find_layer(site, recorder)
-        unsplit = []
-        edges: list[GradientEdge | None] = []  # of every part O, None if unknown
+        unsplit = []  # layers whose P and V are unknown
+        # The edges of the tensors O that have shares: attention outputs, P, V, and the sums and
+        # branches of residual additions. None if unknown.
+        edges: list[GradientEdge | None] = []
         # The layer of each node that computed an attention output.
         self._layer_of: dict[Node, int] = {}
         for index, calls in self.layers.items():
-            if any(call.value is None for call in calls):  # P and V are unknown
+            if any(call.value is None for call in calls):
                 unsplit.append(index)
             for call in calls:
                 edges += [call.output, call.pattern, call.value]
@@ -277,11 +279,11 @@ class _Graph:
         self.layers[site.index] = calls
 
     def _list_steps(self, recorder: Recorder) -> None:
-        """List the steps of the network in `steps`, in the order of execution.
+        """List the steps of the network in `self.steps`, in the order of execution.
 
         They are the residual additions (of attention or an MLP), the blocks of several additions,
-        and attention layers that lie in no addition. A node of the graph has its place in this
-        order (`get_order`), and a step has the place of its last node.
+        and attention layers that lie in no addition. `get_order` returns the position of a graph
+        node in the order of execution. A step is sorted by its last node.
         """
         modules = {site.index: site.module for site in self.sites}
         attention_nodes = sorted(self._layer_of, key=get_order)
@@ -297,13 +299,14 @@ class _Graph:
                 step = Step(part, inside[-1], modules[inside[-1]], i)
                 starts.append(i)
                 added_layers.update(inside)
-            else:  # without attention, it is an MLP: name it after the last layer before it
+            else:  # without attention, it is an MLP after the last layer before it (-1: none)
                 before = [self._layer_of[n] for n in attention_nodes if get_order(n) < order]
-                step = Step("MLP", [-1, *before][-1], recorder.find_module(addition), i)
+                last_layer = before[-1] if before else -1
+                step = Step("MLP", last_layer, recorder.find_module(addition), i)
             steps.append((order, step))
         for first, last in find_blocks(self._additions, starts):
             order = get_order(self._additions[last].sum.node)
-            # The step of its first addition, which stands at the same index.
+            # So far, `steps` has one step per addition, in the same order.
             layer = steps[first][1].layer
             steps.append((order, Step("block", layer, "", first, last)))
         for node in attention_nodes:
@@ -356,41 +359,41 @@ class _Graph:
         return tuple(passed)
 
     def measure(self, leaf: Tensor, u: Tensor, counts: Tensor) -> _DirectionShares:
-        """Return the shares of all parts along one output direction u of each sample.
+        """Return the shares of all parts O along one output direction u of each sample.
 
-        With the Jacobian J and v = J^T u, the share of a part O is < (df/dO)^T u, (dO/dx) v >
-        over |v|^2.
+        The model's output is f(x), with the Jacobian J. With v = J^T u, the share of a part O is
+        < (df/dO)^T u, (dO/dx) v > / |v|^2.
 
         Args:
-            leaf: the samples, as the leaf of the graph.
+            leaf: the samples x, as the leaf of the graph.
             u: the direction of each sample, in the shape of the output.
-            counts: the samples at which it counts, (samples,); shares are 0 at others.
+            counts: whether u counts at each sample, (samples,); if not, its shares are 0.
         """
         # u requires a gradient, so that every (df/dO)^T u has a graph. For a part O after the last
         # nonlinearity, (df/dO)^T u depends on u alone.
         u = u.detach().to(self.output.dtype, copy=True).requires_grad_()
         self._gradients.clear()
         pulled = pull_back(self.output, leaf, u, create_graph=True)[0]  # J^T u
-        v = pulled.detach()  # of any length: products are divided by |v|^2 below
-        gradients = dict(self._gradients)  # (df/dO)^T u
+        v = pulled.detach()  # not normalised: shares are divided by |v|^2 below
+        gradients = dict(self._gradients)  # (df/dO)^T u of each O, recorded by hooks in this pass
         # The derivative of < J^T u, v > with respect to u is J v. Its derivative with respect to
         # (df/dO)^T u is (dO/dx) v. One more backward pass gives both for all parts.
-        image, *moves = pull_back(
+        image, *tangents = pull_back(
             pulled, [u, *gradients.values()], v, retain_graph=True, allow_unused=True
         )
-        products = _Products(gradients, dict(zip(gradients, moves, strict=True)), leaf)
+        products = _Products(gradients, dict(zip(gradients, tangents, strict=True)), leaf)
         square = _sum_samples(v.double().square())
         _require_transpose(u, image, square)
-        # Shares times |v|^2, until they are scaled below.
+        # All shares are unscaled (times |v|^2) until the end.
         by_layer = {site.index: self._sum_heads(site, products) for site in self.sites}
         heads = torch.cat([*by_layer.values()], 1)
         paths = torch.stack([self._sum_step(step, by_layer, products) for step in self.steps], 1)
-        # Paths through at least one part of a kind are all paths, minus the paths that go around
-        # all parts of this kind.
+        # Three kinds of parts: attention, P, and MLPs. Paths through at least one part of a kind
+        # are all paths, minus the paths that go around all parts of this kind.
         kinds = self._list_kinds()
         through = [square - self._pull_around(edges, leaf, u, v) for edges in kinds]
         totals = torch.stack(through, 1)
-        # 1 / < u, J v > = 1 / |v|^2, as v is J^T u; 0 for samples without this direction.
+        # 1 / |v|^2, or 0 at samples at which u does not count.
         scale = counts.cpu().double() / square
         scale = scale.view(-1, 1, 1)
         return _DirectionShares(heads * scale, paths * scale, totals * scale[:, 0])
@@ -429,35 +432,33 @@ class _Graph:
         """
         if None in edges:
             return torch.full((len(leaf),), torch.nan, dtype=torch.float64)
+        # `_record_gradients` sets the gradients of blocked parts to 0.
         self._blocked = {(edge.node, edge.output_nr) for edge in edges if edge is not None}
         pulled = pull_back(self.output, leaf, u.detach(), retain_graph=True)[0]
         self._blocked = set()
         return _sum_samples((pulled * v).double())
 
     def _sum_heads(self, site: Site, products: _Products) -> Tensor:
-        """Return the products of an attention layer, summed over each head's O, pattern P and V.
+        """Return the unscaled shares of each head's output O, pattern P and values V.
 
-        The result is (samples, heads, 3); NaN if unknown.
+        The unscaled share of a tensor T is < (df/dT)^T u, (dT/dx) v >: the sum of `products` over
+        all its entries. The result is (samples, heads, 3); NaN if unknown.
         """
         samples = len(products.leaf)
         sums = torch.full((samples, site.heads, 3), torch.nan, dtype=torch.float64)
         calls = self.layers.get(site.index, [])
         for i, name in enumerate(("output", "pattern", "value")):
             edges = [getattr(call, name) for call in calls]
-            if not edges or None in edges:
+            if not edges or None in edges:  # unknown: NaN
                 continue
             # Sum over the channels of each token, or the keys of each query of P.
-            of_tokens = [products.multiply(edge).sum(-1, keepdim=True) for edge in edges]
-            if site.loop is None:
-                whole = of_tokens[0]
-            else:  # heads that the model computes one after another
-                whole = site.loop.cat(of_tokens)
+            of_calls = [products.multiply(edge).sum(-1, keepdim=True) for edge in edges]
             # If heads lie along the axis of queries, they share one V: there is no sum per head.
             if name == "value" and site.layout.queries != TOKENS:
                 self.missing[site.index] = "its heads share their values"
                 break
-            arranged = site.layout.arrange(whole, samples)  # (windows, heads, tokens, 1)
-            of_windows = arranged.sum((-2, -1))
+            of_tokens = site.layout.arrange(site.join(of_calls), samples)
+            of_windows = of_tokens.sum((-2, -1))  # (windows of all samples, heads)
             if of_windows.shape[1] != site.heads or len(of_windows) % samples:
                 self.missing[site.index] = "its heads and samples cannot be distinguished"
                 break
@@ -466,19 +467,21 @@ class _Graph:
         return sums
 
     def _sum_step(self, step: Step, heads: Mapping[int, Tensor], products: _Products) -> Tensor:
-        """Return the products of a step of the network, summed over each sample.
+        """Return the unscaled shares of a step of the network, such as a residual addition.
+
+        The unscaled share of a tensor T is < (df/dT)^T u, (dT/dx) v >, one number per sample.
 
         Args:
             step: the step.
-            heads: `_sum_heads` of every layer, by its index.
-            products: the products of all parts.
+            heads: for each layer, the shares of each head's output, P and V, (samples, heads, 3).
+            products: gives the share of any tensor.
 
         Returns:
-            The whole step, patterns P, values V and MLP in it, (samples, 4); NaN if it has no such
-            part.
+            (samples, 4): the whole step, all P in it, all V in it, and all MLPs in it. NaN if the
+            step has no such part, or if it is unknown.
         """
         sums = torch.full((len(products.leaf), 4), torch.nan, dtype=torch.float64)
-        if step.first < 0:  # a layer without an addition
+        if step.first < 0:  # an attention layer that lies in no residual addition
             sums[:, :3] = heads[step.layer].sum(1)
             return sums
         if step.part == "block":
@@ -487,11 +490,13 @@ class _Graph:
         addition = self._additions[step.first]
         branches = [products.sum(edge) for edge in addition.branches]
         sums[:, 0] = torch.stack(branches).sum(0)
-        layers = [layer for node, layer in self._layer_of.items() if addition.holds(node)]
+        # P and V of the layers in the branches. A layer computed in several calls has several
+        # nodes, and counts once.
+        layers = {layer: None for node, layer in self._layer_of.items() if addition.holds(node)}
         if layers:
-            of_heads = torch.cat([heads[layer] for layer in dict.fromkeys(layers)], 1)
+            of_heads = torch.cat([heads[layer] for layer in layers], 1)
             sums[:, 1:3] = of_heads[:, :, 1:].sum(1)
-        mlps = []
+        mlps = []  # branches without attention
         for branch, inside in zip(branches, addition.inside, strict=True):
             if not self._has_attention(inside):
                 mlps.append(branch)
@@ -500,20 +505,21 @@ class _Graph:
         return sums
 
     def _sum_block(self, block: Step, products: _Products) -> Tensor:
-        """Return the products of a block without its skip, summed over each sample, (samples,).
+        """Return the unscaled share of a block of residual additions without its skip, (samples,).
 
-        The last sum y of a block is the skip x plus the branches. The share of the block is the
-        share of y, minus the share of the term x in y. In the latter, the change of x is
-        dx = dy_1 - dF, by the first addition y_1 = x + F(x).
+        A block has the output y = x + F_1 + F_2 + ..., where the term x is the skip. Let dT be the
+        change of a tensor T for a change v of the input. The share of y is < (df/dy)^T u, dy >.
+        Of it, < (df/dy)^T u, dx > goes through the skip. The rest is the share of the block.
         """
-        first = self._additions[block.first]
-        end = self._additions[block.last].sum
-        skip = products.sum(end, first.sum)
+        first = self._additions[block.first]  # y_1 = x + F_1
+        y = self._additions[block.last].sum
+        # dx = dy_1 - dF_1, as the graph has no tensor that is x alone.
+        skip = products.sum(y, first.sum)
         for edge in first.branches:
-            skip -= products.sum(end, edge)
+            skip -= products.sum(y, edge)
         # The share of y is not always 1: in a model of two towers, paths may go around the block
         # and its skip.
-        return products.sum(end) - skip
+        return products.sum(y) - skip
 
 
 class _Products(NamedTuple):
@@ -532,10 +538,12 @@ class _Products(NamedTuple):
     leaf: Tensor
 
     def multiply(self, edge: GradientEdge, moving: GradientEdge | None = None) -> Tensor:
-        """Return the product, entry by entry, of (df/dO)^T u and (dO'/dx) v, in the shape of O.
+        """Return the gradient at a tensor O times the tangent at O', entry by entry.
 
-        O is the tensor at `edge`, and O' is the tensor at `moving`; by default O' = O. The result
-        is zero if the output does not depend on O, or if O' does not depend on the input.
+        O is the tensor at `edge`, with the gradient (df/dO)^T u of the model's output f, for an
+        output direction u. O' is the tensor at `moving` (None: O itself), with the tangent
+        (dO'/dx) v, for an input direction v. The result has the shape of O. It is zero if f does
+        not depend on O, or if O' does not depend on the input x.
         """
         source = edge if moving is None else moving
         gradient = self.gradients.get((edge.node, edge.output_nr))

@@ -375,6 +375,12 @@ class Site:
             return (self.address,)
         return self.loop.addresses
 
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return a tensor of the layer, such as its output, from the tensors of its calls."""
+        if self.loop is None:  # a single call
+            return parts[0]
+        return self.loop.cat(parts)
+
     @property
     def closed_form(self) -> bool:
         """Return whether the Jacobian has the closed form of the theory."""

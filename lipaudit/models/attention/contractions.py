@@ -31,7 +31,7 @@ class Contraction(NamedTuple):
 
     Attributes:
         x, x_letters: one factor and the letters of its axes.
-        weight, letters: the other factor, which may be a weight, and its letters.
+        weight, weight_letters: the other factor, which may be a weight, and its letters.
         out: letters of the result.
         bias: added along the axes of the weight, or None.
         is_linear_layer: whether the op is used for linear maps only (F.linear, addmm, a
@@ -41,7 +41,7 @@ class Contraction(NamedTuple):
     x: Tensor
     x_letters: str
     weight: Tensor
-    letters: str
+    weight_letters: str
     out: str
     bias: Tensor | None = None
     is_linear_layer: bool = False
@@ -52,11 +52,11 @@ class Contraction(NamedTuple):
         # The axes of x that are summed over: both factors have them, the result has not.
         width = 1
         for letter, size in zip(self.x_letters, self.x.shape, strict=True):
-            if letter in self.letters and letter not in self.out:
+            if letter in self.weight_letters and letter not in self.out:
                 width *= size
         return width
 
-    def orders(self) -> Iterator[tuple[str, Contraction]]:
+    def read_both_ways(self) -> Iterator[tuple[str, Contraction]]:
         """Yield the product of two factors A B with B as the weight, then with A as the weight.
 
         A model may write a linear map as x W or as W x. `self` reads the product as x W: the left
@@ -71,28 +71,30 @@ class Contraction(NamedTuple):
         yield calls.RIGHT, self
         # In a batched product, some axis belongs to both factors and to the result. A constant
         # left factor is then taken for learned queries of attention, not for a weight.
-        common = set(self.x_letters) & set(self.letters) & set(self.out)
-        if not self.is_linear_layer and not common:
-            swapped = Contraction(self.weight, self.letters, self.x, self.x_letters, self.out)
-            yield calls.LEFT, swapped
+        batch = set(self.x_letters) & set(self.weight_letters) & set(self.out)
+        if not self.is_linear_layer and not batch:
+            x, x_letters, weight, w_letters, out = self[:5]
+            yield calls.LEFT, Contraction(weight, w_letters, x, x_letters, out)
 
     def read(self) -> Linear | None:
-        """Return the linear map y = x W with a matrix W; None if nothing is summed over.
+        """Return the product as a linear map y = x W with a matrix W; None if nothing is summed.
 
         In "ab,bc->ac" the rows of x are along a, the channels of x along b, and the columns of W
         along c. In "abc,bcd->abd", with a product for each index of b, W is block-diagonal: it has
         a block for each index of b. None also if such a matrix is too large.
         """
-        x, x_letters, weight, letters, out = self._drop_constant_axes()[:5]
-        rows = [a for a in out if a not in letters]  # axes of x alone
-        blocks = [a for a in out if a in x_letters and a in letters]  # a matrix for each index
-        summed = [a for a in x_letters if a in letters and a not in out]
-        columns = [a for a in out if a not in x_letters]  # axes of W alone
+        x, x_letters, weight, w_letters, out = self._drop_constant_axes()[:5]
+        # Sort the axes (letters): of x and the result, of all three (a block of W for each index),
+        # of x and W only (summed over), of W and the result.
+        rows = [a for a in out if a not in w_letters]
+        blocks = [a for a in out if a in x_letters and a in w_letters]
+        summed = [a for a in x_letters if a in w_letters and a not in out]
+        columns = [a for a in out if a not in x_letters]
         if not summed:  # an entry-wise or outer product
             return None
         x = x.permute([x_letters.index(a) for a in rows + blocks + summed])
         x = x.flatten(len(rows))  # (*rows, channels in)
-        weight = weight.permute([letters.index(a) for a in blocks + summed + columns])
+        weight = weight.permute([w_letters.index(a) for a in blocks + summed + columns])
         matrix = _make_matrix(weight, len(blocks), len(summed))
         if matrix is None:
             return None
@@ -106,22 +108,22 @@ class Contraction(NamedTuple):
         return Linear(x, matrix, self.bias, arrange)
 
     def _drop_constant_axes(self) -> Contraction:
-        """Return the same product, without common axes along which a factor is constant.
+        """Return the same product, without axes along which one factor only repeats itself.
 
-        Of such an axis of this factor, one index is kept. The axis then belongs to the other
-        factor alone.
+        If all matrices W_b in "abc,bcd->abd" are equal, the result is the product "abc,cd->abd".
+        The same is done for x.
         """
-        x, x_letters, weight, letters, out = self[:5]
-        for letter in set(x_letters) & set(letters) & set(out):
-            axis = letters.index(letter)
+        x, x_letters, weight, weight_letters, out = self[:5]
+        for letter in set(x_letters) & set(weight_letters) & set(out):  # axes of the batch
+            weight_axis = weight_letters.index(letter)
             x_axis = x_letters.index(letter)
-            if _is_constant_along(weight, axis):
-                weight = weight.select(axis, 0)
-                letters = letters.replace(letter, "")
+            if _is_constant_along(weight, weight_axis):
+                weight = weight.select(weight_axis, 0)
+                weight_letters = weight_letters.replace(letter, "")
             elif _is_constant_along(x, x_axis):
                 x = x.select(x_axis, 0)
                 x_letters = x_letters.replace(letter, "")
-        return Contraction(x, x_letters, weight, letters, out)
+        return Contraction(x, x_letters, weight, weight_letters, out)
 
 
 def _make_matrix(weight: Tensor, blocks: int, summed: int) -> Tensor | None:
@@ -256,35 +258,38 @@ def read_einsum(equation: Any, *operands: Any) -> Contraction | None:
 def arrange_factors(
     contraction: Contraction, *, is_logits: bool
 ) -> tuple[Tensor, Tensor, list[str]] | None:
-    """Return the factors of an einsum as matrices, (*batch, row, sum) and (*batch, sum, *columns).
+    """Return the factors a and b of an einsum as matrices, and the letters of their product a b.
 
-    The third item has the letters of their product, (*batch, row, *columns). None if the einsum is
-    no such product.
+    Example: "bnhd,bmhd->bhnm" is q k^T. The result is q as (b, h, n, d), k as (b, h, d, m), and
+    the letters bhnm of the product. None if the einsum is no matrix product.
 
     Args:
         contraction: the einsum.
         is_logits: whether it may be q k^T; otherwise it may be P v.
+
+    Returns:
+        a, (*batch, row, sum); b, (*batch, sum, *columns); the letters of (*batch, row, *columns).
     """
-    a, first, b, second, out = contraction[:5]
-    # Letters of the result that only one factor has. Let b be the factor with the last one: the
-    # keys of logits, or the channels of P v.
-    single = [c for c in out if (c in first) != (c in second)]
-    if single and single[-1] in first:
-        a, first, b, second = b, second, a, first
-    # The axis of rows (queries): the last of these letters that factor a has. For q k^T, take the
-    # order of letters in the result (the logits). For P v, take the order in a (P).
-    letters = single if is_logits else first
-    rows = [c for c in letters if c in first and c in single]
-    columns = [c for c in single if c in second]
-    summed = [c for c in first if c in second and c not in out]
+    a, a_letters, b, b_letters, out = contraction[:5]
+    # Letters of the result that only one factor has: n and m in the example. Let b be the factor
+    # with the last one, the keys of q k^T or the channels of P v.
+    single = [c for c in out if (c in a_letters) != (c in b_letters)]
+    if single and single[-1] in a_letters:
+        a, a_letters, b, b_letters = b, b_letters, a, a_letters
+    # The row axis (queries) is the last axis that only a has: in the order of the result for
+    # q k^T, and in the order of P itself for P v.
+    letters = single if is_logits else a_letters
+    rows = [c for c in letters if c in a_letters and c in single]
+    columns = [c for c in single if c in b_letters]
+    summed = [c for c in a_letters if c in b_letters and c not in out]
     if not rows or not columns or len(summed) != 1:
         return None
     rows = rows[-1:]
     if is_logits:  # keys have one axis; channels of values may have several
         columns = columns[-1:]
     batch = [c for c in out if c not in rows + columns]
-    a = _align(a, first, batch + rows + summed)
-    b = _align(b, second, batch + summed + columns)
+    a = _align(a, a_letters, batch + rows + summed)
+    b = _align(b, b_letters, batch + summed + columns)
     return a, b, batch + rows + columns
 
 
@@ -347,8 +352,9 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
 def _count_dependencies(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
     """Count the indices, along each axis of `source`, that one input vector of a map depends on.
 
-    An input vector is a row of `linear.inputs`. The result is empty if the vector depends on no
-    entry of `source`.
+    An input vector is a row of `linear.inputs`; the middle one is taken. If `source` has the axes
+    (heads, queries, keys), the result [8, 1, 1] says: all 8 heads, of one query and one key. The
+    result is empty if the vector depends on no entry of `source`.
 
     Args:
         linear: the map.

@@ -19,6 +19,7 @@ cannot be seen.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -93,7 +94,7 @@ class _Softmax:
     def multiply(
         self, weights: Tensor, values: Tensor, output: Tensor, *, transposed: bool
     ) -> AttentionCall | Tensor:
-        """Return the attention call that the product of P and the values completes.
+        """Return the attention call of this softmax P, when the model multiplies P by the values.
 
         If the shapes of q, k, v and P do not fit together, only the output is returned.
 
@@ -104,30 +105,30 @@ class _Softmax:
             transposed: whether the model multiplies v^T P^T, so that tokens are the last axis.
         """
 
-        def restore(t: Tensor) -> Tensor:
-            """Convert between the model's axes and (..., tokens, channels)."""
+        def turn(t: Tensor) -> Tensor:
+            """Convert between the model's axes and (..., tokens, channels), in both directions."""
             return t.mT if transposed else t
 
-        p = restore(weights)
-        v = restore(values)
-        parts = _share_axes(self.product.a, self.product.b.mT, v)
+        weights = turn(weights)
+        # The factors of the product q k^T are q and k^T.
+        parts = _share_axes(self.product.a, self.product.b.mT, turn(values))
         if parts is None:
             return output
         q, k, v = parts
-        # P does not have a row for each query and a column for each value, if the model rearranges
-        # it in chunks (Longformer). Such attention is not read; `uses` reports it.
-        if p.shape[-2:] != (q.shape[-2], v.shape[-2]):
+        # The weights do not have a row for each query and a column for each value, if the model
+        # rearranges P in chunks (Longformer). Such attention is not read; `uses` reports it.
+        if weights.shape[-2:] != (q.shape[-2], v.shape[-2]):
             return output
-        logits, softmax = _order_axes(self.logits, self.p, p)
+        logits, p = _order_axes(self.logits, self.p, weights)
         form = Explicit(
             products=(self.product.edge,),
             logits=logits,
-            p=softmax,
-            weights=p,
+            p=p,
+            weights=weights,
             has_other_inputs=self.has_other_inputs,
             is_transposed=self.product.is_transposed,
         )
-        return AttentionCall(q, k, v, form, restore(output), finish=restore)
+        return AttentionCall(q, k, v, form, turn(output), finish=turn)
 
 
 class AttentionMode(TorchFunctionMode):
@@ -146,8 +147,10 @@ class AttentionMode(TorchFunctionMode):
         super().__init__()
         if on_attention is not None:
             self.on_attention = on_attention
-        self._products: list[_Product] = []  # the latest products that may be q k^T
-        self._awaited: list[_Softmax] = []  # softmaxes of such products, before their values
+        # The latest products that may be q k^T.
+        self._products: deque[_Product] = deque(maxlen=_PRODUCTS)
+        # The latest softmaxes of such products, until they are multiplied by values.
+        self._awaited: deque[_Softmax] = deque(maxlen=_AWAITED)
         # The node and the argument of each exponential, which may be a part of a softmax.
         self._exponentials: MutableMapping[Tensor, tuple[Node | None, Any]] = (
             WeakTensorKeyDictionary()
@@ -191,25 +194,27 @@ class AttentionMode(TorchFunctionMode):
         """Note logits that are made from no q k^T, and their leaves; subclasses may use them."""
 
     def remember(self, linear: Linear, result: Tensor) -> None:
-        """Note the q k^T or P behind a linear map of logits or P, as in talking heads.
+        """Store which q k^T or P is behind a linear map of logits or P, as in talking heads.
 
-        The graph is cut at the map's result, so that a walk back from the softmax or the values
-        ends there. `_past` then tells what was before the cut.
+        The graph is cut at every linear map, so a later walk back from the softmax or the values
+        ends at the map's output. `_past` has the q k^T and P before the cut, by this leaf.
 
         Args:
             linear: the map.
             result: its output, a leaf.
         """
+        # All noted products q k^T and softmaxes P, by their graph nodes.
         edges = [product.edge for product in self._products]
         for softmax in self._awaited:
             if softmax.p.grad_fn is not None:
                 edges.append(get_gradient_edge(softmax.p))
         edge_of = {edge.node: edge for edge in edges}
-        # The q k^T and P that the input of the map depends on.
-        _, hits = leaves(linear.x, edge_of, self._past)
-        if not hits:
+        # Those that the input of the map depends on.
+        _, nodes_before = leaves(linear.x, edge_of, self._past)
+        if not nodes_before:
             return
-        past = [node for node in hits if maps_logits(linear, edge_of[node], self._past)]
+        # Most linear maps behind an attention belong to a later layer, and do not map its logits.
+        past = [node for node in nodes_before if maps_logits(linear, edge_of[node], self._past)]
         for leaf in leaves(result)[0]:
             self._past[leaf] = past
 
@@ -239,22 +244,21 @@ class AttentionMode(TorchFunctionMode):
         if out.requires_grad and out.ndim > 2 and self._may_be_logits(a, b):
             # The edge, not the tensor: a model may scale or mask its logits in place.
             self._products.append(_Product(get_gradient_edge(out), a, b))
-            del self._products[:-_PRODUCTS]  # keep the latest
         return out
 
     def _may_be_logits(self, a: Tensor, b: Tensor) -> bool:
         """Say whether a product may be q k^T, judged by the axes of its factors."""
-        if min(a.ndim, b.ndim) > 2:
+        if min(a.ndim, b.ndim) > 2:  # both have an axis of samples
             return True
-        # A factor with two axes may be learned queries, the same for all samples. A factor that
-        # depends on the input is none (such as the state of a recurrent layer).
+        # A factor with two axes may be learned queries, a constant for all samples. A factor that
+        # depends on the input (requires a gradient) is none, such as the state of a recurrence.
         flat, other = (a, b) if a.ndim < b.ndim else (b, a)
         if flat.ndim < 2 or flat.requires_grad:
             return False
         # If the other factor is made from logits, this factor is a weight that mixes heads.
         products = [product.edge.node for product in self._products]
-        _, hits = leaves(other, products, self._past)
-        return not hits
+        _, logits_behind = leaves(other, products, self._past)
+        return not logits_behind
 
     def _find_weights(self, left: Tensor, right: Tensor) -> tuple[_Softmax | None, bool]:
         """Return the noted softmax P that one of two factors is made from, if any.
@@ -265,7 +269,7 @@ class AttentionMode(TorchFunctionMode):
             node = softmax.p.grad_fn
             if node is None:
                 continue
-            # Whether a walk back from each factor meets P.
+            # Walk back from each factor: the list is [node] if the walk meets P, else empty.
             _, left_hits = leaves(left, (node,), self._past)
             _, right_hits = leaves(right, (node,), self._past)
             if left_hits and right_hits:
@@ -298,17 +302,17 @@ class AttentionMode(TorchFunctionMode):
     def _handle_einsum(
         self, func: TorchFunction, equation: Any, *operands: Any
     ) -> AttentionCall | Tensor:
-        """Run an einsum as a batched matrix product, (batch, rows, sum) (batch, sum, columns).
+        """Run an einsum that may be q k^T or P v as a matrix product, to find attention in it.
 
-        As q k^T, rows are queries and columns are keys; as O = P v, rows are queries and columns
-        are channels. Any other einsum runs as it is.
+        Rows of the product are queries. Columns are keys (q k^T) or channels (P v). Any other
+        einsum runs as it is.
         """
         contraction = read_einsum(equation, *operands)
         if contraction is None:  # not of two tensors with a letter for each axis
             return func(equation, *operands)
         left = contraction.x
         right = contraction.weight
-        # The softmax behind one of the factors, if any, and whether it is behind the right one.
+        # The softmax P behind one of the factors, if any, and whether it is behind the right one.
         softmax, is_right = self._find_weights(left, right)
         other = left if is_right else right
         # P times a constant matrix: talking heads, not P v.
@@ -318,8 +322,10 @@ class AttentionMode(TorchFunctionMode):
         factors = arrange_factors(contraction, is_logits=softmax is None)
         if factors is None:  # no matrix product: neither q k^T nor P v
             return func(equation, *operands)
+        # a is (*batch, row, sum), b is (*batch, sum, *columns). `axes` names the axes of a b,
+        # (*batch, row, *columns), by letters.
         a, b, axes = factors
-        columns = len(axes) - a.ndim + 1  # number of axes of columns, which become one axis
+        columns = len(axes) - a.ndim + 1  # the number of axes of columns, which become one axis
         width = b.shape[-columns:]
         product = self._handle_matmul(torch.matmul, a, b.flatten(-columns))
         if axes == [*contraction.out] and columns == 1:
@@ -327,7 +333,7 @@ class AttentionMode(TorchFunctionMode):
         order = [axes.index(c) for c in contraction.out]
 
         def restore(t: Tensor) -> Tensor:
-            """Return the product, (batch, rows, columns), with the axes of the einsum's result."""
+            """Convert (*batch, row, width) to the axes of the einsum's result."""
             t = t.reshape(*t.shape[:-1], *width)
             # A copy, because the model may write into its result in place.
             return t.permute(order).clone()
@@ -352,9 +358,9 @@ class AttentionMode(TorchFunctionMode):
         if self._products and input.requires_grad and p.isnan().any():
             # If all keys of a row are masked, torch gives NaN for the row and for its gradient.
             # Keep the NaN, but with a gradient of 0, because such a row is constant.
-            is_empty = input.isneginf().all(dim, keepdim=True)
-            other_rows = torch.softmax(input.where(~is_empty, 0.0), dim)
-            p = torch.where(is_empty, p.detach(), other_rows.to(p))
+            is_masked_row = input.isneginf().all(dim, keepdim=True)
+            other_rows = torch.softmax(input.where(~is_masked_row, 0.0), dim)
+            p = torch.where(is_masked_row, p.detach(), other_rows.to(p))
         self._await_values(input, p, dim)
         return p
 
@@ -398,20 +404,19 @@ class AttentionMode(TorchFunctionMode):
         if dim not in (-1, logits.ndim - 1):
             return
         product_of = {product.edge.node: product for product in self._products}
-        # What the logits are made from: such products (`hits`), and leaves beside these.
-        inputs, hits = leaves(logits, product_of, self._past)
+        # Walk back from the logits, to these products and to other inputs (leaves) beside them.
+        other_inputs, hits = leaves(logits, product_of, self._past)
         if not hits:  # no product of two activations, but maybe of keys and learned queries
-            self.notice_scores(logits, inputs)
+            self.notice_scores(logits, other_inputs)
             return
         candidates = [product for node, product in product_of.items() if node in hits]
-        # Other products in the logits are linear maps of tokens, or products with positions.
+        # One of them is q k^T. The others are linear maps of tokens, or products with positions.
         product = max(candidates, key=_Product.rank)
-        if _is_transposed(logits, product.edge):
+        if _is_transposed(logits, product.edge):  # the model computes k q^T: transpose it
             product = _Product(product.edge, product.b.mT, product.a.mT, is_transposed=True)
         self._products.clear()  # products before this softmax do not belong to the next one
-        has_other_inputs = bool(inputs) or len(hits) > 1
+        has_other_inputs = bool(other_inputs) or len(hits) > 1
         self._awaited.append(_Softmax(product, logits, p, has_other_inputs))
-        del self._awaited[:-_AWAITED]
 
 
 def _are_two_tensors(operands: Sequence[Any]) -> bool:
@@ -433,7 +438,12 @@ def _finish(
 
 
 def _is_transposed(logits: Tensor, product: GradientEdge) -> bool:
-    """Say whether the model computes k q^T, so that a row of the logits is a column of it."""
+    """Say whether logits are made from k q^T, whose columns are the rows (queries) of the logits.
+
+    Args:
+        logits: (..., queries, keys).
+        product: the product, by its edge in the autograd graph.
+    """
     path = nodes(logits, [product.node])
     if _MOVES.isdisjoint(op(node) for node in path):  # no op on the way changes the order of axes
         return False
@@ -464,22 +474,23 @@ def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Ten
         Logits and P in the shape of `weights`. If P is no permutation of the weights, both keep
         their own axes.
     """
+    # Nothing to do if no op between P and the weights changes the order of axes.
     path = nodes(weights, [] if p.grad_fn is None else [p.grad_fn])
-    # No op on the way changes the order of axes.
     if p.shape[-1] != weights.shape[-1] or _MOVES.isdisjoint(op(node) for node in path):
         return logits, p
-    number = _number_rows(p, weights)
+    number = _number_rows(p, weights)  # for each row of P: the number of this row in the weights
     if number is None:
         return logits, p
-    # Along an axis of P, numbers rise by the stride of that axis in the weights. The axis with the
-    # largest stride comes first there.
+    # From one index of an axis of P to the next, the number rises by the stride of this axis in
+    # the weights. The axis with the largest stride comes first in the weights.
     strides = []
     for axis, size in enumerate(number.shape):
         last = number.select(axis, -1).amin()
         strides.append(float(last - number.amin()) / max(1, size - 1))
     order = sorted(range(number.ndim), key=lambda axis: -strides[axis])
+    # With the axes in this order, the rows must be 0, 1, 2, ... If not, rows are mixed on the way.
     in_order = torch.arange(number.numel(), device=p.device).to(number)
-    if not torch.equal(number.permute(order).flatten(), in_order):  # rows are mixed on the way
+    if not torch.equal(number.permute(order).flatten(), in_order):
         return logits, p
     shape = (*weights.shape[:-1], -1)
     logits = logits.permute(*order, -1)
@@ -496,8 +507,8 @@ def _number_rows(p: Tensor, weights: Tensor) -> Tensor | None:
         p: the result of a softmax.
         weights: P permuted, maybe times a factor (dropout).
     """
-    # A cotangent of the weights that is n + 1 in row n. Its pullback to P is n + 1 times a factor,
-    # which a cotangent of ones gives.
+    # Each row of the weights is a row of P times a factor. Pull back the cotangent n + 1 of row n
+    # (from 1, as 0 would be lost): n + 1 times the factor. A cotangent of ones gives the factor.
     count = weights[..., 0].numel()
     numbers = torch.arange(1, count + 1, device=p.device).to(weights)
     cotangent = numbers.view(*weights.shape[:-1], 1).expand_as(weights)
@@ -539,13 +550,14 @@ def _make_fused_call(
 def _share_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...] | None:
     """Return q, k and v with the same leading axes, (..., tokens, width); None if they do not fit.
 
-    Samples and heads may be one axis in q and k, and two axes in v; or the reverse.
+    Samples and heads may be one axis in q and k, and two axes in v; or the reverse. q and k then
+    get the axes of v.
     """
     parts = _broadcast(q, k, v)
     leading = v.shape[:-2]
     leading_of_q = q.shape[:-2]
-    is_folded = leading_of_q == k.shape[:-2] and math.prod(leading) == math.prod(leading_of_q)
-    if parts is None and is_folded:
+    has_same_size = math.prod(leading) == math.prod(leading_of_q)
+    if parts is None and leading_of_q == k.shape[:-2] and has_same_size:
         q = q.reshape(*leading, *q.shape[-2:])
         k = k.reshape(*leading, *k.shape[-2:])
         return _broadcast(q, k, v)

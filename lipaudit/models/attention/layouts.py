@@ -105,9 +105,11 @@ class _Moved:
 
 
 def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
-    """Find which vectors of t change if one channel, or one token, of a linear map changes.
+    """Find which vectors of t change with each linear map that t is computed from.
 
-    This is done for every linear map that t is computed from.
+    The result holds boolean patterns, (..., tokens), True for the vectors of t that change. For
+    each map there is one in `maps` (the whole output of the map changes), one in `columns` (one
+    channel of the output changes), and one in `rows` (one token of the output changes).
 
     Args:
         t: q, k or v, (..., tokens, width).
@@ -115,34 +117,34 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
     """
     moved = _Moved()
     weights: list[Tensor | None] = []  # of each map in `moved.maps`
-    moved_columns: list[int] = []  # the channel of each map in `moved.columns`
+    moved_columns: list[int] = []  # the channel that changes in each pattern of `moved.columns`
     for leaf, origin in leaves:
         linear = origin.linear
         if linear is None and leaf.ndim < 3:  # an input of the model without an axis of tokens
             continue
         as_rows = _join_tokens if linear is None else linear.outputs
-        source = Probed(t, (leaf,), as_rows)
-        is_read = source.read != 0  # entries of the map's output behind t, (rows, columns)
+        source = Probed(t, (leaf,), as_rows)  # t as a function of the map's output
+        is_read = source.read != 0  # entries of this output that t depends on, (tokens, channels)
         tokens = is_read.any(1).nonzero()
         if not len(tokens):
             continue
-        middle = int(tokens[len(tokens) // 2])  # one of the tokens that t depends on
-        moved.rows.append(_find_moved(source, row=middle))
-        whole = _find_moved(source)
+        middle_token = int(tokens[len(tokens) // 2])
+        moved.rows.append(_find_moved(source, row=middle_token))
+        pattern_of_map = _find_moved(source)
         weight = None if linear is None else linear.weight
-        index = _find_weight(weights, weight)
-        if index is None:
+        earlier = _find_weight(weights, weight)
+        if earlier is None:
             column = int(is_read.any(0).nonzero()[0])
             weights.append(weight)
             moved_columns.append(column)
-            moved.maps.append(whole)
+            moved.maps.append(pattern_of_map)
             moved.columns.append(_find_moved(source, column=column))
         else:
             # The same weight again, for other tokens: the model projects windows one by one. Join
             # the patterns of all calls to the patterns of a single map.
-            column = moved_columns[index]
-            moved.maps[index] |= whole
-            moved.columns[index] |= _find_moved(source, column=column)
+            column = moved_columns[earlier]
+            moved.maps[earlier] |= pattern_of_map
+            moved.columns[earlier] |= _find_moved(source, column=column)
     return moved
 
 
@@ -184,8 +186,12 @@ def _find_moved(source: Probed, *, row: int | None = None, column: int | None = 
 def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Factor, ...]:
     """Return the factors of a leading axis, such as windows and heads, outermost first.
 
-    If one channel of a linear map changes, only one head changes. If one token of the keys
-    changes, only one window changes. Samples count as windows here; `_choose_samples` finds them.
+    A factor holds
+    - heads, if one channel of a linear map changes q, k or v at a single index of the factor;
+    - windows, if one token of the keys or values changes a single index;
+    - heads, if one token of the keys or values changes all indices: these share their keys. But if
+      one token of the queries changes a single index, they are more queries of these keys.
+    Samples count as windows here; `_choose_samples` finds them.
 
     Args:
         moved: for q, k and v, which of their vectors change with a channel or token of a map.
@@ -200,18 +206,14 @@ def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Fa
     # With several maps of queries (experts), different queries may come from the same token.
     has_one_map = len(moved["q"].maps) == 1
     factors: list[Factor] = []
+    # `single`: the kinds of changes ("columns", "queries", "keys") that reach a single index.
     for count, single in _split_axis(size, axis, patterns):
-        # `single`: "columns" if one channel changes a single head of this factor, and so on.
         role: Role = "window"
         if "columns" in single:
             role = "head"
         elif has_keys and "keys" not in single and size > 1:
-            # A change of one key token reaches all entries along this factor: they share keys.
-            role = "head"
-            # Entries whose queries read different tokens are further queries of these keys. If
-            # they read the same tokens, they stay heads, which then read the same channels.
-            if "queries" in single and has_one_map:
-                role = "token"
+            is_more_queries = "queries" in single and has_one_map
+            role = "token" if is_more_queries else "head"
         factors.append(Factor(role, count))
     return tuple(factors)
 
@@ -226,20 +228,22 @@ def _find_query_factors(moved: Mapping[str, _Moved], size: int) -> tuple[Factor,
         moved: for q, k and v, which of their vectors change with a channel or token of a map.
         size: number of queries.
     """
-    # If one channel of a map changes only some of the keys or values, each head has its own keys
-    # or values. Then no heads can lie along the axis of queries.
+    # If one channel of a map changes fewer keys or values than the whole map does, each head has
+    # its own keys or values. Then no heads can lie along the axis of queries.
     for name in "kv":
-        for one, whole in zip(moved[name].columns, moved[name].maps, strict=True):
-            if not torch.equal(one, whole):
+        for by_channel, by_map in zip(moved[name].columns, moved[name].maps, strict=True):
+            if not torch.equal(by_channel, by_map):
                 return TOKENS
-    # Patterns of single channels that change only some of the queries: the queries of one head.
-    heads = []
-    for one, whole in zip(moved["q"].columns, moved["q"].maps, strict=True):
-        if not torch.equal(_project_to_axis(one, -1), _project_to_axis(whole, -1)):
-            heads.append(one)
-    if not heads:
+    # If one channel of a map changes fewer queries than the whole map does, it changes the queries
+    # of one head.
+    patterns_of_heads = []
+    for by_channel, by_map in zip(moved["q"].columns, moved["q"].maps, strict=True):
+        if not torch.equal(_project_to_axis(by_channel, -1), _project_to_axis(by_map, -1)):
+            patterns_of_heads.append(by_channel)
+    if not patterns_of_heads:
         return TOKENS
-    parts = _split_axis(size, -1, {"columns": heads})
+    # A factor holds heads if one channel changes a single index of it, and tokens otherwise.
+    parts = _split_axis(size, -1, {"columns": patterns_of_heads})
     factors = [Factor("head" if single else "token", count) for count, single in parts]
     return _free_sizes(factors, "token")
 
@@ -259,58 +263,56 @@ class _Span(NamedTuple):
 def _split_axis(
     size: int, axis: int, patterns_by_kind: Mapping[str, Sequence[Tensor]]
 ) -> list[tuple[int, set[str]]]:
-    """Factor an axis such that each pattern has one index, or all, of every factor.
+    """Divide an axis into factors, such as 12 into (4 heads, 3 windows).
 
-    An axis of (4 heads, 3 windows) has size 12. The entries of one head have one index of the
-    factor 4 and all indices of the factor 3. The entries of one window have all indices of the
-    factor 4 and one index of the factor 3.
+    A pattern marks the entries that change together, such as the entries of one head. It has one
+    index of each factor, or all of them. In the example, the entries 3, 4 and 5 are those of head
+    1: they have one index of the factor 4, and all indices of the factor 3.
 
-    The stride of a factor is the distance between entries of neighbouring indices. A factor is
-    given by a span, a pair of strides: the factor's own stride, and its stride times its size (the
-    stride of the next outer factor). In the example, the span of the windows is (1, 3), and the
-    span of the heads is (3, 12).
+    A factor is given by its span (stride, stride * size). The windows, at neighbouring entries,
+    have the span (1, 3), and the heads have the span (3, 12), which starts where the other ends.
 
     Args:
         size: the size of the axis.
         axis: its number in the patterns.
-        patterns_by_kind: boolean patterns of the entries that change together, by what changes
-            them: "columns" (channels of a map), "queries" or "keys".
+        patterns_by_kind: the boolean patterns, by what changes the entries: "columns" (a channel
+            of a map), "queries" or "keys" (a token).
 
     Returns:
         For each factor, outermost first: its size, and the kinds of patterns of which some pattern
         has a single index of the factor.
     """
     spans: dict[str, set[_Span]] = {}  # by kind: the factors of which a pattern has a single index
-    edges = {1, size}  # strides at which a factor starts or ends
+    strides = {1, size}  # the starts and ends of all spans
     for kind, patterns in patterns_by_kind.items():
         spans[kind] = set()
         for pattern in patterns:
             spans[kind].update(_find_spans(_project_to_axis(pattern, axis)))
         for span in spans[kind]:
-            edges.update(span)
-    # Neighbouring edges bound a factor: 1, 3, 12 in an axis of (4 heads, 3 windows).
-    steps = [_Span(*edge_pair) for edge_pair in pairwise(sorted(edges))]
+            strides.update(span)
+    # Neighbouring strides are the span of a factor: 1, 3, 12 give (1, 3) and (3, 12).
+    divided = [_Span(*neighbours) for neighbours in pairwise(sorted(strides))]
     # If a stride is no multiple of the one before, the patterns contradict each other: no division
     # of the axis has all these strides. The whole axis is then one factor.
-    if any(step.end % step.start for step in steps):
+    if any(factor.end % factor.start for factor in divided):
         return [(size, {kind for kind in spans if spans[kind]})]
     factors: list[tuple[int, set[str]]] = []
-    for step in reversed(steps):
+    for factor in reversed(divided):
         single = set()  # the kinds with a span that covers this factor
         for kind in spans:
-            if any(span.start <= step.start and step.end <= span.end for span in spans[kind]):
+            if any(span.start <= factor.start and factor.end <= span.end for span in spans[kind]):
                 single.add(kind)
-        factors.append((step.end // step.start, single))
-    return factors or [(size, set())]
+        factors.append((factor.end // factor.start, single))
+    return factors or [(size, set())]  # no factor: an axis of size 1
 
 
 def _find_spans(is_marked: Tensor) -> list[_Span]:
     """Return the factors of an axis of which the marked entries have only one index.
 
-    Let an axis of size 24 hold (2 samples, 4 heads, 3 windows), and mark the entries of one head.
-    The marked entries have one index of the factor 4 and all indices of the factors 2 and 3. The
-    factor 4 has a stride of 3, so the result is [_Span(3, 12)]: from the stride to the stride
-    times the size.
+    Example: an axis of size 24 holds (2 samples, 4 heads, 3 windows), and the entries of head 0
+    are marked, 3 of every 12: 111000000000111000000000. They have one index of the factor 4, and
+    all indices of the factors 2 and 3. Neighbouring heads are 3 entries apart, so the result is
+    [_Span(3, 12)]: from the stride of the heads to their stride times their number.
 
     Args:
         is_marked: which entries of the axis are marked, (size,).
@@ -323,15 +325,15 @@ def _find_spans(is_marked: Tensor) -> list[_Span]:
     stride = 1
     remaining = is_marked  # the marks along the factors that are not found yet
     while not remaining.all():
-        # Skip inner factors of which all indices are marked: they make equal blocks. In the
-        # example these are blocks of 3.
+        # Skip inner factors of which all indices are marked: they make blocks of equal marks, of
+        # size 3 in the example. Keep one mark of each block: 10001000.
         block = 1
         for n in _list_divisors(len(remaining)):
             blocks = remaining.view(-1, n)
             if (blocks == blocks[:, :1]).all():
                 block = n
         remaining = remaining[::block]
-        # The largest next factor of which one index is marked.
+        # The largest next factor of which one index is marked: 4 in the example.
         count = 1
         for n in _list_divisors(len(remaining)):
             marked_indices = remaining.view(-1, n).any(0)
@@ -342,7 +344,7 @@ def _find_spans(is_marked: Tensor) -> list[_Span]:
         stride *= block
         spans.append(_Span(stride, stride * count))
         stride *= count
-        remaining = remaining.view(-1, count).any(1)
+        remaining = remaining.view(-1, count).any(1)  # 11 in the example: all are marked
     return spans
 
 
@@ -386,9 +388,9 @@ def _choose_samples(
 def _free_sizes(factors: Sequence[Factor], role: Role) -> tuple[Factor, ...]:
     """Return the factors of one axis, with the size of one factor left open (0).
 
-    The first factor with the role of tokens, or with the given role, is left open. The numbers of
-    tokens and windows vary with the length of a text or the size of an image. On each batch, the
-    open size follows from the size of the axis.
+    The numbers of tokens and windows vary with the length of a text or the size of an image. On
+    each batch, the open size follows from the size of the axis. Only the first factor that holds
+    tokens, or has the given role, is left open: (2 heads, 8 tokens) becomes (2 heads, 0 tokens).
     """
     result = list(factors)
     for i, factor in enumerate(factors):

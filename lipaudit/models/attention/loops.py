@@ -70,15 +70,15 @@ def find_loops(layers: Collection[Surveyed]) -> list[Loop]:
     """
     loops: list[Loop] = []
     in_loops: set[Address] = set()
-    # For each test of two calls: the axes along which calls that pass may be joined. Calls with
-    # the same linear maps may be heads (axis 1) or chunks of queries (axis 2). Calls with
-    # different maps can only be heads: their queries need not be tokens of one sequence.
+    # Two calls may belong to one loop if they pass one of two tests. They are then joined along
+    # axis 1 (each call is a head) or axis 2 (each call is a chunk of the queries). Calls with the
+    # same linear maps may be either. Calls with other maps of the same tokens can only be heads.
     axes_by_test = {_share_maps: (1, 2), _read_same_tokens: (1,)}
-    for are_alike, axes in axes_by_test.items():
+    for are_alike, allowed_axes in axes_by_test.items():
         for group in _group(layers, are_alike):
             axis = _find_loop_axis(group)
             addresses = tuple(layer.site.address for layer in group)
-            if axis in axes and in_loops.isdisjoint(addresses):
+            if axis in allowed_axes and in_loops.isdisjoint(addresses):
                 loops.append(Loop(addresses, axis))
                 in_loops.update(addresses)
     return loops
@@ -140,13 +140,14 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
 
     None if they are not. Axes are (windows, heads, queries, width).
     """
-    form = group[0].form  # properties of the logits: scale, mask and so on
+    # Properties of the logits: scale, mask and so on. Empty if a call cannot be part of a loop.
+    form = group[0].form
     if not form or not _are_same([layer.form for layer in group]):
         return None
     if _are_heads(group):
         return 1
     # The causal mask of torch's fused attention starts at the first query of the call, so later
-    # chunks of a sequence would get a wrong mask.
+    # chunks of a sequence would get a wrong mask. The form of a fused call ends with `causal`.
     is_causal = form[-1] is True
     if _are_chunks(group) and not is_causal:
         return 2
@@ -157,13 +158,8 @@ def _are_heads(group: Sequence[Surveyed]) -> bool:
     """Say whether calls compute different heads of one attention.
 
     All calls must have the same shapes and read the same tokens. Each call must read other columns
-    of the linear maps behind q, k and v than all other calls do.
-
-    There is one exception: calls of one head each may share keys and values, or queries. Calls of
-    several heads may not. For example, one call has the heads with the queries q0 and q1 and the
-    keys k0 and k1, and the other call has q2 and q3 with the same keys. Side by side, the keys of
-    the four heads are k0, k1, k0, k1. Grouped-query attention, as which shared keys are read,
-    repeats each key in succession: k0, k0, k1, k1.
+    of the linear maps behind q, k and v than all other calls do. Calls of one head each may share
+    keys and values, or queries, as in grouped-query attention.
     """
     shapes = [layer.shapes for layer in group]
     if not _are_same(shapes) or not _are_same([layer.tokens for layer in group]):
@@ -172,22 +168,26 @@ def _are_heads(group: Sequence[Surveyed]) -> bool:
     differs = []
     for part in range(3):
         differs.append(_are_disjoint([layer.reads[part].columns for layer in group]))
-    q_shape = shapes[0][0]  # (windows, heads, tokens, width)
+    q_shape = shapes[0][0]  # of the first call, (windows, heads, tokens, width)
     if q_shape[:2] == (1, 1):  # one head: other queries or other keys are enough
         return differs[0] or differs[1]
+    # Calls of several heads may not share keys. If two calls of two heads share the keys k0 and
+    # k1, the joined keys are k0, k1, k0, k1. But shared keys are read as grouped-query attention,
+    # which repeats each key in succession: k0, k0, k1, k1.
     return all(differs)
 
 
 def _are_chunks(group: Sequence[Surveyed]) -> bool:
     """Say whether calls compute different queries of one attention, with the same keys and values.
 
-    The queries of different calls are different tokens, and equal in all axes but that of tokens.
+    The calls must have the same windows, heads and width. Their numbers of queries may differ.
     """
-    # Windows, heads and width of q; the numbers of queries may differ.
+    # `shapes` has the shapes of q, k and v, each (windows, heads, tokens, width).
     shapes = {(q[:2], q[3]) for q, _, _ in (layer.shapes for layer in group)}
-    tokens = [layer.reads[0].rows for layer in group]
+    # `reads` says, for q, k and v, which tokens (rows) and channels of linear maps each reads.
+    queries = [layer.reads[0].rows for layer in group]
     keys_and_values = [layer.reads[1:] for layer in group]
-    return len(shapes) == 1 and _are_disjoint(tokens) and _are_same(keys_and_values)
+    return len(shapes) == 1 and _are_disjoint(queries) and _are_same(keys_and_values)
 
 
 def _are_same(values: Sequence[Any]) -> bool:
@@ -201,28 +201,31 @@ def _are_disjoint(sets: Sequence[set[tuple[Address, int]]]) -> bool:
 
 
 def _share_maps(a: Surveyed, b: Surveyed) -> bool:
-    """Say whether two calls share the linear maps of their keys, and the module of their queries.
+    """Say whether two calls have the same linear maps of keys, and of queries.
 
-    Such calls may compute chunks of the queries, which one module makes in several runs.
+    Such calls may be chunks of the queries of one attention. A model may run the map of the
+    queries once for each chunk. So only its module and the tensor that it reads (`root`) count,
+    not the number of the run in its address.
     """
     of_layers = []
     for layer in (a, b):
         q, k, _ = layer.origins
-        modules = {(o.address.module, o.address.op, o.root) for o in q}
-        maps = {origin.address for origin in k}
-        of_layers.append((modules, maps))
+        query_maps = {(o.address.module, o.address.op, o.root) for o in q}
+        key_maps = {origin.address for origin in k}
+        of_layers.append((query_maps, key_maps))
     first, second = of_layers
-    return first == second and all(first)  # all: neither set is empty
+    return first == second and all(first)  # and neither set is empty
 
 
 def _share_input(a: Surveyed, b: Surveyed) -> bool:
     """Say whether one line of code makes two attention calls whose queries read the same tensor.
 
-    Only calls that have one head count: origins of other calls are stored without a linear map.
+    False for calls of several heads: their linear maps are not kept (`origin.linear` is None).
     """
-    roots = []
+    roots = []  # for each call, the tensors that the linear maps of its queries read
     for layer in (a, b):
-        roots.append({o.root for o in layer.origins[0] if o.linear})
+        queries, _, _ = layer.origins
+        roots.append({origin.root for origin in queries if origin.linear})
     return a.site.line == b.site.line and bool(roots[0]) and roots[0] == roots[1]
 
 

@@ -50,14 +50,13 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
     Args:
         origins: the linear maps behind q, k and v.
     """
-    by_address = {origin.address: origin.ancestors for origin in origins if origin.linear}
-    # For each linear map, a dictionary. A key identifies a tensor that the map depends on, the
-    # nearest tensor first. The value has the maps to leave uncut, so that the nearest map that is
-    # still cut reads this tensor.
-    ancestors = [dict(pairs) for pairs in by_address.values()]
-    for mark in ancestors[0] if ancestors else ():
-        if all(mark in tensors for tensors in ancestors):  # a common tensor
-            return frozenset().union(*(tensors[mark] for tensors in ancestors))
+    # `ancestors` lists the tensors that a map depends on, the nearest first, each with the maps to
+    # leave uncut for it. In the example: norm(x A): (), x: (B,) for B, and x: () for C. An object
+    # that identifies the tensor stands for it.
+    by_map = {origin.address: dict(origin.ancestors) for origin in origins if origin.linear}
+    for tensor in next(iter(by_map.values()), ()):
+        if all(tensor in ancestors for ancestors in by_map.values()):  # a common tensor
+            return frozenset().union(*(ancestors[tensor] for ancestors in by_map.values()))
     return frozenset()
 
 
@@ -92,10 +91,10 @@ class Surveyor(Tracer):
     def adopt(self, deeper: Surveyor) -> None:
         """Take over the layers that have a closed form only in a second pass, `deeper`.
 
-        A pass cuts the autograd graph at linear maps, so that q, k and v are functions of the
-        outputs of the last maps. The closed form of a layer requires that these maps read one
-        tensor. The second pass leaves further maps uncut, such as the map behind the latent of a
-        compressed key. In more layers, the last maps at which it cuts then read one tensor.
+        A pass cuts the autograd graph at linear maps: q, k and v are functions of the outputs of
+        the last maps before them. A closed form requires that these maps read one tensor. A
+        compressed key, k = norm(x A) B, is cut at B, which reads the latent. The second pass
+        leaves B uncut, so that k starts at A, which reads x as the maps of q and v do.
 
         Args:
             deeper: the surveyor of the second pass, after this pass.
@@ -105,8 +104,7 @@ class Surveyor(Tracer):
             # Take a layer only if this pass found no closed form for it, and the second one did.
             if before is None or before.site.closed_form or not layer.site.closed_form:
                 continue
-            # The maps that only the second pass left uncut. They lie between the layer's input,
-            # as found there, and its q, k and v.
+            # The maps that only the second pass left uncut, such as B.
             inner = deeper.uncut_maps - self.uncut_maps
             layer.site = replace(layer.site, index=before.site.index, inner=inner)
             self.layers[address] = layer
@@ -114,25 +112,26 @@ class Surveyor(Tracer):
     def notice_scores(self, logits: Tensor, inputs: Sequence[Tensor]) -> None:
         """Note a product of keys and learned queries, in the logits of a softmax without q k^T.
 
-        Learned queries are constants, so such a product was taken for a linear map of the keys.
+        Learned queries are constants. So the product was taken for a linear map of the keys, and
+        the graph was cut there: its output is a leaf.
 
         Args:
             logits: the argument of the softmax.
             inputs: the leaves that it depends on.
         """
-        query = graph.mark_row(logits)  # a cotangent of one row of the logits
+        one_row = graph.mark_row(logits)  # a cotangent of the logits of one query
         for leaf in inputs:
             origin = self.origins.by_leaf.get(leaf)
             if origin is None or origin.linear is None or origin.address not in self.products:
                 continue
-            # A row of the logits belongs to one query. In a product of keys and queries, the row
-            # depends on one column (the query) and all rows (tokens). In other linear maps, the
-            # row depends on several columns, or on one token.
-            source = graph.Probed(logits, (leaf,), origin.linear.outputs)
-            is_read = source.pull(query) != 0
+            # Let y be the output of the map, (tokens, columns). If it is keys times queries, one
+            # row of the logits depends on one column of y (its query) at all tokens. For any other
+            # map, the row depends on several columns, or on one token of each sample.
+            y = graph.Probed(logits, (leaf,), origin.linear.outputs)
+            is_read = y.pull(one_row) != 0
             columns = is_read.any(0).sum()
-            rows = is_read.any(1).sum()
-            if columns == 1 and rows > len(self.batch):
+            tokens = is_read.any(1).sum()
+            if columns == 1 and tokens > len(self.batch):
                 self.scores.add(origin.address)
 
     def on_attention(self, call: AttentionCall, address: Address) -> None:
@@ -145,17 +144,19 @@ class Surveyor(Tracer):
             origins.append([leaf.origin for leaf in call.origins.leaves(t)])
         analysis = analyse(call, self.batch)
         arranged = call.arrange(analysis.layout, len(self.batch))
-        # q, k and v of both samples, (windows, heads, tokens, width).
+        # q, k and v, (windows, heads, tokens, width). The windows of the first of two samples
+        # come first.
         parts = (arranged.q.detach(), arranged.k.detach(), arranged.v.detach())
+        of_first_sample = tuple(t[: len(t) // 2] for t in parts)
         site = self._make_site(call, address, analysis, origins, parts[0])
-        if site.structure is None:
+        if site.structure is None:  # no closed form: a pass with fewer cuts may find one
             self.next_uncut |= find_inner_maps(chain(*origins))
             site = self._require_runnable(site, call)
         _free_maps(origins, site.heads)
         self.layers[address] = Surveyed(
             site=site,
             parts=parts,
-            first=tuple(t[: len(t) // 2] for t in parts),
+            first=of_first_sample,
             origins=origins,
             reads=tuple(_find_reads(call, t) for t in tensors),
             form=self._describe_form(call),
@@ -211,11 +212,12 @@ class Surveyor(Tracer):
         raise AssertionError("the model itself makes every call")
 
     def _describe_form(self, call: AttentionCall) -> tuple[object, ...]:
-        """Return properties that all calls of a loop (one head after the other) have in common.
+        """Return properties of the logits that all calls of a loop over heads have in common.
 
-        Empty if this call cannot be a part of a loop.
+        They are compared, to find the calls that form one layer. Empty if this call cannot be a
+        part of a loop.
         """
-        # Calls of a loop are (samples, tokens, width), or with an axis of heads.
+        # In a loop, q is (samples, tokens, width) or (samples, heads, tokens, width).
         if call.q.ndim not in (3, 4) or len(call.q) != len(self.batch):
             return ()
         form = call.form
@@ -224,17 +226,15 @@ class Surveyor(Tracer):
         return call.q.ndim, form.logits.shape[-1]
 
     def _require_runnable(self, site: capture.Site, call: AttentionCall) -> capture.Site:
-        """Check whether norms of a layer without closed form can be computed numerically.
+        """Return a layer without closed form, without inputs if no numerical norm is possible.
 
-        Numerical norms need a module that can run again on its own, and be differentiated.
+        Numerical norms need a module that can run again on its own, and be differentiated. If it
+        cannot, the layer gets no inputs, so that no norm is computed, and the obstacle is added to
+        its reason.
 
         Args:
             site: the layer.
             call: its attention call.
-
-        Returns:
-            The site as it is, if norms can be computed. Otherwise a site without inputs, so that
-            no norm is computed, with the obstacle in its reason.
         """
         if call.output.dtype in HALF:  # too coarse for norms
             return replace(site, inputs=())
@@ -244,12 +244,12 @@ class Surveyor(Tracer):
         is_text = self.batch.x.ndim == 2
         tokens = layer.call.q.shape[2]
         if is_text and site.heads == self.batch.x.shape[1] != tokens:
-            result: object = "its heads and tokens cannot be distinguished"
+            obstacle: object = "its heads and tokens cannot be distinguished"
         else:
-            result = linearize_module(layer)
-        if not isinstance(result, str):  # a linearisation, not an obstacle
+            obstacle = linearize_module(layer)  # a text, or the linearisation if it succeeds
+        if not isinstance(obstacle, str):
             return site
-        reason = f"{site.reason}; its norms cannot be computed numerically either: {result}"
+        reason = f"{site.reason}; its norms cannot be computed numerically either: {obstacle}"
         return replace(site, reason=reason, inputs=())
 
     def remember(self, linear: calls.Linear, result: Tensor) -> None:
@@ -273,11 +273,11 @@ class Surveyor(Tracer):
         layer = layers[0]
         if not layer.has_projection:
             layer.has_projection = True
-            parts = tuple(outputs[address] for address in layer.site.addresses)
-            _read_projection(layer, linear, parts)
+            outputs_in_order = tuple(outputs[address] for address in layer.site.addresses)
+            _read_output_map(layer, linear, outputs_in_order)
 
     def compare(self, call: AttentionCall, address: Address) -> None:
-        """Check that q, k and v of the first sample do not depend on the second one.
+        """Refuse the layer of a call if q, k or v of the first sample depend on the second one.
 
         The tracer calls this in a further pass, over the same first sample and another second
         sample.
@@ -293,12 +293,12 @@ class Surveyor(Tracer):
         # q, k and v of both samples in this pass; `layer.parts` has those of the earlier pass.
         parts = arranged.q, arranged.k, arranged.v
         if layer.site.sources:  # q, k and v are not all constants, equal for all samples
-            # Note for `leave_loops` whether q, k or v change. Exact equality works, as both
+            # Note for `leave_loops` whether q, k or v changed. Exact equality works, as both
             # batches have the same size and rounding.
             has_changed = not all(map(torch.equal, layer.parts, parts))
             self._changes.setdefault(layer.site.module, set()).add(has_changed)
-        # The first sample is the same in both passes, so its q, k and v must be. `layer.first`
-        # has them from the earlier pass. It is empty if one window holds both samples.
+        # `layer.first` has q, k and v of the first sample from the earlier pass. They must be the
+        # same in this pass. They are empty if one window holds both samples.
         if not len(layer.first[0]):
             return
         for before, t in zip(layer.first, parts, strict=True):
@@ -308,17 +308,16 @@ class Surveyor(Tracer):
     def leave_loops(self) -> None:
         """Remove the layers of modules that attend to one sample after the other, in a loop.
 
-        The number of their attention calls depends on the batch, so the calls are no layers. The
-        method `compare` saw a pass with another second sample. In such a module, q, k and v stayed
-        equal in the calls of the first sample, and changed in the calls of the second sample.
+        The number of their attention calls depends on the batch, so the calls are no layers. Two
+        passes have shown them: both with the same first sample, and with different second ones.
         """
-        # `_changes` holds True for a changed call, and False for a call that stayed equal. A
-        # module with both has separate calls for the two samples.
+        # `_changes` has True for a module if q, k or v of some call differed in the second pass,
+        # and False if they stayed equal in some call. Both: the samples have separate calls.
         loop_modules = {module for module, changes in self._changes.items() if len(changes) > 1}
         for layer in self.layers.values():
-            # `first` has q, k and v of the windows of the first sample. A call with a single
-            # window, in place of at least one for each sample, leaves no window in it.
-            if len(layer.first[0]) == 0:
+            # `first` has q, k and v of the first half of the windows. It is empty if the call has
+            # a single window, of one sample.
+            if not len(layer.first[0]):
                 loop_modules.add(layer.site.module)
         kept = [layer for layer in self.layers.values() if layer.site.module not in loop_modules]
         for index, layer in enumerate(kept):
@@ -340,14 +339,15 @@ def _free_maps(origins: Sequence[list[Origin]], heads: int) -> None:
 
 
 def _has_axes_of_queries(call: AttentionCall) -> bool:
-    """Say whether the logits have a row for each query of q, (..., queries, width)."""
+    """Say whether the logits, (..., queries, keys), have a row for each query of q."""
     if not isinstance(call.form, Explicit):  # torch's fused attention always has such logits
         return True
     rows = call.form.logits.shape[:-1]
-    query_axes = call.q.shape[:-1]
-    # Only one of the two joins heads to samples: as many rows, but another number of axes.
-    is_folded = len(rows) != len(query_axes) and rows.numel() == query_axes.numel()
-    return rows == query_axes or is_folded
+    queries = call.q.shape[:-1]
+    # Logits of (samples * heads, queries, keys) fit to q of (samples, heads, queries, width), and
+    # the reverse.
+    joins_axes = len(rows) != len(queries) and rows.numel() == queries.numel()
+    return rows == queries or joins_axes
 
 
 def _is_shared(q: Tensor) -> bool:
@@ -356,33 +356,30 @@ def _is_shared(q: Tensor) -> bool:
     return len(other) == 1 and torch.equal(first, other[0])
 
 
-def _read_projection(layer: Surveyed, linear: calls.Linear, parts: tuple[Tensor, ...]) -> None:
+def _read_output_map(layer: Surveyed, linear: calls.Linear, outputs: tuple[Tensor, ...]) -> None:
     """Note a linear map as W_O of a layer in its closed form, or refuse the layer by this map.
 
     Args:
         layer: the layer.
-        linear: the first linear map that reads the layer's output.
-        parts: the output, with the axes of the model; of each call in a loop.
+        linear: the first linear map that reads the layer's output O.
+        outputs: O with the axes of the model: one tensor, or one for each call of a loop.
     """
     site = layer.site
 
-    def as_rows(*parts: Tensor) -> Tensor:
-        """Convert the layer's output to token rows, (tokens of both samples, heads * d_v)."""
-        if site.loop is None:
-            t = parts[0]
-        else:
-            t = site.loop.cat(parts)
-        t = site.layout.arrange(t, 2)
+    def as_rows(*outputs: Tensor) -> Tensor:
+        """Convert O to one row per token, (tokens of both samples, heads * d_v)."""
+        t = site.layout.arrange(site.join(outputs), 2)  # (windows, heads, tokens, d_v)
         return t.transpose(1, 2).flatten(2).flatten(0, 1)
 
     if site.structure is not None:
-        source = graph.Probed(linear.inputs[None, None], parts, as_rows)
+        # The input of the map, (1, 1, tokens, channels), as a function of O.
+        source = graph.Probed(linear.inputs[None, None], outputs, as_rows)
         structure = replace(site.structure, out=find_output_map(linear, source))
         layer.site = replace(site, structure=structure)
-    # The axis of queries was divided into heads and tokens. Refuse the layer if W_O treats these
-    # heads as tokens, by reading the same channel of several heads.
+    # If the layout divides the axis of queries into heads and tokens, W_O must agree. Refuse the
+    # layer if W_O treats these heads as tokens, by reading the same channel of several heads.
     if site.layout.queries != TOKENS:
-        source = graph.Probed(linear.inputs, parts, as_rows)
+        source = graph.Probed(linear.inputs, outputs, as_rows)
         if _reads_as_tokens(source, site.heads):
             layer.refuse("its queries are heads by their maps, and tokens by W_O")
 
@@ -420,10 +417,10 @@ def _reads_inputs(
         structure: how q, k and v are computed.
     """
     arguments = {id(graph.root(value)) for value in scope.inputs.values()}
-    sources = [id(origin.root) for part in origins[:2] for origin in part]
+    tensors_read = [id(origin.root) for part in origins[:2] for origin in part]
     # `joint`: q and k read the same tokens (self-attention).
-    inputs_fit = structure.joint or len(set(sources)) == len(sources)
-    return inputs_fit and arguments.issuperset(sources)
+    inputs_fit = structure.joint or len(set(tensors_read)) == len(tensors_read)
+    return inputs_fit and arguments.issuperset(tensors_read)
 
 
 def _find_reads(call: AttentionCall, t: Tensor) -> Reads:

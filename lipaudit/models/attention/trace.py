@@ -231,7 +231,7 @@ class Tracer(AttentionMode):
             product: the product of two factors.
             address: its address, if the right factor is the weight.
         """
-        for op, factors in product.orders():
+        for op, factors in product.read_both_ways():
             address = address._replace(op=op)
             if self._is_map(factors, address):
                 linear = factors.read()

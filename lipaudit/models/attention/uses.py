@@ -40,8 +40,11 @@ _ENTRYWISE = {"mul", "add", "sub", "div"}
 _SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax"}
 _CHOICES = {"gather", "index", "index_select", "embedding", "take"}
 _FUSED = (
-    *("_scaled_dot_product", "_flash_attention", "_efficient_attention"),
-    *("_native_multi_head", "flex_attention"),
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_efficient_attention",
+    "_native_multi_head",
+    "flex_attention",
 )
 _NEW = ("new_", "empty")
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parents[1]))
@@ -92,17 +95,20 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op of torch, and mark its result by how it depends on the sample.
 
-        The marks are bits: depends on the sample; is a pair, such as q k^T (see `_mark_product`).
+        Marks are bits of one number, 0 for a constant. One bit says that a tensor depends on the
+        sample, another one that it is a pair: a product of two such tensors, like q k^T.
         """
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "overloadpacket", func).__name__
-        given = [self._find_marks(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        # Nothing depends on the sample, or only the shape of the result does.
-        if not any(given) or name.endswith("_like") or name.startswith(_NEW):
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        marks_of_args = [self._find_marks(t) for t in tensors]
+        # No argument depends on the sample, or the op reads only the shape of its arguments
+        # (zeros_like, new_ones, empty).
+        if not any(marks_of_args) or name.endswith("_like") or name.startswith(_NEW):
             return out
-        if name in _IN_PLACE:
+        if name in _IN_PLACE:  # `add_` counts as `add`
             name = name.rstrip("_")
-        marks = self._compute_marks(name, args, given, out)
+        marks = self._compute_marks(name, args, marks_of_args, out)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 # Indices and boolean masks depend on the sample, but are no pairs.
@@ -110,53 +116,74 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.mark(t, marks if is_number else _SAMPLE)
         return out
 
-    def _compute_marks(self, name: str, args: tuple[Any, ...], given: list[int], out: Any) -> int:
+    def _compute_marks(
+        self, name: str, args: tuple[Any, ...], marks_of_args: list[int], out: Any
+    ) -> int:
         """Return the marks of the result of an op, and count the op if it is a use of attention.
 
-        Marks: _SAMPLE depends on the sample; _OUTER, like q_i + k_j, on all pairs of entries of
-        two tensors; _PAIR is a product of two tensors, like q k^T, or a function of it.
+        Marks are bits of one number, 0 for a constant:
+
+            _SAMPLE  the tensor depends on the sample
+            _OUTER   its entries are of all pairs of entries of two tensors, like q_i + k_j
+            _PAIR    it is a product of two tensors, like q k^T, or a function of it, like P
 
         Args:
             name: the op.
             args: its arguments.
-            given: the marks of its tensors.
+            marks_of_args: the marks of the tensors among the arguments.
             out: its result.
         """
         if name.startswith(_FUSED):
-            if all(given[:3]):  # q, k and v depend on the sample
+            if all(marks_of_args[:3]):  # q, k and v depend on the sample
                 return self._count_use()
             return _SAMPLE
         if name in _PRODUCTS:
-            left, right = args[_PRODUCTS[name] :][:2]
+            first = _PRODUCTS[name]  # 0, or 1 if a sum comes first, as in addmm(input, a, b)
+            left, right = args[first : first + 2]
             return self._mark_product(left, right, out)
-        if name in _ENTRYWISE and len(given) == 2 and all(given):
-            return self._mark_entrywise(name, args, given, out)
-        counted = given[:1] if name in _CHOICES else given  # an index does not count
+        if name in _ENTRYWISE and len(marks_of_args) == 2 and all(marks_of_args):
+            return self._mark_entrywise(name, args, marks_of_args, out)
+        # Any other op: the result has the marks of all arguments. Only for gather and the like,
+        # the index does not count.
+        counted = marks_of_args[:1] if name in _CHOICES else marks_of_args
         marks = _SAMPLE
-        for each in counted:
-            marks |= each
-        if name in _SOFTMAXES and marks & _OUTER:  # additive attention
+        for marks_of_arg in counted:
+            marks |= marks_of_arg
+        if name in _SOFTMAXES and marks & _OUTER:  # additive attention, softmax(q_i + k_j)
             marks |= _PAIR
         return marks
 
-    def _mark_entrywise(self, name: str, args: tuple[Any, ...], given: list[int], out: Any) -> int:
+    def _mark_entrywise(
+        self, name: str, args: tuple[Any, ...], marks_of_args: list[int], out: Any
+    ) -> int:
         """Return the marks of an entry-wise sum or product of two tensors, and count uses.
 
-        Both tensors depend on the sample. Arguments are those of `_compute_marks`.
+        Both tensors depend on the sample. Marks are bits of one number. _PAIR: the tensor is a
+        product of two tensors, like q k^T, or a function of it, like P. _OUTER: its entries are of
+        all pairs of entries of two tensors, like q_i + k_j.
+
+        Args:
+            name: mul, add, sub or div.
+            args: the two tensors.
+            marks_of_args: the marks of both.
+            out: the result.
         """
         left, right = args[:2]
-        marks = given[0] | given[1]
-        # Broadcasting: each entry of the result depends on a pair of entries of two tensors.
+        left_marks, right_marks = marks_of_args
+        marks = left_marks | right_marks
+        # Broadcasting to more entries than either tensor has: all pairs of their entries.
         if out.numel() > max(left.numel(), right.numel()):
-            # Weights times values, before a sum over the keys.
+            # P_ij v_j, before a sum over the keys j.
             if marks & _PAIR and name == "mul":
                 return self._count_use()
             return marks | _OUTER
-        if not (given[0] ^ given[1]) & _PAIR:  # both tensors are pairs, or none
+        left_pair = left_marks & _PAIR
+        right_pair = right_marks & _PAIR
+        if left_pair == right_pair:  # both tensors are pairs, or none
             return marks
-        pair = left if given[0] & _PAIR else right
-        # Each row of the other tensor is scaled by one number of the pair: a value that attention
-        # weights.
+        pair = left if left_pair else right
+        # Each row of the other tensor is multiplied by one number of the pair: a value by its
+        # attention weight.
         if pair.shape[-1:] == (1,) and out.shape[-1:] != (1,):
             return self._count_use()
         if name == "add":  # a residual stream, to which the pair is added
@@ -164,29 +191,31 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return marks
 
     def _mark_product(self, left: Any, right: Any, out: Any) -> int:
-        """Return the marks of a matrix product, and count it if it weights values by a pair.
+        """Return the marks of a matrix product, and count it if it is a use of attention, P v.
 
-        A product of two tensors that depend on the sample is a pair (q k^T); a product of a pair
-        with a third one is a use of attention (P v). A product of two pairs, or of two tensors
-        that are no pairs, is a pair.
+        A "pair" is a product of two tensors that depend on the sample, like q k^T, or a function
+        of it, like P. A pair times a tensor that is no pair is a use of attention.
 
-        Marks are bits. _SAMPLE: the tensor depends on the sample. _OUTER: it has an entry for each
-        pair of tokens, as the sum q_i + k_j has. _PAIR: it is a pair, as above.
+        Marks are bits of one number, 0 for a constant. _SAMPLE: the tensor depends on the sample.
+        _OUTER: it has an entry for each pair of tokens, like q_i + k_j. _PAIR: it is a pair.
         """
-        of_left = self._find_marks(left)
-        of_right = self._find_marks(right)
-        if not (of_left and of_right):
-            # One factor is a weight: a linear map, whose result is no pair.
+        left_marks = self._find_marks(left)
+        right_marks = self._find_marks(right)
+        if not (left_marks and right_marks):
+            # One factor is a constant (a weight): a linear map, whose result is no pair.
             marks = _SAMPLE
             # A map to one column scores each entry, as in additive attention w tanh(q_i + k_j).
             if out.ndim == 1 or out.shape[-1] == 1:
-                marks |= (of_left | of_right) & _OUTER
+                marks |= (left_marks | right_marks) & _OUTER
             return marks
-        one_is_pair = (of_left ^ of_right) & _PAIR  # exactly one
-        # If one is a pair: the axis of the other factor that the product keeps, the channels of
-        # the values. With a single channel, this factor holds no values, and the result is a pair.
-        channels = left.shape[-2:-1] if of_right & _PAIR else right.shape[-1:]
-        if tuple(channels) == (1,) or not one_is_pair:
+        left_pair = left_marks & _PAIR
+        right_pair = right_marks & _PAIR
+        if left_pair == right_pair:  # q k^T, or a product of two pairs
+            return _SAMPLE | _PAIR
+        # P v, or v^T P^T: the channels are the axis of v that the product keeps. A factor with a
+        # single channel holds no values, and the result is a pair.
+        channels = left.shape[-2:-1] if right_pair else right.shape[-1:]
+        if channels == (1,):
             return _SAMPLE | _PAIR
         return self._count_use()
 
@@ -204,16 +233,16 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._marks.get(t.untyped_storage()._cdata, (None, 0))[1]
 
     def mark(self, t: Tensor, marks: int = _SAMPLE) -> None:
-        """Mark a tensor and all views of its memory.
+        """Mark a tensor and all views of its memory: marks are stored by the memory's address.
 
-        If t is only a part of its memory, the marks of the whole memory stay, and marks are added.
+        If t is only a part of its memory, earlier marks stay, and the new ones are added.
         """
         if t.layout == torch.strided:
             storage = t.untyped_storage()
-            entire = t.numel() * t.element_size() == storage.nbytes()
-            before = 0 if entire else self._find_marks(t)
+            is_whole = t.numel() * t.element_size() == storage.nbytes()
+            earlier_marks = 0 if is_whole else self._find_marks(t)
             # The reference prevents reuse of the address, without keeping the memory.
-            self._marks[storage._cdata] = (_reference(storage), before | marks)
+            self._marks[storage._cdata] = (_reference(storage), earlier_marks | marks)
 
 
 _reference: Callable[[Any], StorageWeakRef] = StorageWeakRef

@@ -324,9 +324,10 @@ class _LayerReader:
     windowed: dict[int, None] = field(default_factory=dict)
 
     def read(self, layer: Layer) -> Reduced:
-        """Return the statistics of a layer, called for every layer of every batch.
+        """Return the statistics of a layer; called for every layer of every batch.
 
-        If the layer has the head whose map was requested, the map of the first sample is stored.
+        Two things are stored on the reader: the number of the layer, if it attends within windows;
+        and the first map of the head that --map names, if the layer has this head.
         """
         import torch
 
@@ -359,9 +360,10 @@ class _LayerReader:
 
 
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
-    """Return statistics of the attention rows of a layer, by (sample, head): sums and maxima.
+    """Return statistics of the attention rows of a layer, (samples, heads, ...): sums and maxima.
 
-    The map P is computed for some heads at a time, and then in chunks of rows, to save memory.
+    The map P is computed for some heads at a time, and then in chunks of rows, to save memory. A
+    layer that attends within windows (Swin) has one row of the batch per window of a sample.
     """
     import torch
 
@@ -370,32 +372,33 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
 
     heads = layer.attention
     samples = layer.samples
-    batch, count, queries = heads.q.shape[:3]  # rows of the batch, heads, queries
+    sample = heads.sample  # index of the sample of each window
+    windows, count, queries = heads.q.shape[:3]  # windows of all samples, heads, queries
+    keys = heads.k.shape[2]
     # As many heads at a time as have about ENTRIES entries of P.
     pieces = []
-    for chunk in heads.policy.chunks(count, batch * queries * heads.k.shape[2], ENTRIES):
+    for chunk in heads.policy.chunks(count, windows * queries * keys, ENTRIES):
         pieces.append(_read_map(_cast_inputs(heads.pick(chunk)), options))
     figures = {name: torch.cat([piece[name] for piece in pieces], 1) for name in pieces[0]}
     mass = figures.pop("mass")  # attention on each key, summed over the queries
-    p_norm = figures.pop("p_norm")
+    p_norm = figures.pop("p_norm")  # ||P||
     # The other figures describe each row: largest entries, entropy, norm of its softmax Jacobian.
     by_row = softmax.row_statistics(softmax.RowProfile(**figures), gamma=options.gamma)
-    # (samples, heads, keys): the share of all attention that each key gets. A sample may have
-    # several windows, which are rows of the batch: `heads.sample` is the sample of each row.
-    received = sum_windows(mass, heads.sample, samples)
+    # The share of all attention that each key gets, (samples, heads, keys).
+    received = sum_windows(mass, sample, samples)
     share = received / received.sum(-1, keepdim=True)
-    most_attended = share.max(-1)
-    statistics = _reduce_rows(by_row, heads.sample, samples)
-    statistics |= attention_rows.count_rows(by_row, heads.sample, samples)
+    most_attended = share.max(-1)  # over the keys
+    statistics = _reduce_rows(by_row, sample, samples)
+    statistics |= attention_rows.count_rows(by_row, sample, samples)
     if options.rows is not None:
-        rows = attention_rows.keep_rows(by_row, heads.sample, samples)
+        rows = attention_rows.keep_rows(by_row, sample, samples)
         statistics[f"{ROWS}{layer.site.index}"] = rows
     return statistics | {
         # (samples, heads, 2): the share of the first token, and the largest share of any token.
         "sink": torch.stack([share[..., 0], most_attended.values], -1),
         "sink_token": most_attended.indices,
-        "p_norm": per_sample(p_norm, heads.sample),
-        "tokens": torch.full((samples, count), heads.k.shape[2]),
+        "p_norm": per_sample(p_norm, sample),
+        "tokens": torch.full((samples, count), keys),
     }
 
 
@@ -422,9 +425,9 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
     """Compute the attention map P in chunks of rows, and return figures of its rows and keys.
 
     Returns:
-        The fields of a `RowProfile`, (batch, heads, queries); `mass`, the attention on each key
-        summed over the queries, (batch, heads, keys); `p_norm`, ||P||, (batch, heads), NaN for
-        more tokens than `p_norm_tokens`.
+        Figures of each row (the fields of a `RowProfile`), (batch, heads, queries); `mass`, the
+        attention on each key summed over the queries, (batch, heads, keys); `p_norm`, the norm
+        ||P||, (batch, heads), NaN for more tokens than `p_norm_tokens`.
     """
     import torch
 
@@ -435,6 +438,7 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
     batch, count, queries = heads.q.shape[:3]
     keys = heads.k.shape[2]
     mass = heads.q.new_zeros(batch, count, keys)
+    # ||P|| needs all rows of P at once: only for maps of short texts and images.
     p_norm = mass.new_full((batch, count), torch.nan)
     full_map = None
     if max(queries, keys) <= options.p_norm_tokens:
@@ -442,27 +446,28 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
         p_norm = map_norm(full_map, 1e-7)
     pieces = []
     for chunk in heads.policy.chunks(queries, batch * count * keys, ENTRIES):
-        if full_map is None:  # a long text: P of these rows, on the keys that a row can see
+        if full_map is None:  # only these rows of P, on the keys that they can see
             p, key_range = rows_in_reach(heads, chunk.start, chunk.stop)
         else:
             p = full_map[:, :, chunk]
             key_range = slice(None)
         mass[..., key_range] += p.sum(-2)
-        # The number of keys that each row can see: statistics depend on it.
-        visible = heads.visible(chunk.start, chunk.stop).sum(-1).expand(p.shape[:-1])
-        profile = softmax.profile_rows(p, options.k, keys=visible)
+        # Statistics of a row depend on the number of keys that it can see.
+        visible_keys = heads.visible(chunk.start, chunk.stop).sum(-1).expand(p.shape[:-1])
+        profile = softmax.profile_rows(p, options.k, keys=visible_keys)
         # Clones, because views would keep all rows in memory.
-        pieces.append([column.clone() for column in profile])
-    columns = [torch.cat(column, 2) for column in zip(*pieces, strict=True)]
+        pieces.append([figure.clone() for figure in profile])
+    # One tensor per figure, of all chunks of rows.
+    columns = [torch.cat(of_chunks, 2) for of_chunks in zip(*pieces, strict=True)]
     figures = dict(zip(softmax.RowProfile._fields, columns, strict=True))
     return figures | {"mass": mass, "p_norm": p_norm}
 
 
 def _reduce_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Reduced:
-    """Reduce statistics of rows to sums and maxima over the rows of each sample and head.
+    """Reduce statistics of attention rows to sums and maxima over the rows of a sample and head.
 
     Args:
-        by_row: the statistics, (windows of all samples, heads, rows); NaN where a row has none.
+        by_row: by name, (windows of all samples, heads, rows); NaN where a row has no value.
         sample: index of the sample of each window.
         samples: number of samples.
     """
@@ -470,18 +475,21 @@ def _reduce_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> 
 
     from lipaudit.measures.layers import per_sample, sum_windows
 
-    rows = torch.stack([by_row[name] for name in MEANS], 2)  # (batch, heads, statistics, rows)
-    # Rows with few keys have no regime (uniform, intermediate, categorical), but other statistics.
-    # Rows of padding have no statistic at all.
-    short = by_row["uniform"].isnan() & ~by_row["top1"].isnan()
+    # (windows, heads, statistics, rows).
+    rows = torch.stack([by_row[name] for name in MEANS], 2)
+    # Rows of padding have no statistic. Rows with few keys have some statistics, but no regime
+    # (uniform, intermediate or categorical).
+    is_padding = by_row["top1"].isnan()
+    is_short = by_row["uniform"].isnan() & ~is_padding
+    # Sums over the rows: of each statistic, and the numbers of rows that have it or are short.
     sums = {
         "total": rows.nan_to_num(0.0).sum(-1),
         "count": (~rows.isnan()).sum(-1).to(rows),
-        "short": short.sum(-1).to(rows),
+        "short": is_short.sum(-1).to(rows),
     }
     reduced = {name: sum_windows(value, sample, samples) for name, value in sums.items()}
-    largest = [by_row[name].nan_to_num(0.0).amax(-1) for name in ("g1", "softmax_norm")]
-    return reduced | {"largest": per_sample(torch.stack(largest, -1), sample)}
+    maxima = [by_row[name].nan_to_num(0.0).amax(-1) for name in ("g1", "softmax_norm")]
+    return reduced | {"largest": per_sample(torch.stack(maxima, -1), sample)}
 
 
 def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]:
@@ -489,9 +497,10 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
 
     The section also has the statistics of each sample, and with --map the map of a head.
     """
-    # Arrays (samples, heads, statistics). Maps and rows are left out: their sizes vary.
-    of_layers = [name for name in parts[0].values if name.startswith(ROWS)]
-    arrays = base.join_arrays(parts, besides=[*MAP, *of_layers])
+    # Arrays (samples, heads, ...). Left out are the map of --map, and all rows of each layer
+    # (--rows), whose sizes vary between samples.
+    rows_of_layers = [name for name in parts[0].values if name.startswith(ROWS)]
+    arrays = base.join_arrays(parts, besides=[*MAP, *rows_of_layers])
     heads = parts[0].facts["heads"]
     rows = _make_rows(arrays, heads)
     stored = _list_compared(arrays["total"], arrays["count"])
@@ -500,8 +509,8 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     if options.map is not None:
         first = parts[0]
         for name in MAP:
-            # `make_section` transposes every array. A map is transposed here as well, so that its
-            # axes are (queries, keys) in the report.
+            # The part has the map of one sample, (1, queries, keys). `make_section` transposes
+            # every array, so it is transposed here as well: the report has (queries, keys).
             stored[f"{name}@{options.map}"] = first.values[name][0].T
         tokens = first.facts["tokens"]
         if tokens:
@@ -573,8 +582,9 @@ def _list_compared(total: Values, count: Values) -> dict[str, Values]:
 
 
 def _note_short_rows(arrays: Mapping[str, Values]) -> Iterator[Note]:
-    """Note if most attention rows have too few keys for a regime."""
+    """Note if most attention rows have too few keys to be called fragile, uniform or one-hot."""
     short = int(arrays["short"].sum())
+    # `count`: how many rows have each statistic, (samples, heads, statistics). All rows have g1.
     rows = int(arrays["count"][..., MEANS.index("g1")].sum())
     if 2 * short > rows:
         yield Note.info(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,7 @@ def encode_rows(parts: Sequence[Part], suffix: str) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
-    writer.writerows(_write_lines(columns))
+    writer.writerows(_format_lines(columns))
     return text.getvalue().encode()
 
 
@@ -153,16 +154,16 @@ def _list_rows(part: Part) -> Iterator[dict[str, Values]]:
         yield columns | {"head": head, "window": window, "row": row}
 
 
-def _write_lines(columns: Mapping[str, Values]) -> Iterable[Sequence[Any]]:
-    """Return the cells of each line of the CSV: statistics with 9 digits, empty in place of NaN.
+def _format_lines(columns: Mapping[str, Values]) -> Iterable[Sequence[Any]]:
+    """Yield the cells of each line of a CSV: statistics with 9 digits, empty in place of NaN.
 
     Args:
-        columns: values of all rows, by the name of the column.
+        columns: the values of each column, one per line.
     """
-    texts = []
+    cells_of_columns = []
     for name, values in columns.items():
         cells = values.tolist()
         if name in STATISTICS:
-            cells = ["" if cell != cell else f"{cell:.9g}" for cell in cells]
-        texts.append(cells)
-    return zip(*texts, strict=True)
+            cells = ["" if math.isnan(cell) else f"{cell:.9g}" for cell in cells]
+        cells_of_columns.append(cells)
+    return zip(*cells_of_columns, strict=True)  # from columns to lines

@@ -142,7 +142,8 @@ def draw_map(net: Net, layer: Layer, head: int) -> DrawnMap:
     columns = rows
     if queries != keys:  # cross-attention: padding of the queries says nothing about the keys
         columns = torch.arange(keys)
-    block = -(-max(len(rows), len(columns)) // SIDE)  # side of a block, rounded up
+    # Side of the blocks, so that the drawing has at most SIDE rows and columns; rounded up.
+    block = -(-max(len(rows), len(columns)) // SIDE)
     pooled = _pool_map(heads, rows, columns, block)
     tokens: list[str] = []
     # Tokens are named only if each row and column of the map is one token of the text.
@@ -158,17 +159,20 @@ def _pool_map(heads: Heads, rows: Tensor, columns: Tensor, block: int) -> Tensor
 
     Args:
         heads: one head on one sample.
-        rows: the queries of the map, in ascending order.
-        columns: the keys of the map.
+        rows: the queries to draw, in ascending order.
+        columns: the keys to draw.
         block: side of a block.
     """
-    size = block * max(1, SIDE // block)  # rows of a chunk: whole blocks, as the map may be large
+    # The map may be large: it is computed in chunks of rows, each a whole number of blocks.
+    size = block * max(1, SIDE // block)
     pooled = []
     for chunk in torch.split(rows, size):
         first = int(chunk[0])
-        p = heads.rows(first, int(chunk[-1]) + 1)[0, 0]  # (rows of the chunk, keys)
-        p = p[chunk - first][:, columns]
-        pooled.append(F.avg_pool2d(p[None], block, ceil_mode=True, count_include_pad=False)[0])
+        last = int(chunk[-1])
+        p = heads.rows(first, last + 1)[0, 0]  # row i is query first + i: (queries, keys)
+        drawn = p[chunk - first][:, columns]
+        means = F.avg_pool2d(drawn[None], block, ceil_mode=True, count_include_pad=False)
+        pooled.append(means[0])
     return torch.cat(pooled)
 
 
@@ -194,29 +198,30 @@ def describe_examples(
         known: examples that were described after earlier attacks. A sample that has an example of
             the same trial here is not described again.
     """
-    found = _find_examples(batch.ids, outcomes, known)
-    if not found:
+    # The row of each broken sample in the batch, and the outcome of the trial that broke it.
+    broken = _find_examples(batch.ids, outcomes, known)
+    if not broken:
         return {}
-    rows = torch.tensor([row for row, _ in found])
-    x_adv = torch.stack([end.x_adv[row] for row, end in found])
+    rows = torch.tensor([row for row, _ in broken])
+    x_adv = torch.stack([end.x_adv[row] for row, end in broken])
     samples = batch.rows(rows.to(batch.x.device))
+    # Probabilities before and after the attack, (broken samples, classes).
     with torch.no_grad():
         before = torch.cat([net.output(part).softmax(1) for part in samples.split(size)])
         after = texts.forward_pieces(net, samples, x_adv, size).softmax(1)
-        for i, (row, end) in enumerate(found):
-            # Attacks that change texts give a draft in place of x_adv. The model runs on the
-            # changed text.
+        for i, (row, end) in enumerate(broken):
+            # Attacks that change texts give a draft in place of x_adv: run the model on its text.
             if end.drafts is not None and chunk.texts is not None:
                 reader = chunk.texts.reader
                 ids = torch.tensor([reader.read(end.drafts[row])], device=net.device)
                 after[i] = reader.output(ids, None).softmax(1)[0]
-    # The true class and the one that is predicted under attack, with their probabilities.
+    # Of these, only two are shown: of the true class, and of the class predicted under attack.
     classes = torch.stack([chunk.y[rows], after.argmax(1)], 1)
     before = before.gather(1, classes).cpu().double().round(decimals=4)
     after = after.gather(1, classes).cpu().double().round(decimals=4)
     names = dict(enumerate(net.labels or ()))
     examples = {}
-    for i, (row, end) in enumerate(found):
+    for i, (row, end) in enumerate(broken):
         example: dict[str, Any] = {
             "trial": _name_trial(end),
             "text": "" if end.drafts is None else texts.quote(end.drafts[row]),
@@ -241,14 +246,15 @@ def _find_examples(
         known: examples by sample id. A sample that has an example of the same trial is left out.
     """
     clean, *ends = outcomes
-    # (samples, trials)
+    # Whether each trial broke each sample, (samples, trials).
     broken = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
-    found = []
+    examples = []
     for row in broken.any(1).nonzero().flatten().tolist():
-        end = ends[int(broken[row].int().argmax())]
+        first = int(broken[row].int().argmax())  # the first trial that broke it
+        end = ends[first]
         if known.get(ids[row], {}).get("trial") != _name_trial(end):
-            found.append((row, end))
-    return found
+            examples.append((row, end))
+    return examples
 
 
 def _name_trial(outcome: Outcome) -> str:

@@ -175,22 +175,23 @@ class Round:
     prefix: str = ""
 
     def attack(self) -> Iterator[ChunkRun]:
-        """Run all attacks, and yield a chunk after each attack on it.
+        """Run one attack after another, each on all chunks; yield a chunk after each of its attacks.
 
         Reports to the listener: progress, the estimated time, and the robust accuracy so far.
 
         Raises:
             TimeOverError: the time limit is over; chunks that were yielded keep their outcomes.
         """
+        # `next(run.attacks)` runs one attack. Before the attacks, it runs the model on the clean
+        # samples: outcomes[0], so that outcomes[i] is that of attack i = 1, 2, ...
         for run in self.runs:
             if not run.outcomes:
-                run.outcomes.append(next(run.attacks))  # of the clean samples
-        complete = 0
+                run.outcomes.append(next(run.attacks))
+        complete = 0  # samples on which all attacks ran
         self._report_progress(complete)
         self._report_estimate()
         for number, (trial, attack) in enumerate(self.steps, 1):
-            # Chunks without an outcome of this attack. All other chunks have the outcome from an
-            # interrupted run. outcomes[0] is that of the clean samples.
+            # Chunks of an interrupted run may have the outcome of this attack already.
             waiting = [run for run in self.runs if len(run.outcomes) <= number]
             for run in waiting:
                 run.outcomes.append(next(run.attacks))
@@ -235,26 +236,26 @@ class Round:
         return passes
 
     def _report_progress(self, complete: int) -> None:
-        """Report progress as a number of samples: the share of the forward passes that ran.
+        """Report progress as a number of samples: their number x the share of passes that ran.
 
         Args:
-            complete: samples of complete chunks, which the listener counts itself.
+            complete: samples of complete chunks. The listener counts these itself, so they are
+                subtracted.
         """
         samples = self._count_samples()
-        done = samples  # one pass for each clean sample
+        passes = samples  # passes that ran: at first, one for each clean sample
         for run in self.runs:
             for outcome, cost in zip(run.outcomes[1:], self.costs, strict=False):
-                done += cost * int(outcome.tried.sum())
-        base.report_progress(samples * done / (done + self._count_remaining_passes()) - complete)
+                passes += cost * int(outcome.tried.sum())
+        all_passes = passes + self._count_remaining_passes()
+        base.report_progress(samples * passes / all_passes - complete)
 
     def _estimate_seconds(self, number: int) -> float:
         """Return the largest time of the attacks still to come: their passes x seconds per pass.
 
-        The seconds per pass are those of one attack that ran. A backward pass counts as two
-        forward passes.
-
         Args:
-            number: position of this attack in `outcomes`, where 0 are the clean samples.
+            number: the attack that ran last, 1, 2, ...; it gives the seconds per pass. A backward
+                pass counts as two forward passes.
         """
         seconds = 0.0
         passes = 0
@@ -295,7 +296,7 @@ class Round:
         )
 
     def _report_estimate(self) -> None:
-        """Report how long all attacks take at most, and which flags make it shorter."""
+        """Report how long all attacks take at most, and which flags make the run shorter."""
         if sum(self.costs) < COUNTED_PASSES:  # timing a pass would take as long as the attacks
             return
         seconds_per_pass = time_pass(self.runs[0].model, self.runs[0].chunk)
@@ -314,7 +315,7 @@ class Round:
         base.report_note("cost", self.prefix + text)
 
     def _count_quick(self) -> int:
-        """Return the forward passes of `--attack quick` in place of the standard AutoAttack.
+        """Return the forward passes of `--attack quick`, run in place of the standard AutoAttack.
 
         0 if no trial of the round is the standard AutoAttack.
         """
@@ -322,6 +323,7 @@ class Round:
         passes = 0  # of a sample
         for attack, radius in itertools.product(PRESETS["quick"], radii):
             passes += self._estimate_cost(attack, radius)
+        # Only samples that are right without attack are attacked.
         return passes * sum(int(run.outcomes[0].robust.sum()) for run in self.runs)
 
 
@@ -368,15 +370,15 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: Notes) -> 
     facts = _count_work(by_trial)
     facts["checks"] = base.read_checks(clean)
     facts["nonfinite"] = sum(outcome.nonfinite for outcome in attacked)
-    # One sign of masked gradients needs a ball that contains the centre of the box. A ball
-    # contains the centre only if every entry of a sample may change.
+    # A test for masked gradients uses balls that contain the centre of the box (grey images). A
+    # ball contains the centre only if every entry of a sample may change: without a mask.
     facts["box"] = net.box if run.chunk.mask is None else None
     facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
     facts |= _describe_samples(net, run, options, ends)
     complete = len(attacked) >= sum(len(trial.attacks) for trial in trials)
-    # Outcomes are stored without their adversarial examples. A run that saves examples or changes
-    # texts needs the examples, so nothing is stored here: when resumed, such a run attacks the
-    # chunk from the beginning.
+    # For resuming, outcomes are stored without their adversarial examples. A run that saves
+    # examples or changes texts needs them. So nothing is stored of such a run: when resumed, it
+    # attacks the chunk from the beginning.
     if not complete and options.save_adv is None and run.chunk.texts is None:
         outcome_arrays, outcome_facts = store_outcomes(run.outcomes)
         arrays |= outcome_arrays
@@ -401,19 +403,25 @@ def _find_ends(clean: Outcome, by_trial: Sequence[Sequence[Outcome]]) -> list[Ou
 
 
 def _count_work(by_trial: Sequence[Sequence[Outcome]]) -> dict[str, Any]:
-    """Return what the attacks of each trial took, and what Square added, as facts of a part.
+    """Return the work of each trial, and the success of the attack Square, as facts of a part.
 
-    `attacks` is the number of attacks that ran, and `cost` their seconds, forward passes and
-    backward passes. `square` has the numbers of samples that were robust before and after Square,
-    which ran behind gradient attacks.
+    Args:
+        by_trial: the outcomes of the attacks of each trial that ran.
+
+    Returns:
+        `attacks`: the number of attacks that ran, of each trial. `cost`: their seconds, forward
+        passes and backward passes. `square`: the numbers of samples that were robust before and
+        after Square, for each trial in which it ran last, after gradient attacks.
     """
+    counts = []
     costs = []
     squares = []
     for outcomes in by_trial:
+        counts.append(len(outcomes))
         costs.append([sum(getattr(outcome, what) for outcome in outcomes) for what in COSTS])
         if len(outcomes) > 1 and outcomes[-1].attack == "square":
-            squares.append((int(outcomes[-1].tried.sum()), int(outcomes[-1].robust.sum())))
-    counts = [len(outcomes) for outcomes in by_trial]
+            square = outcomes[-1]
+            squares.append((int(square.tried.sum()), int(square.robust.sum())))
     return {"attacks": counts, "cost": costs, "square": squares or [(0, 0)]}
 
 
@@ -500,10 +508,11 @@ def store_outcomes(outcomes: Sequence[Outcome]) -> tuple[dict[str, Values], dict
 
 
 def restore_outcomes(part: Part, chunk: Chunk, steps: Sequence[Step]) -> list[Outcome]:
-    """Return the outcomes that `store_outcomes` stored; x_adv is the sample itself.
+    """Return the outcomes of an interrupted run, as `store_outcomes` stored them in a part.
 
-    The examples were not stored, and are not needed: broken samples are not attacked again, and
-    the next attack finds new points for the survivors.
+    The adversarial examples were not stored: `x_adv` is the sample itself in their place. They are
+    not needed, as broken samples are not attacked again, and the next attack starts from the
+    survivors.
     """
     outcomes = []
     for number, facts in enumerate(part.facts.get("outcomes", ())):

@@ -291,10 +291,10 @@ def measure_batch(
     if options.shares:
         if norms.gap is not None:
             values["gap"] = norms.gap.numpy()
-        directions, count = _find_directions(norms, linear, labels)
+        directions, counted = _find_directions(norms, linear, labels)
         # The shares build a second graph: free the first one before.
         graph.whole.release()
-        shares, facts_of_shares = measure_shares(net, batch, at, directions, count, first)
+        shares, facts_of_shares = measure_shares(net, batch, at, directions, counted, first)
         values |= shares
         facts |= facts_of_shares
     return Sensitivity(values, facts, norms_of_blocks)

@@ -32,22 +32,27 @@ READING = (
 )
 
 
-def _share(label: str, meaning: str, values: str, **how: Any) -> Column:
-    """Return the column of a share, the median over the samples.
+def _describe_share(label: str, meaning: str, values: str, **how: Any) -> Column:
+    """Return the column of a share: its label, meaning and format. Its value is a median.
 
     Args:
         label: label of the column.
         meaning: what the share says, for reports.
-        values: name of the array with the share of each sample.
-        how: attributes of the column that differ from `usual`.
+        values: name of the array with the share of each sample, whose median is the value.
+        how: attributes of the column that differ from the usual ones of a share.
     """
     reduction = Reduction("median", values)
     usual: dict[str, Any] = {"format": ".1%", "reading": READING, "reduction": reduction}
     return Column(label, meaning, **(usual | how))
 
 
-def _total(label: str, what: str) -> Column:
-    """Return the column of the share of all parts of one kind (`what`) together."""
+def _describe_total(label: str, what: str) -> Column:
+    """Return the column of the share of all parts of one kind together, such as all MLPs.
+
+    Args:
+        label: label of the column.
+        what: the parts in words.
+    """
     return Column(
         label,
         f"Share of the sensitivity that passes through {what}.",
@@ -67,28 +72,28 @@ ENDS = {
 def read_sources(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the share of the sensitivity that passes through attention maps, median over samples.
 
-    If shares through maps are not known, the figure is the share through attention in any way. The
-    text has the shares of MLPs and of the head with the largest share.
+    If no attention map could be read, the figure is the share through attention in any way. The
+    text has the share of all MLPs, and the head with the largest share.
     """
     rows = [row for row in section.rows if finite([row.share])]
     if not rows:
         return
     column = section.columns["share"]
-    # Medians over the samples of the shares of all parts of one kind together.
-    attention, patterns, mlps = (middle(list_unrepeated(section, name)) for name in OF_ALL)
-    first = largest(rows, "share", 1)[0]
-    texts = [f"head {first.layer}.{first.head} carries most ({format_value(first.share, column)})"]
+    # The shares of all attention, of all attention maps and of all MLPs: medians over the samples.
+    attention, maps, mlps = (middle(list_unrepeated(section, name)) for name in OF_ALL)
+    head = largest(rows, "share", 1)[0]
+    texts = [f"head {head.layer}.{head.head} carries most ({format_value(head.share, column)})"]
     if mlps is not None:
         texts.insert(0, f"MLPs {format_value(mlps, column)}")
-    if patterns is not None:
-        # A path may pass a map and an MLP: the shares do not add up.
-        text = join_texts([*texts, "paths overlap"])
-        yield headline.row(section, patterns, column, text=text)
+    if maps is None:
+        metric = f"{section.measure}.attention"
+        label = "sensitivity through attention"
+        text = join_texts(texts)
+        yield headline.row(section, attention, column, metric=metric, figure=label, text=text)
         return
-    metric = f"{section.measure}.attention"
-    label = "sensitivity through attention"
-    text = join_texts(texts)
-    yield headline.row(section, attention, column, metric=metric, figure=label, text=text)
+    # A path may pass a map and an MLP: the shares do not add up.
+    text = join_texts([*texts, "paths overlap"])
+    yield headline.row(section, maps, column, text=text)
 
 
 # Shares of all parts of one kind together, in the order of the arrays of `models.attribution`.
@@ -125,17 +130,19 @@ HEADS_TABLE = Layout(
             "with other shares. Shares are averaged over directions whose values agree to tol. "
             "Lanczos sees at most two of them, and equal values as one.",
         ),
-        "attention": _total("attention", "any attention"),
-        "patterns": _total("patterns", "any attention map, so through a softmax"),
-        "mlps": _total("MLPs", "any branch without attention"),
+        "attention": _describe_total("attention", "any attention"),
+        "patterns": _describe_total("patterns", "any attention map, so through a softmax"),
+        "mlps": _describe_total("MLPs", "any branch without attention"),
     },
     fixed={
         **HEAD,
         **ENDS,
-        "share": _share("share", "Share in the sensitivity (median).", "share"),
-        "pattern": _share("pattern", "Part of the share through its attention map.", "pattern"),
-        "value": _share("value", "Part of the share through its values.", "value"),
-        "share_max": _share(
+        "share": _describe_share("share", "Share in the sensitivity (median).", "share"),
+        "pattern": _describe_share(
+            "pattern", "Part of the share through its attention map.", "pattern"
+        ),
+        "value": _describe_share("value", "Part of the share through its values.", "value"),
+        "share_max": _describe_share(
             "share max",
             "Largest share of the head over the samples.",
             "share",
@@ -169,11 +176,13 @@ PATHS_TABLE = Layout(
         ),
         "module": Column.text("module", "Module that computes the part."),
         **ENDS,
-        "share": _share("share", "Share of the part in the sensitivity (median).", "share"),
-        "pattern": _share("pattern", "Share through attention maps.", "pattern"),
-        "value": _share("value", "Share through values.", "value"),
-        "mlp": _share("MLP", "Share through branches without attention.", "mlp"),
-        "rest": _share("rest", "Share that passes around the part.", "rest"),
+        "share": _describe_share(
+            "share", "Share of the part in the sensitivity (median).", "share"
+        ),
+        "pattern": _describe_share("pattern", "Share through attention maps.", "pattern"),
+        "value": _describe_share("value", "Share through values.", "value"),
+        "mlp": _describe_share("MLP", "Share through branches without attention.", "mlp"),
+        "rest": _describe_share("rest", "Share that passes around the part.", "rest"),
         "samples": Column.count("samples", "Number of samples."),
     },
 )
@@ -185,7 +194,12 @@ UNSHARED = "no shares of heads: {}"
 
 
 def measure_shares(
-    net: Net, batch: Batch, at: SampleFunction, left: Tensor, tied: Tensor, first: Batch
+    net: Net,
+    batch: Batch,
+    at: SampleFunction,
+    directions: Tensor,
+    counted: Tensor,
+    first: Batch,
 ) -> tuple[dict[str, Values], dict[str, Any]]:
     """Return the shares of heads and blocks at every sample, as values and facts of a part.
 
@@ -195,9 +209,9 @@ def measure_shares(
         net: the model.
         batch: the samples.
         at: the function from input to output, and the samples as its points.
-        left: directions of the output, (samples, directions, outputs), for each of which there
-            are shares; the shares of a sample are their mean.
-        tied: which directions count, (samples, directions).
+        directions: directions of the output, (samples, directions, outputs). Shares are measured
+            along each; those of a sample are their mean.
+        counted: which directions enter the mean, (samples, directions).
         first: the first sample of the run; the attention layers are found by running it.
     """
     from lipaudit.measures.layers import list_heads
@@ -216,7 +230,8 @@ def measure_shares(
             # `compute_shares` numbers the rows of a piece from 0, and `at.f` numbers the rows of
             # the whole batch: shift the numbers.
             f = _number_from(at.f, rows.start)
-            shares = compute_shares(net, sites, f, at.x[rows], left[rows], tied[rows])
+            x = at.x[rows]
+            shares = compute_shares(net, sites, f, x, directions[rows], counted[rows])
             shares_of_pieces.append(shares)
     except (LipauditError, RuntimeError) as error:
         # The norm does not need shares, so the run continues without them. For example, an

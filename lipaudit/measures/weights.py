@@ -139,7 +139,7 @@ TABLES = (HEADS, BLOCKS, MAPS, GAINS)
 def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iterator[Part]:
     """Yield parts: the first has the rows of all tables as facts, since weights need no samples.
 
-    With `at_samples`, every part also has the Jacobian norm of each block at its samples.
+    With `at_samples`, every part also has the Jacobian norm of each residual block at its samples.
     """
     import torch
 
@@ -153,9 +153,11 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
         notes: Notes = ()
         values = {}
         if number == 0:
+            # A run on one sample shows which weights the heads use.
             first = find_first(batches, batch)[:1].trim()
             sites = find_layers(net, first)
-            around = find_residuals(net, first, sites, entire=True)  # the block of each layer
+            # The block around each layer, None if it has none; then every block once.
+            around = find_residuals(net, first, sites, entire=True)
             blocks = tuple(dict.fromkeys(filter(None, around)))
             if options.at_samples and not all(block.by_sample for block in blocks):
                 raise InputError(
@@ -204,7 +206,7 @@ def _read_tables(
 
 
 def _read_modules(net: Net, used: set[str | int]) -> tuple[list[Cells], list[Cells]]:
-    """Return rows of the linear maps that no head accounts for, and of the normalisations.
+    """Return two tables: the linear maps that are part of no head, and the normalisations.
 
     Args:
         net: the model.
@@ -216,7 +218,7 @@ def _read_modules(net: Net, used: set[str | int]) -> tuple[list[Cells], list[Cel
     maps = []
     gains = []
     # The output layer over the vocabulary is left out: it belongs to no block, and its singular
-    # values take minutes.
+    # values take minutes. Models of transformers have this method.
     output = getattr(net.module, "get_output_embeddings", lambda: None)()
     for name, part in net.module.named_modules():
         weight = getattr(part, "weight", None)
@@ -235,8 +237,8 @@ def _read_modules(net: Net, used: set[str | int]) -> tuple[list[Cells], list[Cel
 def _multiply_norms(block: str, heads: Sequence[Cells], maps: Sequence[Cells]) -> Cells:
     """Return the row of a block: log10 of (1 + sum ||W_OV||) (1 + MLP).
 
-    MLP is the product of the norms of the block's linear maps outside of heads; each 1 is a skip
-    connection. If some head has no linear W_OV, the row has no product.
+    MLP is the product of the norms of the block's linear maps outside of heads, 0 if there are
+    none. Each 1 is a skip connection. If some head has no linear W_OV, the row has no product.
 
     Args:
         block: path of the block.
@@ -244,7 +246,7 @@ def _multiply_norms(block: str, heads: Sequence[Cells], maps: Sequence[Cells]) -
         maps: rows of all linear maps of the model outside of heads.
     """
     row: Cells = {"module": block, "mlp": None}
-    norms = [each["norm"] for each in maps if each["module"].startswith(f"{block}.")]
+    norms = [linear["norm"] for linear in maps if linear["module"].startswith(f"{block}.")]
     if norms:
         row["mlp"] = math.prod(norms)
     if all("ov" in head for head in heads):
@@ -256,7 +258,10 @@ def _multiply_norms(block: str, heads: Sequence[Cells], maps: Sequence[Cells]) -
 
 
 def _read_heads(layer: Layer) -> list[Cells]:
-    """Return a row per head of a layer: norms and stable ranks of W_QK and W_OV."""
+    """Return a row per head of a layer: norms and stable ranks of W_QK and W_OV.
+
+    The cell `why` says why a product is missing, and is empty if none is.
+    """
     from lipaudit.theory.matrix_norms import product_values
 
     site = layer.site
@@ -274,14 +279,14 @@ def _read_heads(layer: Layer) -> list[Cells]:
             if "ov" not in products:
                 reasons.append("has no linear W_V W_O")
             why = "; ".join(reasons)
-    cells = {"layer": site.index, "module": site.module, "why": why}  # why a product is missing
+    cells = {"layer": site.index, "module": site.module, "why": why}
     rows = [{**cells, "head": head} for head in range(site.heads)]
     for name, product in products.items():
         # (heads, rank): the singular values.
         values = product_values(product.left.double().cpu(), product.right.double().cpu())
         values = product.scale.double().cpu()[:, None] * values
         for row, of_head in zip(rows, values, strict=True):
-            row[name], row[f"{name}_rank"] = _reduce(of_head)
+            row[name], row[f"{name}_rank"] = _compute_norm_and_rank(of_head)
     return rows
 
 
@@ -350,7 +355,7 @@ def _read_map(weight: Tensor) -> Cells:
     rows, columns = weight.shape
     tall = weight if rows >= columns else weight.mT  # the transpose has the same singular values
     values = product_values(tall)  # singular values, largest first
-    norm, rank = _reduce(values)
+    norm, rank = _compute_norm_and_rank(values)
     smallest = float(values[-1])
     # Singular values below this are rounding: the matrix may be singular.
     noise = max(rows, columns) * torch.finfo(weight.dtype).eps * norm
@@ -360,16 +365,18 @@ def _read_map(weight: Tensor) -> Cells:
     return {"norm": norm, "rank": rank, "condition": condition}
 
 
-def _reduce(values: Tensor) -> tuple[float, float | None]:
-    """Return the spectral norm and the stable rank of a matrix.
+def _compute_norm_and_rank(values: Tensor) -> tuple[float, float | None]:
+    """Return the spectral norm ||W|| and the stable rank ||W||_F^2 / ||W||^2 of a matrix W.
+
+    The matrix 0 has no stable rank.
 
     Args:
-        values: its singular values, largest first.
+        values: the singular values of W, largest first.
     """
     norm = float(values[0])
     if norm == 0.0:
         return norm, None
-    # ||W||_F^2 / ||W||^2: the sum of the squared singular values over the largest square.
+    # Divided first, so that no square overflows.
     squares = (values / norm).square()
     return norm, float(squares.sum())
 
@@ -422,14 +429,14 @@ def _find_gain(part: nn.Module, weight: Tensor) -> Tensor | None:
 def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
     """Make a section of each table that has rows: heads, blocks, linear maps, normalisations.
 
-    The rows were computed from the weights. With `at_samples`, rows of blocks also get the median
-    over the samples of their Jacobian norm.
+    The rows are facts of the first part. Here the table of blocks gets a last row, all blocks
+    together, and with `at_samples` the Jacobian norms of blocks (medians over the samples).
     """
     import numpy as np
 
     facts = next(part.facts for part in parts if part.facts)  # the first part has all rows
     blocks: list[Cells] = [dict(row) for row in facts[BLOCKS.name]]
-    # The row of all blocks: the logarithm of the product of their norms.
+    # The product of the norms of all blocks is a sum of logarithms.
     all_blocks: Cells = {"module": "all blocks"}
     if all("log10_product" in row for row in blocks):
         all_blocks["log10_product"] = math.fsum(row["log10_product"] for row in blocks)
@@ -443,13 +450,13 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
         blocks.append(all_blocks)
     cells = {**facts, BLOCKS.name: blocks}
     # Only the first section has the settings and the notes.
-    about = {"settings": options.model_dump(), "notes": base.notes(parts)}
+    settings_and_notes = {"settings": options.model_dump(), "notes": base.notes(parts)}
     sections = []
     for table in TABLES:
         rows = tuple(table.row(**row) for row in cells[table.name])
         if rows:
-            sections.append(table.section(rows=rows, **about))
-        about = {}
+            sections.append(table.section(rows=rows, **settings_and_notes))
+        settings_and_notes = {}
     return sections
 
 

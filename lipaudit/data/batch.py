@@ -83,7 +83,7 @@ class Batch:
         if self.y is not None:
             y = self.y[index]
         return replace(
-            self.without_ids(index),
+            self.rows_without_ids(index),
             y=y,
             ids=select(self.ids),
             texts=select(self.texts),
@@ -91,7 +91,7 @@ class Batch:
             continuations=select(self.continuations),
         )
 
-    def without_ids(self, index: Tensor) -> Batch:
+    def rows_without_ids(self, index: Tensor) -> Batch:
         """Return the samples at these positions with x and mask only.
 
         Selecting ids, which are Python objects, would copy the index from the GPU to the CPU.

@@ -24,7 +24,7 @@ from lipaudit.measures.base import AuditRole, Measure, Part, Values
 from lipaudit.measures.rating import (
     FEWEST_OF_CLASS,
     FEWEST_RATED,
-    calibration_error,
+    compute_calibration_error,
     find_worst_classes,
 )
 from lipaudit.settings.option import repeat_option
@@ -290,7 +290,7 @@ def _make_rows(
 
     unique = base.mark_unique(parts)  # a repeated sample counts once in a share
     robust = np.stack([result.robust[unique] for result in results.values()], 1)
-    shares = base.share_columns("robust", robust)
+    shares = base.make_share_columns("robust", robust)
     # Until all attacks of a row ran, the robust accuracy of the row is an upper limit. It may fall
     # to any lower value, so there is no lower confidence limit.
     is_limit = np.array([result.unfinished.any() for result in results.values()])
@@ -401,12 +401,12 @@ def _rate(parts: Sequence[Part], results: Sequence[_Result], robust: Values) -> 
     if unique.sum() >= FEWEST_RATED:
         clean = base.join_parts(parts, "confidence")[unique, 0]
         correct = base.join_parts(parts, "correct")[unique]
-        columns["ece_clean"] = calibration_error(clean, correct)
+        columns["ece_clean"] = compute_calibration_error(clean, correct)
         columns["ece"] = []
         for result, survived in zip(results, robust.T, strict=True):
             error = np.nan  # unknown until all attacks ran
             if not result.unfinished.any():
-                error = calibration_error(result.confidence[unique], survived)
+                error = compute_calibration_error(result.confidence[unique], survived)
             columns["ece"].append(error)
     labels = base.join_parts(parts, "label")[unique]
     names = base.join_facts(parts, "classes")
@@ -464,7 +464,7 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
     if unique.sum() < FEWEST_RATED and of_classes:
         yield Note.info("left-out", f"a calibration error (ECE) needs {FEWEST_RATED} samples")
     yield from texts.note_changes(parts, trials)
-    yield from base.repeat_notes(parts)
+    yield from base.note_repeats(parts)
     for trial in trials:
         yield from trial.notes  # on the choice of settings
     yield from base.notes(parts)

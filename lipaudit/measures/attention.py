@@ -367,7 +367,7 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     """
     import torch
 
-    from lipaudit.measures.layers import per_sample, sum_windows
+    from lipaudit.measures.layers import max_windows, sum_windows
     from lipaudit.theory import softmax
 
     heads = layer.attention
@@ -397,7 +397,7 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
         # (samples, heads, 2): the share of the first token, and the largest share of any token.
         "sink": torch.stack([share[..., 0], most_attended.values], -1),
         "sink_token": most_attended.indices,
-        "p_norm": per_sample(p_norm, sample),
+        "p_norm": max_windows(p_norm, sample),
         "tokens": torch.full((samples, count), keys),
     }
 
@@ -473,7 +473,7 @@ def _reduce_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> 
     """
     import torch
 
-    from lipaudit.measures.layers import per_sample, sum_windows
+    from lipaudit.measures.layers import max_windows, sum_windows
 
     # (windows, heads, statistics, rows).
     rows = torch.stack([by_row[name] for name in MEANS], 2)
@@ -489,7 +489,7 @@ def _reduce_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> 
     }
     reduced = {name: sum_windows(value, sample, samples) for name, value in sums.items()}
     maxima = [by_row[name].nan_to_num(0.0).amax(-1) for name in ("g1", "softmax_norm")]
-    return reduced | {"largest": per_sample(torch.stack(maxima, -1), sample)}
+    return reduced | {"largest": max_windows(torch.stack(maxima, -1), sample)}
 
 
 def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]:

@@ -364,8 +364,9 @@ def make_rows(
         columns: by name, one value per row, or a single value for all rows; plain values, or an
             array of numpy. NaN means not computed, and becomes None.
     """
-    if heads:  # (layer, head, module) of each row -> the three columns
-        columns |= zip(HEAD, zip(*heads, strict=True), strict=True)
+    if heads:
+        layer_head_module = zip(*heads, strict=True)  # from rows to columns
+        columns |= zip(HEAD, layer_head_module, strict=True)
     for name, values in columns.items():
         # Cells are plain values of Python, which JSON can hold, unlike numbers of numpy.
         if hasattr(values, "tolist"):
@@ -383,7 +384,7 @@ def make_rows(
 def _read_cells(values: Iterable[Any], *, whole: bool = False) -> Iterator[Any]:
     """Yield cells of plain values: None in place of NaN; with `whole`, numbers as integers."""
     for value in values:
-        if value is None or value != value:
+        if value is None or value != value:  # NaN differs from itself
             yield None
         elif whole:
             yield int(value)
@@ -410,17 +411,17 @@ def make_section(
         options: the options; the section records them as its settings.
         rows: the rows of its table.
         notes: the notes.
-        samples: columns with a value per sample. In an array NaN means not computed: it becomes
-            None.
+        samples: columns with a value per sample. In an array of numpy NaN means not computed, and
+            becomes None; a list is stored as it is.
         arrays: the values of each sample that rows summarise, (samples, rows).
         others: other attributes of the section.
     """
     columns: dict[str, Any] = {"ids": sample_ids(parts)}
     for name, values in samples.items():
         if hasattr(values, "tolist"):
-            # A column of whole numbers stores booleans as 0 and 1.
-            kind, _ = parse_column(name)  # without the attack: robust@pgd,linf,0.1 -> robust
-            whole = layout.sample_columns[kind].format == "d"
+            column, _ = parse_column(name)  # robust@pgd,linf,0.1 -> robust
+            # The format d is that of whole numbers: booleans are stored as 0 and 1.
+            whole = layout.sample_columns[column].format == "d"
             columns[name] = tuple(_read_cells(values.tolist(), whole=whole))
         else:
             columns[name] = tuple(values)
@@ -435,12 +436,12 @@ def make_section(
     )
 
 
-def share_columns(name: str, flags: Values) -> dict[str, Any]:
+def make_share_columns(name: str, flags: Values) -> dict[str, Any]:
     """Return the columns of a share with its 95% limits (Wilson), one value per row.
 
     Args:
         name: name of the column of the share; the limits are NAME_low and NAME_high.
-        flags: whether each sample counts, or its share, (samples, rows).
+        flags: 1 for each sample that counts, else 0, or a share in between, (samples, rows).
     """
     limits = [wilson(float(of_row.sum()), len(of_row)) for of_row in flags.T]
     return {
@@ -451,13 +452,16 @@ def share_columns(name: str, flags: Values) -> dict[str, Any]:
 
 
 def mark_unique(parts: Sequence[Part]) -> Values:
-    """Return for each sample whether it repeats no earlier sample; shares count only such ones."""
+    """Return True for each sample that repeats no earlier one, (samples,).
+
+    Shares and medians use only these samples.
+    """
     import numpy as np
 
     return np.array([not is_repeat(name) for name in sample_ids(parts)])
 
 
-def repeat_notes(parts: Sequence[Part]) -> Iterator[Note]:
+def note_repeats(parts: Sequence[Part]) -> Iterator[Note]:
     """Warn if samples repeat others."""
     unique = mark_unique(parts)
     if not unique.all():
@@ -497,7 +501,7 @@ def notes(parts: Sequence[Part]) -> Notes:
     return tuple(dict.fromkeys(note for part in parts for note in part.notes))
 
 
-def lower_estimates(within: float) -> Iterator[Note]:
+def note_lower_estimates(within: float) -> Iterator[Note]:
     """Note how far norms may be too low: `within` is their relative error, 0 if they are exact."""
     if within > 0:
         text = f"norms ‖J‖ are at most {100 * within:.2g}% too low (99.9% confidence)"

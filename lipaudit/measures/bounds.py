@@ -143,7 +143,8 @@ def _make_head_section(
     from lipaudit.measures.layers import note_rounding
 
     facts = parts[0].facts
-    # Heads without a closed form on some sample: their norms there are numerical.
+    # Heads without a closed form on some sample: their norms there are numerical, computed by
+    # differentiating the module.
     without_form: Values = np.asarray(measured["numerical"].any(0))
     rows = base.make_rows(
         BOUNDS_TABLE,
@@ -184,7 +185,8 @@ def _reduce_heads(measured: Mapping[str, Values]) -> dict[str, list[float | None
     columns = {name: measured[name] for name in (*load_bounds(), *INGREDIENTS, *OF_HEADS)}
     cells = _reduce_columns(columns | {"exact_max": exact, "sharp_ratio_max": ratio})
     for name, bound in load_bounds().items():
-        if bound.log10_label:  # a bound that may overflow has its logarithm beside it
+        if bound.log10_label:  # a bound that may be huge has its logarithm beside it
+            # Of the medians; None if a median is missing or 0.
             cells[f"log10_{name}"] = [float(np.log10(m)) if m else None for m in cells[name]]
     return cells
 
@@ -202,37 +204,38 @@ def _remove_bounds(measured: dict[str, Values], facts: Mapping[str, Any]) -> dic
     """
     import numpy as np
 
-    # Heads, and layers with such a head, that lose their bounds.
-    without_form: Values = np.asarray(measured["numerical"].any(0))
+    # Masks of the heads without a closed form, and of the layers with such a head.
+    heads_without_form: Values = np.asarray(measured["numerical"].any(0))
     layer_of_head = np.array([layer for layer, _, _ in facts["heads"]])
-    layer_without_form = np.array(
-        [without_form[layer_of_head == layer].any() for layer, _ in facts["layers"]]
+    layers_without_form = np.array(
+        [heads_without_form[layer_of_head == layer].any() for layer, _ in facts["layers"]]
     )
-    # By name of the figure: the heads or layers at which it becomes NaN. `load_bounds` has the
+    # Figures by name, with the heads or layers at which they become NaN. `load_bounds` has the
     # names of all bounds of heads, plug-ins included.
-    removed = dict.fromkeys(load_bounds(), without_form)
-    removed |= dict.fromkeys(
-        ("layer_sharp_sum", "layer_sharp_rss", "layer_theorem3_sum"), layer_without_form
+    masks = dict.fromkeys(load_bounds(), heads_without_form)
+    masks |= dict.fromkeys(
+        ("layer_sharp_sum", "layer_sharp_rss", "layer_theorem3_sum"), layers_without_form
     )
     for name in IN_BALLS.values():
         if name in measured:
-            removed[name] = without_form[:, None]  # (heads, 1): at every radius
-    return measured | {
-        name: np.where(mask, np.nan, measured[name]) for name, mask in removed.items()
-    }
+            masks[name] = heads_without_form[:, None]  # (heads, 1): at every radius
+    figures = dict(measured)
+    for name, mask in masks.items():
+        figures[name] = np.where(mask, np.nan, figures[name])
+    return figures
 
 
 def _add_numerical(
     texts: Sequence[str], numerical: Sequence[str], without_form: Values
 ) -> list[str]:
-    """Return a text for each head: kind or input of its closed form, and of its numerical norms.
+    """Return the kind (or input) of each head: "affine", or "affine, numerical".
 
-    The norm of a head is numerical where it was computed by differentiating the module, without
-    the closed form. The second text is added to heads with such a norm on some sample.
+    The second word is added if the closed form could not be used on some sample: there, the norm
+    was computed by differentiating the module (a numerical norm).
 
     Args:
-        texts: kind or input of each head in closed form.
-        numerical: kind or input of each head where its norm is numerical.
+        texts: the kind (or input) of each head in closed form.
+        numerical: the kind (or input) of each head where its norm is numerical.
         without_form: whether the norm of a head is numerical on some sample.
     """
     texts_of_heads = []
@@ -249,15 +252,15 @@ def _name_heads(heads: Iterable[tuple[int, int, str]]) -> list[str]:
 
 
 def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | None]]:
-    """Return the cells of each column from its array, (samples, rows).
+    """Return the cells of each column from its array, (samples, rows): medians, or maxima.
 
-    A cell is the median over the samples; in the columns of MAXIMA, and in columns NAME_max that
-    are no bound, the largest value.
+    Maxima are the columns in MAXIMA, and all columns with a name that ends in _max.
     """
     import numpy as np
 
     cells = {}
     for name, values in columns.items():
+        # The name of a bound may end in _max, too: its cells are medians.
         is_maximum = name in MAXIMA or (name.endswith("_max") and name not in load_bounds())
         statistic = np.max if is_maximum else np.median
         cells[name] = base.reduce_columns(values, statistic)
@@ -309,7 +312,7 @@ def _write_notes(
 
     yield from base.notes(parts)
     facts = parts[0].facts
-    yield from base.lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))
+    yield from base.note_lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))
     # ||P|| of a large map is not proven to be exact: a proof would take more memory than the map.
     if measured["limited"].any():
         yield Note.info(
@@ -400,8 +403,8 @@ def _make_ball_section(
 
     ids = base.sample_ids(parts)
     heads = parts[0].facts["heads"]
-    # Arrays (samples, heads, radii) become (samples, rows).
-    columns = {name: measured[of].reshape(len(ids), -1) for name, of in IN_BALLS.items()}
+    # Arrays (samples, heads, radii) become (samples, rows): all radii of a head, then the next.
+    columns = {name: measured[key].reshape(len(ids), -1) for name, key in IN_BALLS.items()}
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = columns["ball_sharp"] / columns["ball_norm"]
     ratio[~np.isfinite(ratio)] = np.nan

@@ -323,7 +323,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     of_norms = {}
     if len(rows) > 1:
         of_norms["norm"] = of_rows["norm"]
-    notes = [*base.notes(parts), *_write_notes(parts, arrays), *base.repeat_notes(parts)]
+    notes = [*base.notes(parts), *_write_notes(parts, arrays), *base.note_repeats(parts)]
     section = base.make_section(
         JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=of_norms
     )
@@ -422,7 +422,7 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
         if reason:
             yield Note.warn("no-shares", UNSHARED.format(reason))
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
-    yield from base.lower_estimates(max(np.nanmax(values, initial=0.0) for values in within))
+    yield from base.note_lower_estimates(max(np.nanmax(values, initial=0.0) for values in within))
     if RADIUS in arrays:
         yield from _note_radii(arrays["complete"], arrays["rivals"])
     for prefix, what in (("", "norms of the model"), ("block_", "norms of blocks")):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.measures.bound_tables import IN_BALLS, INGREDIENTS, NUMERICAL, OF_LAYERS
-from lipaudit.measures.layers import Facts, Reduced, per_sample, require_bounds_hold
+from lipaudit.measures.layers import Facts, Reduced, max_windows, require_bounds_hold
 from lipaudit.models.attention.capture import APART, Layer, Site
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.tables.trials import Radius
@@ -33,12 +33,13 @@ def has_bounds(site: Site, options: BoundsOptions) -> bool:
 
 
 def describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
-    """Return what tables and notes say of the layers: the facts that are equal for all samples.
+    """Return the facts of layers that are equal for all samples, for tables and notes.
 
-    The facts are lists with an item per head (`kinds`, `inputs`, `module_inputs`, `reasons`) or
-    per layer (`layers`). `apart` is for a note, which advises --input module. It lists the layers
-    whose queries read another input than keys and values, so that the norm varies both inputs
-    independently. With --input module, the norm varies the arguments of the module instead.
+    Returns:
+        Lists with an item per head: `kinds` (affine, rotation, numerical...), `inputs` and
+        `module_inputs` (names of X), `reasons` (why there is no closed form). A list with an item
+        per layer: `layers`. A list of some layers: `apart`, whose queries read another input than
+        keys and values, so that the norm varies both independently; a note advises --input module.
     """
     names = ("kinds", "inputs", "module_inputs", "reasons", "layers", "apart")
     facts: Facts = {name: [] for name in names}
@@ -54,17 +55,18 @@ def describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
         facts["module_inputs"] += [site.module_input] * site.heads
         facts["reasons"] += [site.reason or ""] * site.heads
         facts["layers"].append((site.index, site.module))
-        # `direct`: the projections read the arguments of the module as they are. Then both norms
-        # are equal, and the layer needs no note.
+        # `direct`: the projections read the arguments of the module as they are. Then the norm
+        # with --input module is the same, and the layer needs no note.
         if is_closed_form and site.input == APART and not site.direct:
             facts["apart"].append(site.index)
     return facts
 
 
 def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, float]) -> Reduced:
-    """Return all norms and bounds of a layer, (samples, heads) or (samples, 1) for the layer.
+    """Return all norms and bounds of a layer and its heads, and check that every bound holds.
 
-    In balls they are (samples, heads, radii). NaN means not computed.
+    They are (samples, heads), (samples, 1) for the layer as a whole, or (samples, heads, radii) in
+    balls. NaN means not computed.
 
     Args:
         layer: the layer, on some samples.
@@ -87,11 +89,12 @@ def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, flo
     values = {
         **_list_missing(per_head, len(options.radius)),
         **values,
+        # Facts of the whole layer are stored for each head, so that all arrays have one shape.
         "tokens": per_head * keys,
         # Whether ||P|| is only an upper limit, because the map has too many entries for a proof.
         "limited": per_head * (is_closed_form and queries * keys > POLICY.map_limit),
         "numerical": per_head * (not is_closed_form),
-        "forward_error": per_sample(head_norms.forward_error(heads).cpu(), heads.sample),
+        "forward_error": max_windows(head_norms.forward_error(heads).cpu(), heads.sample),
     }
     if is_closed_form:
         in_balls = {}
@@ -119,7 +122,7 @@ def _measure_closed_form(
     """
     figures = _measure_heads(heads, seeds, options)
     # A sample may have several rows of the batch (windows): the largest figure counts.
-    values = {name: per_sample(f.cpu(), heads.sample) for name, f in figures.items()}
+    values = {name: max_windows(f.cpu(), heads.sample) for name, f in figures.items()}
     if heads.out is None:  # without a plain output projection, no bounds of the layer
         return values
     if index not in out_norms:
@@ -131,36 +134,40 @@ def _measure_closed_form(
 def _list_missing(per_head: Tensor, radii: int) -> Reduced:
     """Return NaN for every figure that some layers lack, so that all layers have the same ones.
 
+    A layer replaces the figures that it has.
+
     Args:
         per_head: any figure of heads, (samples, heads); it gives the shape.
         radii: number of radii of the balls.
     """
-    nothing = torch.full_like(per_head, torch.nan)  # (samples, heads)
-    missing = dict.fromkeys((*load_bounds(), *INGREDIENTS, "splitting_gain"), nothing)
-    missing |= dict.fromkeys((*OF_LAYERS, "out_norm"), nothing[:, :1])
-    missing["layer_missed"] = torch.zeros_like(nothing[:, :1])
+    of_heads = torch.full_like(per_head, torch.nan)  # (samples, heads)
+    missing = dict.fromkeys((*load_bounds(), *INGREDIENTS, "splitting_gain"), of_heads)
+    of_layer = of_heads[:, :1]  # (samples, 1)
+    missing |= dict.fromkeys((*OF_LAYERS, "out_norm"), of_layer)
+    missing["layer_missed"] = torch.zeros_like(of_layer)  # the number of norms not converged
     if radii:
-        of_radii = nothing.double()[..., None].expand(-1, -1, radii)
-        missing |= dict.fromkeys(IN_BALLS.values(), of_radii)
+        of_balls = of_heads.double()[..., None].expand(-1, -1, radii)  # (samples, heads, radii)
+        missing |= dict.fromkeys(IN_BALLS.values(), of_balls)
     return missing
 
 
 def _bound_layer(values: Reduced, out_norm: float) -> Reduced:
     """Return bounds of the whole layer, (samples, 1), from the bounds of its heads and ||W_O||.
 
-    J_h is the Jacobian of head h, and W_O,h the rows of W_O for head h. ||sum_h J_h W_O,h|| is at
-    most ||W_O|| times the norm of the concatenated heads. That norm is at most the root of the sum
-    of the squares of ||J_h|| (rss), and this root at most the sum of ||J_h||.
+    With the Jacobian J_h of head h, and the rows W_O,h of W_O for this head:
+
+        ||sum_h J_h W_O,h|| <= ||W_O|| ||[J_1 ... J_H]|| <= ||W_O|| sqrt(sum_h ||J_h||^2)
+                            <= ||W_O|| sum_h ||J_h||
 
     Args:
         values: bounds of the heads, (samples, heads).
         out_norm: ||W_O||.
     """
-    norm = torch.full_like(values["layer_exact_out"], out_norm)
-    rss = values["sharp"].square().sum(1, keepdim=True).sqrt()
-    bounds = {"out_norm": norm, "layer_sharp_rss": norm * rss}
+    w_o = torch.full_like(values["layer_exact_out"], out_norm)
+    root_of_squares = values["sharp"].square().sum(1, keepdim=True).sqrt()
+    bounds = {"out_norm": w_o, "layer_sharp_rss": w_o * root_of_squares}
     for name in ("sharp", "theorem3"):
-        bounds[f"layer_{name}_sum"] = norm * values[name].sum(1, keepdim=True)
+        bounds[f"layer_{name}_sum"] = w_o * values[name].sum(1, keepdim=True)
     return bounds
 
 
@@ -206,18 +213,18 @@ def _measure_balls(
         seeds: seed of the start of the search of each sample.
         radii: radii of the balls.
     """
-    balls = []
+    balls = []  # the figures of each ball, by name
     for radius in radii:
         r = float(radius)
-        # The centre X is in the ball: the largest norm in the ball is at least the norm at X.
-        found = ascent.ball_norm(heads, r, seeds=seeds)
-        found = torch.where(found.isnan(), found, found.maximum(exact.to(found)))
-        ball = {"ball_norm": found, "ball_sharp": head_bounds.ball_sharp(heads, r, sharp=sharp)}
+        # The largest norm that a search finds in the ball. The centre X is in the ball, too: so it
+        # is at least the norm at X. NaN stays NaN.
+        norm = ascent.ball_norm(heads, r, seeds=seeds)
+        norm = torch.where(norm.isnan(), norm, norm.maximum(exact.to(norm)))
+        ball = {"ball_norm": norm, "ball_sharp": head_bounds.ball_sharp(heads, r, sharp=sharp)}
         balls.append(head_bounds.ball_size_bounds(heads, r) | ball)
     if not balls:
         return {}
-    # Some figures of balls have the same name as figures at X. IN_BALLS gives the names under
-    # which figures of balls are stored.
+    # Stored as at_r_NAME, since some figures of balls have the same NAME as figures at X.
     return {
         stored: torch.stack([ball[name] for ball in balls], -1)
         for name, stored in IN_BALLS.items()

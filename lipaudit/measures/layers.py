@@ -268,14 +268,14 @@ def sum_windows(values: Tensor, sample: Tensor, samples: int) -> Tensor:
     return values.new_zeros(samples, *values.shape[1:]).index_add_(0, sample, values)
 
 
-def per_sample(values: Tensor, sample: Tensor) -> Tensor:
+def max_windows(values: Tensor, sample: Tensor) -> Tensor:
     """Return the largest value over the windows of each sample, (samples, ...).
 
     A layer that attends within windows has a row of the batch per window. Its Jacobian is block
     diagonal, so its norm is the largest norm of a block. `sample` is the sample of each window, in
     ascending order.
 
-    >>> per_sample(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 0, 1]))
+    >>> max_windows(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 0, 1]))
     tensor([5., 2.])
     """
     windows = sample.cpu().bincount()
@@ -373,7 +373,7 @@ def _list_claims(
         error = bound_error(double, exact[heads.sample.cpu()])
         if r:
             error = error + ball_error(double, r)
-        return per_sample(error.cpu(), heads.sample)
+        return max_windows(error.cpu(), heads.sample)
 
     def compute_layer_rounding() -> Tensor:
         """Return by how much rounding may lower the bound of the layer, (samples, 1).

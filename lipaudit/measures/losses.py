@@ -141,7 +141,7 @@ def _make_point_classifier(net: Net, batch: Batch, x: Tensor, sign: int, size: i
 
     def make_logits(z: Tensor, rows: Tensor) -> Tensor:
         """Return log p and the floor as the logits of two classes, (rows, 2)."""
-        log_p = sign * net.forward(z, batch.without_ids(rows))[:, 0]
+        log_p = sign * net.forward(z, batch.rows_without_ids(rows))[:, 0]
         return torch.stack([log_p, floor[rows]], 1)
 
     return ByRow(make_logits)
@@ -184,7 +184,7 @@ def _make_text_classifier(net: Net, batch: Batch, chunk: Chunk, sign: int) -> tu
         output=lambda ids, mask: make_logits(reader.output(ids, mask)),
         forward=lambda z, ids, mask: make_logits(reader.forward(z, ids, mask)),
     )
-    model = ByRow(lambda z, rows: make_logits(net.forward(z, batch.without_ids(rows))))
+    model = ByRow(lambda z, rows: make_logits(net.forward(z, batch.rows_without_ids(rows))))
     return model, replace(chunk.texts, reader=two_class_reader)
 
 

@@ -15,24 +15,29 @@ FEWEST_RATED = 2 * BINS
 FEWEST_OF_CLASS = 5
 
 
-def calibration_error(confidence: Values, correct: Values) -> float:
-    """Return the expected calibration error of samples with these confidences in [0, 1].
+def compute_calibration_error(confidence: Values, correct: Values) -> float:
+    """Return the expected calibration error (Guo et al., arXiv 1706.04599).
 
-    Bin m of 15 holds confidences in ((m - 1) / 15, m / 15]; the error is the sum over bins of
-    |number of correct samples - sum of confidences| / samples (Guo et al., arXiv 1706.04599).
+    Bin m of 15 holds the samples with a confidence in ((m - 1) / 15, m / 15]. The error is the sum
+    over bins of |number of correct samples - sum of confidences| / samples.
+
+    Args:
+        confidence: of each prediction, in [0, 1], (samples,).
+        correct: whether the prediction is right, (samples,).
     """
     import numpy as np
 
     bins = np.ceil(confidence * BINS).astype(int).clip(1, BINS)
+    # The sum of (correct - confidence) in each bin: `bincount` adds up its second argument.
     gaps = np.bincount(bins, correct - confidence.astype(float))
     total = np.abs(gaps).sum()
     return float(total / len(correct))
 
 
 def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> dict[str, Any]:
-    """Return the columns of the class with the lowest accuracy in each trial: accuracy and name.
+    """Find the class with the lowest accuracy in each trial; return its accuracy and name.
 
-    No columns if every class has too few samples for an accuracy.
+    These are two columns with a value per trial. No columns if every class has too few samples.
 
     Args:
         label: true classes, (samples,).
@@ -41,18 +46,19 @@ def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> 
     """
     import numpy as np
 
-    # The classes, the position of each sample's class among them, and the samples of each class.
-    numbers, index, counts = np.unique(label, return_inverse=True, return_counts=True)
+    # `classes` are the different labels, and classes[class_of_sample] is `label` again.
+    classes, class_of_sample, counts = np.unique(label, return_inverse=True, return_counts=True)
     # The class with the most samples first: among classes of equal accuracy, `argmin` takes it.
-    order = [i for i in np.argsort(-counts, kind="stable") if counts[i] >= FEWEST_OF_CLASS]
-    if not order:
+    by_count = np.argsort(-counts, kind="stable")
+    rated = [i for i in by_count if counts[i] >= FEWEST_OF_CLASS]
+    if not rated:
         return {}
     texts = []
-    for i in order:
-        name = known.get(str(numbers[i]), numbers[i])
+    for i in rated:
+        name = known.get(str(classes[i]), classes[i])
         texts.append(f"{name} ({counts[i]} samples)")
-    # (trials, classes): the number of robust samples of each class, then their share.
-    right = np.stack([np.bincount(index, of_trial) for of_trial in robust.T])
-    shares = right[:, order] / counts[order]
-    worst = shares.argmin(1)
-    return {"robust_class": shares.min(1), "class": [texts[i] for i in worst]}
+    # Number of robust samples of each class, (trials, classes): `bincount` adds up `of_trial`.
+    right = np.stack([np.bincount(class_of_sample, of_trial) for of_trial in robust.T])
+    accuracies = right[:, rated] / counts[rated]
+    worst = accuracies.argmin(1)
+    return {"robust_class": accuracies.min(1), "class": [texts[i] for i in worst]}

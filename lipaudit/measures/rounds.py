@@ -175,7 +175,7 @@ class Round:
     prefix: str = ""
 
     def attack(self) -> Iterator[ChunkRun]:
-        """Run one attack after another, each on all chunks; yield a chunk after each of its attacks.
+        """Run one attack after another on all chunks; yield a chunk whenever it was attacked.
 
         Reports to the listener: progress, the estimated time, and the robust accuracy so far.
 

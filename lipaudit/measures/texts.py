@@ -427,7 +427,7 @@ def forward_pieces(net: Net, batch: Batch, z: Tensor, size: int) -> Tensor:
         size: number of samples at a time, which limits memory.
     """
     pieces = torch.split(torch.arange(len(z), device=z.device), size)
-    return torch.cat([net.forward(z[rows], batch.without_ids(rows)) for rows in pieces])
+    return torch.cat([net.forward(z[rows], batch.rows_without_ids(rows)) for rows in pieces])
 
 
 def score_outcome(net: Net, batch: Batch, chunk: Chunk, outcome: Outcome, size: int) -> Tensor:

@@ -253,7 +253,7 @@ def make_sample_function(
         """Return the output at z, whose row i is a point of sample index[i] of the batch."""
         labels = None if batch.y is None else batch.y[index]
         column = None if place is None else place[index]
-        part = replace(batch.without_ids(index), y=labels)  # these samples
+        part = replace(batch.rows_without_ids(index), y=labels)  # these samples
 
         def forward() -> Any:
             if not is_embedded:

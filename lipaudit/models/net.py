@@ -425,7 +425,7 @@ class Net(ModelSpec):
         also takes the rows of the batch that z belongs to.
         """
         if self.kind == "text":
-            return ByRow(lambda z, rows: self.forward(z, batch.without_ids(rows)))
+            return ByRow(lambda z, rows: self.forward(z, batch.rows_without_ids(rows)))
         return lambda z: self.forward(z, batch)
 
     def embedding(self, batch: Batch) -> Tensor:

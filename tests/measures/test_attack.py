@@ -17,7 +17,7 @@ from lipaudit.errors import UsageError
 from lipaudit.measures import load_measures
 from lipaudit.measures.attack import AttackOptions, encode_files, measure
 from lipaudit.measures.base import Listener, Part, listening
-from lipaudit.measures.rating import calibration_error
+from lipaudit.measures.rating import compute_calibration_error
 from lipaudit.models.sources.loader import load_net
 from lipaudit.report.pictures import list_classes
 from lipaudit.tables.columns import wilson
@@ -153,7 +153,7 @@ def test_a_confidence_on_the_edge_of_a_bin_belongs_to_the_lower_one():
     sure = np.array([0.2, 0.21, 2.9 / 15, 1.0])
     hits = np.array([True, False, False, True])
     bins = [1 - 0.2 - 2.9 / 15, 0.21, 0.0]
-    assert calibration_error(sure, hits) == pytest.approx(sum(bins) / 4, abs=1e-12)
+    assert compute_calibration_error(sure, hits) == pytest.approx(sum(bins) / 4, abs=1e-12)
 
 
 def test_the_recorded_chunk_is_the_one_that_was_used(net):

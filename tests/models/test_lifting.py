@@ -73,7 +73,9 @@ def test_the_hash_is_that_of_float32_weights_and_lifts_none_whole():
 
 
 def differentiate(net, batch):
-    linear = linearize(lambda z, rows: net.forward(z, batch.without_ids(rows)), net.point(batch))
+    linear = linearize(
+        lambda z, rows: net.forward(z, batch.rows_without_ids(rows)), net.point(batch)
+    )
     linear.outer(linear.output)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lipaudit.measures.layers import per_sample
+from lipaudit.measures.layers import max_windows
 from lipaudit.theory import Policy
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.head_norms import forward_error, head_norms, layer_norms, splitting_gain
@@ -63,12 +63,12 @@ def test_to_changes_the_precision_of_everything(layer):
 def test_per_sample_takes_the_largest_window(random_layer):
     heads = random_layer("windows").heads
     values = torch.tensor([[1.0, 7.0], [2.0, 6.0], [9.0, 0.0], [8.0, torch.nan]])
-    assert torch.equal(per_sample(values[:, 0], heads.sample), torch.tensor([2.0, 9.0]))
-    worst = per_sample(values, heads.sample)[:, 1]
+    assert torch.equal(max_windows(values[:, 0], heads.sample), torch.tensor([2.0, 9.0]))
+    worst = max_windows(values, heads.sample)[:, 1]
     assert worst[0] == 7.0
     assert worst[1].isnan()
     missed = torch.tensor([False, True, False, False])
-    assert per_sample(missed, heads.sample).tolist() == [True, False]
+    assert max_windows(missed, heads.sample).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -303,8 +303,8 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
         eps_text=[radius.text for radius in options.eps],
         samples=len(robust),
         clean=base.reduce_known(correct[unique["label"] >= 0], np.mean),
-        **base.share_columns("robust", robust),
-        **base.share_columns("certified", certified),
+        **base.make_share_columns("robust", robust),
+        **base.make_share_columns("certified", certified),
         undecided=(robust > certified).sum(0),  # robust, but not certified
         places=[base.reduce_known(shares, np.mean) for shares in unique["places"].T],
         order=int(unique["order"].max()),
@@ -413,7 +413,7 @@ def _write_notes(
         )
         yield Note.info("time-limit", text)
     yield from base.notes(parts)
-    yield from base.repeat_notes(parts)
+    yield from base.note_repeats(parts)
 
 
 CERTIFY = Measure(

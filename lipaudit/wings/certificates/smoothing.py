@@ -249,7 +249,7 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
             draws.append(draw)
         noise = torch.stack(draws).to(point)
         rows = sample_of_copy.to(point.device)
-        classes = _classify_copies(net, batch.without_ids(rows), point[rows], noise, options)
+        classes = _classify_copies(net, batch.rows_without_ids(rows), point[rows], noise, options)
         # 0 for the N0 copies that choose the class, 1 for the N copies that estimate it.
         stage = (copies % copies_per_sample >= selecting).long()
         # counts[sample, stage, class] += 1 for every copy.
@@ -373,13 +373,13 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
         clean=arrays["clean"][unique].mean(),
         noisy=right[unique].mean() / options.copies[1],
         smoothed=columns["correct"][unique].mean(),
-        **base.share_columns("certified", certified[unique]),
+        **base.make_share_columns("certified", certified[unique]),
         abstained=int((columns["radius"][unique] == 0).sum()),
         seconds=arrays["seconds"][unique].sum().round(3),
     )
     for row, flags in zip(rows, certified.T, strict=True):
         columns[row.trial.column("certified")] = flags
-    notes = [*_write_notes(rows[0], options), *base.repeat_notes(parts)]
+    notes = [*_write_notes(rows[0], options), *base.note_repeats(parts)]
     return [base.make_section(SMOOTHING_TABLE, parts, options, rows, notes, samples=columns)]
 
 

@@ -279,7 +279,7 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
     right = base.join_parts(parts, "right") * 1.0
     figures = _collect_figures(right, options)
     cells = {name: values[unique].mean(0) for name, values in figures.items()}
-    limits = base.share_columns("accuracy", figures["accuracy"][unique])
+    limits = base.make_share_columns("accuracy", figures["accuracy"][unique])
     # NaN in place of a clean accuracy of 0, which would divide by zero in `drop`.
     clean_accuracy = cells["accuracy"][0] or np.nan
     rows = base.make_rows(
@@ -289,7 +289,7 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
         drop=1 - cells["accuracy"] / clean_accuracy,
         samples=int(unique.sum()),
     )
-    notes = [*base.repeat_notes(parts), *base.notes(parts)]
+    notes = [*base.note_repeats(parts), *base.notes(parts)]
     clean = {"correct": right[:, 0, 0]}
     section = base.make_section(
         CORRUPT_TABLE, parts, options, rows, notes, samples=clean, arrays=figures

@@ -504,7 +504,7 @@ def _note_data(
             "may be too small"
         )
     yield Note.info("what-is-measured", text)
-    yield from base.lower_estimates(facts["within"])
+    yield from base.note_lower_estimates(facts["within"])
     shorter = facts["shorter"]
     if shorter:
         text = (

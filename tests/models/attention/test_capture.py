@@ -10,7 +10,7 @@ from torch import nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
-from lipaudit.measures.layers import per_sample
+from lipaudit.measures.layers import max_windows
 from lipaudit.models.attention.capture import Layer, Site, capture
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.theory.heads import Heads
@@ -192,7 +192,7 @@ def test_numeric_norms_are_those_of_the_closed_form(zoo, name, index):
     """Where the input of the module is X itself, the two are the same number; padding is none."""
     net, sites, batch = zoo(name, "float64")
     (heads,) = capture(net, sites, batch, Layer.heads, layers=[index])
-    want = per_sample(torch.linalg.matrix_norm(dense_jacobian(heads), 2), heads.sample)
+    want = max_windows(torch.linalg.matrix_norm(dense_jacobian(heads), 2), heads.sample)
     norms_of = partial(compute_numeric_norms, seeds=[3, 4], tol=1e-8)
     (norms,) = capture(net, sites, batch, norms_of, layers=[index])
     assert norms.converged.all()

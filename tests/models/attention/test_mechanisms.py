@@ -15,7 +15,7 @@ from benchmarks.reference.mechanisms import MECHANISMS, describe, load, texts
 from lipaudit.engine.results import in_order
 from lipaudit.measures import load_measures, option_types
 from lipaudit.measures.base import join_parts
-from lipaudit.measures.layers import per_sample
+from lipaudit.measures.layers import max_windows
 from lipaudit.models.attention.capture import Layer, capture, list_blocks_without_attention
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.survey import survey
@@ -31,7 +31,7 @@ def norms(layer: Layer) -> Tensor:
     if not layer.site.closed_form:
         return compute_numeric_norms(layer, seeds=[0] * layer.samples, tol=1e-12, within=1e-6).norm
     heads = layer.heads()
-    return per_sample(torch.linalg.matrix_norm(dense_jacobian(heads), 2), heads.sample)
+    return max_windows(torch.linalg.matrix_norm(dense_jacobian(heads), 2), heads.sample)
 
 
 def bounds(layer: Layer) -> dict[str, Tensor]:
@@ -39,7 +39,9 @@ def bounds(layer: Layer) -> dict[str, Tensor]:
         return {}
     heads = layer.heads()
     found = head_bounds(heads)
-    return {name: per_sample(found[name], heads.sample) for name in found if name in load_bounds()}
+    return {
+        name: max_windows(found[name], heads.sample) for name in found if name in load_bounds()
+    }
 
 
 def check(net, batch, sites, index, within=1e-9) -> list[tuple[Tensor, dict[str, Tensor]]]:

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
-from lipaudit.measures.layers import per_sample
+from lipaudit.measures.layers import max_windows
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import affine_heads
@@ -80,7 +80,7 @@ def test_windows_of_a_sample_make_one_block_diagonal_jacobian(random_layer):
     dense = layer.jacobian()
     pairs = [dense[2 * s : 2 * s + 2, h] for s in (0, 1) for h in (0, 1)]
     blocks = torch.stack([spectral(torch.block_diag(*pair)) for pair in pairs]).view(2, 2)
-    torch.testing.assert_close(per_sample(rows, layer.heads.sample), blocks, rtol=1e-10, atol=0)
+    torch.testing.assert_close(max_windows(rows, layer.heads.sample), blocks, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

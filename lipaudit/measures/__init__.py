@@ -105,11 +105,11 @@ def list_headlines() -> list[tuple[str, Headline]]:
 
 
 def find_headline(metric: str) -> Headline | None:
-    """Return the headline of a metric (`attack.robust:mean`); None if its column has none.
+    """Return the headline of a metric, such as `attack.robust:mean`; None if its column has none.
 
     A headline is a figure that a report shows first.
     """
-    column = re.split("[@:]", metric)[0]
+    column = re.split("[@:]", metric)[0]  # attack.robust, without a statistic or a row
     for section, headline in list_headlines():
         if column == f"{section}.{headline.column}":
             return headline
@@ -147,26 +147,28 @@ USUAL = ("bounds", "attention", "jacobian", "attack")
 def load_audit_options() -> type[AuditOptions]:
     """Return the class `AuditOptions` with the options that measures add to an audit.
 
-    A measure adds a switch --NAME that runs it, or options of its own command, such as --eps.
+    A measure may add two kinds: a switch --NAME, which runs it, such as --certify; and options
+    that its own command has, too, such as --eps of `attack`.
     """
     fields = {}
     measures = load_measures()
     for name, measure in measures.items():
-        if measure.audit.switch:  # the help of --NAME
+        if measure.audit.switch:  # the help of the switch; empty if it has none
             fields[name] = option(False, measure.audit.switch)
             fields[name].annotation = bool
     for measure in measures.values():
-        # `end` is added to the help that the option has in the command of the measure.
-        for name, end in measure.audit.options.items():
+        # `addition` is added to the help that the option has in the command of the measure.
+        for name, addition in measure.audit.options.items():
             known = measure.options.options()[name]
-            fields[name] = option(None, known.help + end, *known.flags, need=_need_user(name))
+            text = known.help + addition
+            fields[name] = option(None, text, *known.flags, need=_need_user(name))
             # The text as the user typed it: the measure parses it later.
             fields[name].annotation = str | None
     return add_options(AuditOptions, fields)
 
 
 def _need_user(name: str) -> Need:
-    """Return the condition of an option of audits: that a measure which uses it runs."""
+    """Return the condition of an option of audits: a measure that uses it must run."""
     users = []
     for measure in load_measures().values():
         if name in measure.audit.options or name in measure.audit.uses:
@@ -190,7 +192,10 @@ class AuditOptions(Settings):
 
     @classmethod
     def complete(cls) -> type[AuditOptions]:
-        """Return the class with the options that measures add; a subclass already has them."""
+        """Return the class of audit options with those that measures add, such as --eps.
+
+        Call it on `AuditOptions`. A subclass already has them, and is returned itself.
+        """
         if cls is AuditOptions:
             return load_audit_options()
         return cls
@@ -232,7 +237,7 @@ class AuditOptions(Settings):
         if self.only is not None:
             names = set(self.only)
         for name, measure in load_measures().items():
-            if measure.audit.switch and getattr(self, name):  # its switch --NAME, as --certify
+            if measure.audit.switch and getattr(self, name):  # it has a switch --NAME, typed here
                 names.add(name)
         names -= set(self.skip or ())
         return tuple(name for name in load_measures() if name in names)

@@ -171,19 +171,21 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     # Parts of an interrupted run. None: this run cannot be resumed, so incomplete parts are not
     # yielded below.
     incomplete = find_unfinished(batches)
-    # Whether the model scores continuations. `move_losses` then needs the adversarial examples of
-    # all attacks, and incomplete parts do not store examples. So chunks are attacked one by one,
-    # each to its end.
-    continues = net.scored == "continuation"
-    size = 1 if continues else ROUND
+    # For a model that scores continuations, `move_losses` needs the adversarial examples of all
+    # attacks, and incomplete parts do not store examples. So chunks are attacked one by one, each
+    # to its end.
+    scores_continuations = net.scored == "continuation"
+    yields_incomplete = incomplete is not None and not scores_continuations
+    size = 1 if scores_continuations else ROUND  # chunks of a round
     runs = prepare_chunks(net, options, steps, incomplete or {}, batches)
     while group := list(islice(runs, size)):
         prefix = _name_round([run.batch for run in group])
+        # The chunk of `run` after each attack on it.
         for run in Round(group, steps, net.classes or 2, prefix).attack():
-            complete = len(run.outcomes) > len(steps)  # the clean samples, and one per attack
-            if continues and complete:
+            is_complete = len(run.outcomes) > len(steps)  # the clean samples, and one per attack
+            if scores_continuations and is_complete:
                 run.outcomes += list(move_losses(net, run, options))
-            if complete or (incomplete is not None and not continues):
+            if is_complete or yields_incomplete:
                 yield make_part(net, run, options, notes)
 
 
@@ -251,17 +253,19 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
 
     trials = options.trials()
     of_trials = _read_results(parts, trials)
-    worst = {}  # the worst case of each ball
-    for ball, inside in worst_cases(of_trials).items():
+    worst = {}
+    for ball, inside in worst_cases(of_trials).items():  # the trials in this and smaller balls
         worst[ball] = _join_results(ball, {key: of_trials[key] for key in inside})
     rows = _make_rows(parts, trials, worst | of_trials)
     columns = _list_samples(parts, of_trials, worst)
     notes = [*dict.fromkeys(_write_notes(parts, trials))]  # each once
-    if "losses" in parts[0].values:  # attacks on continuations: (samples, clean and trials)
+    if "losses" in parts[0].values:
+        # The loss of continuations, (samples, 1 + trials): without attack, then in each trial.
+        losses = base.join_parts(parts, "losses").astype(float)
         names = ["loss", *(key.column("loss") for key in of_trials)]
-        losses = dict(zip(names, base.join_parts(parts, "losses").astype(float).T, strict=True))
-        columns |= losses
-        notes.append(note_losses(losses, options.target))
+        loss_columns = dict(zip(names, losses.T, strict=True))
+        columns |= loss_columns
+        notes.append(note_losses(loss_columns, options.target))
     # Log-probabilities of the classes, from which two models are compared; not for many classes.
     arrays = {}
     if all(SCORES in part.values for part in parts):
@@ -342,9 +346,10 @@ def _join_results(ball: TrialKey, results: Mapping[TrialKey, _Result]) -> _Resul
 
     from lipaudit.attacks.transfer import find_first
 
+    # (samples, trials).
     robust: Values = np.stack([result.robust for result in results.values()], 1)
     confidence = np.stack([result.confidence for result in results.values()], 1)
-    first = find_first(~robust)  # the trial that broke each sample first
+    first = find_first(~robust)  # for each sample: the first trial that broke it
     return _Result(
         robust=np.asarray(robust.all(1)),
         unfinished=np.any([result.unfinished for result in results.values()], axis=0),
@@ -370,8 +375,8 @@ def _list_samples(
     columns = {name: base.join_parts(parts, name) for name in ("label", "predicted", "correct")}
     distances = dict(zip(of_trials, base.join_parts(parts, "distance").T, strict=True))
     for key, result in {**of_trials, **worst}.items():
-        # A broken sample stays broken. A sample that is not broken yet is unknown (NaN) while
-        # attacks are still to come.
+        # Attacks may be missing after a time limit: a sample that is robust so far is unknown
+        # (NaN), and a broken sample stays broken.
         unknown = result.robust.astype(bool) & result.unfinished
         columns[key.column("robust")] = np.where(unknown, np.nan, result.robust)
         if key in distances:
@@ -449,19 +454,19 @@ def _note_limits(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
 
 
 def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
-    """Yield all notes: signs of weak attacks first, then limits, then what options say."""
+    """Yield all notes: signs of weak attacks first, then a time limit, then what options say."""
     from lipaudit.measures import texts
 
     unique = base.mark_unique(parts)
-    # Whether the model decides between classes. Parts with `losses` are of a model that scores
-    # continuations: guessing does not make half of the samples right, as with two classes.
-    of_classes = "losses" not in parts[0].values
-    yield from _note_weakness(parts, len(unique), guessing=of_classes)
-    limits = list(_note_limits(parts, trials))
-    yield from limits
-    if not limits:
+    # Parts with `losses` are of a model that scores a continuation against a rival. These are two
+    # classes, but guessing does not make half of the samples right.
+    has_classes = "losses" not in parts[0].values
+    yield from _note_weakness(parts, len(unique), guessing=has_classes)
+    unfinished = list(_note_limits(parts, trials))
+    yield from unfinished
+    if not unfinished:  # masked gradients show in a comparison of all attacks
         yield from _note_masked(parts, trials, unique)
-    if unique.sum() < FEWEST_RATED and of_classes:
+    if unique.sum() < FEWEST_RATED and has_classes:
         yield Note.info("left-out", f"a calibration error (ECE) needs {FEWEST_RATED} samples")
     yield from texts.note_changes(parts, trials)
     yield from base.note_repeats(parts)
@@ -471,12 +476,15 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
 
 
 def _note_weakness(parts: Sequence[Part], samples: int, *, guessing: bool) -> Iterator[Note]:
-    """Warn of weak attacks, as clean samples show, failed gradients, and the success of Square.
+    """Warn of signs of weak attacks.
+
+    Signs are: properties of the clean samples, such as gradients of 0; gradients that are not
+    finite; and samples that only Square broke, which needs no gradients.
 
     Args:
         parts: the parts.
         samples: number of samples.
-        guessing: whether a guess is correct at a rate of 1 / classes.
+        guessing: whether a guess is right with probability 1 / classes.
     """
     import numpy as np
 
@@ -486,7 +494,7 @@ def _note_weakness(parts: Sequence[Part], samples: int, *, guessing: bool) -> It
     gradients = sum(cost[-1] for part in parts for cost in part.facts["cost"])
     share = nonfinite / max(gradients, 1)
     yield from note_signs(base.sum_checks(parts), guessing=guessing, nonfinite=share)
-    # Robust samples before and after Square, summed over parts and trials.
+    # Numbers of robust samples before and after Square, summed over parts and trials.
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     yield from note_square(int(before), int(after), samples)
 

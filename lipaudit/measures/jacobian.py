@@ -126,7 +126,8 @@ FEWEST = 20
 def read_norm(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the figure of the section: the median Jacobian norm of the model over the samples.
 
-    The text has input and output, the 95th percentile, and the largest norm with its sample.
+    The text reads "pixels to logits, 32 samples; p95 8.1, largest 9.3 (sample 7)". The sentence is
+    for readers who do not know what a norm is.
     """
     rows = [row for row in section.rows if not row.module]  # without rows of blocks
     if not rows or not finite((rows[0].median, rows[0].max)):
@@ -137,7 +138,7 @@ def read_norm(headline: Headline, section: Section, report: Report) -> Iterator[
     if row.norm != "2":
         text += f", norm {row.norm}"
     text += f", {row.samples} samples; "
-    if row.samples >= FEWEST:  # of fewer, it would be about the largest norm
+    if row.samples >= FEWEST:  # the 95th percentile of a few samples is about the largest norm
         text += f"p95 {format_value(row.p95, column)}, "
     text += f"largest {format_value(row.max, column)}"
     norms = dict(zip(section.ids, section.samples.get("norm", ()), strict=False))
@@ -145,15 +146,15 @@ def read_norm(headline: Headline, section: Section, report: Report) -> Iterator[
     if known:
         steepest = max(known, key=lambda sample: order(norms[sample]))
         text += f" (sample {name_sample(steepest, describe_places(report))})"
-    low, high = median_limits(norms.values()) or (None, None)
     sentence = ""
     if row.median is not None:
         layer = find_layer(row.from_)
-        what = "the input"
+        origin = "the input"
         if layer is not None:
-            what = f"the residual stream after layer {layer}"
-        grown = format_significant(row.median)
-        sentence = f"A small change of {what} grows at most {grown} times (median sample)."
+            origin = f"the residual stream after layer {layer}"
+        growth = format_significant(row.median)
+        sentence = f"A small change of {origin} grows at most {growth} times (median sample)."
+    low, high = median_limits(norms.values()) or (None, None)  # None: too few samples
     cells = {"samples": row.samples, "low": low, "high": high, "sentence": sentence}
     yield headline.row(section, row.median, column, text=text, **cells)
 
@@ -267,10 +268,10 @@ OF_BLOCKS = ("norm", "within", "products", "converged")
 
 
 def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
-    """Yield norms, margins and first-order radii of every sample, and with options of blocks.
+    """Yield the Jacobian norm, margin and first-order radius of every sample, batch by batch.
 
-    Blocks are residual blocks around attention layers: --from gives norms from their output to the
-    output of the model, --per-layer from their input to their output.
+    Two options add norms of residual blocks around attention layers. --from layers: from the
+    output of a block to the output of the model. --per-layer: from its input to its output.
     """
     import torch
 
@@ -282,12 +283,14 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     first: Batch | None = None
     # Texts of one length at a time, so that a position is the same column in all texts. Batches of
     # a run have one length already. Batches from the Python interface may have mixed lengths.
-    for batch in (piece for whole in batches for piece in whole.by_length(len(whole))):
+    pieces = (piece for whole in batches for piece in whole.by_length(len(whole)))
+    for batch in pieces:
         if blocks is None or first is None:
             first = find_first(batches, batch)
             blocks = find_blocks(net, first, options)
+        # The norms of blocks for --from, each with its two ends among the facts.
         values, facts, of_blocks = measure_batch(net, batch, options, blocks.starts, first)
-        if blocks.inner:
+        if blocks.inner:  # the norms of blocks for --per-layer come behind them
             seeds = options.list_seeds(batch.ids)
             residuals = compute_residual_norms(
                 net, batch, blocks.inner, seeds=seeds, **options.accuracy
@@ -296,10 +299,9 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
                 of_blocks.append(norms)
                 facts["ends"].append(("block input", "block output", block.module, norms.method))
         if of_blocks:
-            # Arrays (samples, blocks): blocks of --from, then those of --per-layer.
             for name in OF_BLOCKS:
                 columns = [getattr(norms, name) for norms in of_blocks]
-                values[f"block_{name}"] = torch.stack(columns, 1).numpy()
+                values[f"block_{name}"] = torch.stack(columns, 1).numpy()  # (samples, blocks)
         yield Part(batch.ids, values, facts, blocks.notes)
 
 
@@ -310,24 +312,24 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     figures of each sample.
     """
     arrays = _join_arrays(parts)
-    columns = {}
+    columns = {}  # with a value per sample
     for name, values in arrays.items():
         if name in ("norm", "upper"):
-            # In an array NaN would become None, "not computed". The NaN of a norm that failed
-            # stays NaN in a list.
+            # `make_section` replaces NaN in arrays, but not in lists, by None, "not computed". The
+            # NaN of a norm that failed has to stay.
             columns[name] = values.tolist()
         elif name in JACOBIAN_TABLE.sample_columns:
             columns[name] = values
-    of_rows = _stack_blocks(arrays)
+    of_rows = _stack_rows(arrays)
     rows = _make_rows(parts, of_rows, options)
-    of_norms = {}
-    if len(rows) > 1:
-        of_norms["norm"] = of_rows["norm"]
+    norms_of_rows = {}
+    if len(rows) > 1:  # otherwise this is the column `norm`
+        norms_of_rows["norm"] = of_rows["norm"]
     notes = [*base.notes(parts), *_write_notes(parts, arrays), *base.note_repeats(parts)]
     section = base.make_section(
-        JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=of_norms
+        JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=norms_of_rows
     )
-    if options.norm == "inf":
+    if options.norm == "inf":  # the default label is that of l2
         radius = replace(section.sample_columns[RADIUS], label="first-order radius, linf")
         described = section.sample_columns | {RADIUS: radius}
         section = section.model_copy(update={"sample_columns": described})
@@ -335,12 +337,12 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     return [section, *summarise_shares(parts, options, arrays["norm"], output)]
 
 
-def _stack_blocks(arrays: Mapping[str, Values]) -> dict[str, Values]:
-    """Return the figures of every norm, (samples, rows): first of the model, then of the blocks.
+def _stack_rows(arrays: Mapping[str, Values]) -> dict[str, Values]:
+    """Return each figure of a norm as one array, (samples, rows): the model, then its blocks.
 
     Args:
-        arrays: figures of the model, (samples,), and of blocks, if there are any, (samples,
-            blocks).
+        arrays: by name, such as norm or within: figures of the model, (samples,), and with
+            `block_` before the name those of blocks, if there are any, (samples, blocks).
     """
     import numpy as np
 
@@ -388,7 +390,10 @@ def _make_rows(
 
 
 def _join_arrays(parts: Sequence[Part]) -> dict[str, Values]:
-    """Return the arrays of all samples by name, but for arrays of shares (`summarise_shares`)."""
+    """Return the arrays of all samples by name, without the arrays of shares.
+
+    `summarise_shares` reads these, whose shapes may differ between parts.
+    """
     import numpy as np
 
     arrays = {}

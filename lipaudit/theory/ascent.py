@@ -53,19 +53,20 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> PerHead:
 
 
 def _climb_in_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
-    """Return the largest ||J^T u|| with |u| = 1 that gradient ascent finds, (batch, heads).
+    """Return the largest ||J^T u|| that gradient ascent finds for each head, (batch, heads).
 
-    J is the Jacobian at tokens within r of X. The first `AT_X` steps stay at X and are a power
-    iteration for u. The `UPHILL` steps after them also move the tokens.
+    The ascent is over unit vectors u and over tokens within r of X, where J is the Jacobian at
+    these tokens. The first `AT_X` steps stay at X and are a power iteration for u. The `UPHILL`
+    steps after them also move the tokens.
 
     Args:
         heads: the heads at X.
         r: radius of the ball.
         u: start vectors, in the shape of the outputs.
     """
-    # A move dX of the tokens changes q, k, v by dX W, W = [W_Q W_K W_V]. With W = Z R (Z^T Z = 1)
-    # it is enough to search over moves dX = move Z^T: then dX W = move R, and
-    # ||dX||_F = ||move||_F.
+    # A move dX of the tokens changes [q k v] by dX W, W = [W_Q W_K W_V]. Take the QR decomposition
+    # W = Z R: only dX Z matters, so the ascent searches over `move` with dX = move Z^T. Then
+    # dX W = move R and ||dX||_F = ||move||_F.
     weights = [projection.weight for projection in projections(heads)]
     triangle = torch.linalg.qr(torch.cat(weights, -1), mode="r").R  # R, (heads, channels, 3 d)
     move = heads.q.new_zeros(*heads.q.shape[:3], triangle.shape[1])
@@ -75,8 +76,8 @@ def _climb_in_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
         norm, move_gradient, u = _differentiate_norm(heads, triangle, move, _unit_matrices(u))
         largest = torch.maximum(largest, norm)
         if step >= AT_X:
-            # Not a step added to the old move, but the best move for the linearised norm: the
-            # direction of the gradient, with a length that grows to r in half of the ascent.
+            # The best move of a given length for the linearised norm, in place of the old move:
+            # along the gradient. The length grows to r in the first half of the ascent.
             share = min(1.0, 2 * (step - AT_X + 1) / UPHILL)
             move = r * share * _unit_matrices(move_gradient)
     return largest
@@ -91,7 +92,7 @@ def _differentiate_norm(
 
     Args:
         heads: the heads at X.
-        triangle: R; q, k and v side by side move by move R.
+        triangle: R. If the tokens move by `move`, [q k v] changes by move R.
         move: the move of the tokens, in the coordinates of R.
         u: unit vectors in the shape of the outputs.
     """

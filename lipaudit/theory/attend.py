@@ -64,7 +64,7 @@ def logit_gradients(
         gradients = slope[:, :, chunk, :, None] * gradients
     if added is not None:
         gradients = gradients + added[:, :, chunk]
-    # Plain logits have the same gradients for every query: one copy serves the whole chunk.
+    # Plain logits s q k^T have the same gradients for all of the chunk: one copy serves.
     count = len(range(rows.shape[2])[chunk])
     return gradients.expand(-1, -1, count, -1, -1)
 
@@ -114,9 +114,10 @@ def mean_value(
 def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored:
     """Return the outputs o_i = sum_j P_ij v_j, and c_ia = P_ia (v_a - o_i) for a single key a.
 
-    a is the key with the largest entry of row P_i. If P_i is nearly one-hot, o_i is close to v_a,
-    and a plain v_a - o_i would have few correct digits. Without cancellation the difference is
-    (1 - P_ia) v_a - sum_{j != a} P_ij v_j, where 1 - P_ia is the sum of all other entries.
+    a, the anchor of query i, is the key with the largest entry of row P_i. If P_i is nearly
+    one-hot, o_i is close to v_a, and a plain v_a - o_i would have few correct digits. Without
+    cancellation the difference is (1 - P_ia) v_a - sum_{j != a} P_ij v_j, where 1 - P_ia is the
+    sum of all other entries.
 
     Args:
         p: P, (..., n, m).
@@ -144,10 +145,12 @@ def weighted_differences(
 ) -> Float[Tensor, "batch heads queries m dv"]:
     """Return c_ij = P_ij (v_j - o_i) of some queries i and all keys j.
 
-    For the largest P_ij of each row, `rows` has it computed without cancellation.
+    `rows` has the outputs o_i. For the key with the largest P_ij of each query, it also has c_ij
+    computed without cancellation.
     """
-    c = v[:, :, None] - rows.o[:, :, queries, None]
+    c = v[:, :, None] - rows.o[:, :, queries, None]  # (batch, heads, queries, m, dv)
     c = p[:, :, queries, :, None] * c
+    # At this key, replace all channels by the accurate ones.
     key = rows.key[:, :, queries, :, None]
     key = key.expand(-1, -1, -1, -1, v.shape[-1])
     return c.scatter_(3, key, rows.c[:, :, queries, None])
@@ -173,7 +176,7 @@ class MapRows(NamedTuple):
 
 
 def anchor_blocks(blocks: Iterable[MapRows], v: Tensor, sink: Tensor | None) -> Anchored:
-    """Return `anchor_outputs` of all queries, given P in blocks of rows.
+    """Return the outputs P V of all queries, and what `anchor_outputs` adds, from blocks of rows.
 
     Args:
         blocks: all rows of P, in order; each block may have only the keys that it can see.
@@ -186,6 +189,7 @@ def anchor_blocks(blocks: Iterable[MapRows], v: Tensor, sink: Tensor | None) -> 
         if sink is not None:
             sink_rows = sink[..., block.queries, :]
         rows = anchor_outputs(block.p, v[..., block.keys, :], sink_rows)
+        # Keys of the block are counted from its first key: count them from the first of all.
         parts.append(rows._replace(key=rows.key + block.first_key))
     # One tensor for each field of `Anchored`, joined along the queries.
     return Anchored._make(torch.cat(tensors, -2) for tensors in zip(*parts, strict=True))
@@ -297,12 +301,12 @@ class Attend:
                 rows = total["q"][:, queries]
                 rows.baddbmm_(scaled, self.k[:, keys])
                 if "q" in self.extra:
-                    rows += _times_sets(ds, self.extra["q"])
+                    rows += _multiply_by_terms(ds, self.extra["q"])
             if "k" in total:  # sum_i ds_ij (f_ij s q_i + t_ij)
                 rows = total["k"][:, keys]
                 rows.baddbmm_(scaled.mT, self.q[:, queries])
                 if "k" in self.extra:
-                    rows += _times_sets(ds.mT, self.extra["k"])
+                    rows += _multiply_by_terms(ds.mT, self.extra["k"])
             if "v" in total:  # sum_i P_ij u_i
                 total["v"][:, keys].baddbmm_(p.mT, u_rows)
         # Back through G of each token.
@@ -330,7 +334,7 @@ class Attend:
         ds = u @ self.v[:, keys].mT
         ds.sub_(inner).mul_(p)
         largest = (u * self.c[:, queries]).sum(-1, keepdim=True)
-        return ds.scatter_(-1, self._anchors(block), largest)
+        return ds.scatter_(-1, self._find_anchors(block), largest)
 
     def push(self, inputs: list[Tensor]) -> Tensor:
         """Return the change dO of O = P V for changes of x W of every input x (forward mode).
@@ -345,32 +349,34 @@ class Attend:
         # Through the Jacobian G of a rotary position or qk-norm at each token.
         for name, g in self.local.items():
             tangents[name] = torch.einsum("pne,pnde->pnd", tangents[name], g)
+        # For query i and key j, with the change dS of the logits and c_ij = P_ij (v_j - o_i):
+        #     dO_i = sum_j P_ij dv_j + sum_j dS_ij c_ij.
         outputs = []
         for block in map_rows(self.heads, self.p):
             p, queries, keys = block
-            # dO_i = sum_j P_ij dv_j + sum_j dS_ij c_ij, c_ij = P_ij (v_j - o_i), dS of the logits
+            # The first sum.
             if "v" in tangents:
                 out = p @ tangents["v"][:, keys]
             else:
                 out = torch.zeros_like(self.o[:, queries])
             ds = self._push_logits(tangents, queries, keys)
             if ds is not None:
-                # The second sum. The key a with the largest P_ia adds dS_ia c_ia, with c_ia known
-                # without cancellation. With dp_ij = P_ij dS_ij the other keys add
-                # sum_j dp_ij v_j - (sum_j dp_ij) o_i.
-                anchors = self._anchors(block)
-                largest = ds.gather(-1, anchors)
+                # The second sum. Let a be the key with the largest P_ia. With dp_ij = P_ij dS_ij
+                # the keys j != a add sum_j dp_ij v_j - (sum_j dp_ij) o_i. Key a adds dS_ia c_ia,
+                # where c_ia (`self.c`) was computed without cancellation.
+                anchors = self._find_anchors(block)  # a of each query
+                ds_anchor = ds.gather(-1, anchors)
                 dp = ds.mul_(p).scatter_(-1, anchors, 0.0)
                 total = dp.sum(-1, keepdim=True)
                 out.baddbmm_(dp, self.v[:, keys])
                 out.addcmul_(total, self.o[:, queries], value=-1)
-                out.addcmul_(largest, self.c[:, queries])
+                out.addcmul_(ds_anchor, self.c[:, queries])
             outputs.append(out)
         if len(outputs) == 1:
             return outputs[0]
         return torch.cat(outputs, 1)
 
-    def _anchors(self, block: MapRows) -> Tensor:
+    def _find_anchors(self, block: MapRows) -> Tensor:
         """Return the key with the largest P_ia of each query, counted from the block's first."""
         return self.key[:, block.queries] - block.first_key
 
@@ -381,13 +387,14 @@ class Attend:
 
         None if q and k do not depend on the tokens.
         """
-        # dS_ij = f_ij (<s k_j, dq_i> + <s q_i, dk_j>) + <r_ij, dq_i> + <t_ij, dk_j>; k and q
-        # include s, `slope` is f of a soft cap, `extra` has r and t of relative positions.
-        # ds has (problems, queries, keys).
+        # For query i and key j
+        #     dS_ij = f_ij (<s k_j, dq_i> + <s q_i, dk_j>) + <r_ij, dq_i> + <t_ij, dk_j>.
+        # `self.k` and `self.q` include the scale s, `slope` is f of a soft cap, `extra` has r and
+        # t of relative positions.
         ds = None
         if "q" in tangents:
             dq = tangents["q"][:, queries]
-            ds = dq @ self.k[:, keys].mT
+            ds = dq @ self.k[:, keys].mT  # (problems, queries, keys)
         if "k" in tangents:
             q = self.q[:, queries]
             dk = tangents["k"][:, keys].mT
@@ -403,11 +410,10 @@ class Attend:
         # the terms r and t do.
         for name, terms in self.extra.items():
             if name in tangents:
-                # `vectors` has the rows r_ij of each query i, (sets, queries, keys, d), or t_ij of
-                # each key j, (sets, keys, queries, d). Their products with dq_i or dk_j are
-                # (problems, queries, keys) for q, and (problems, keys, queries) for k.
-                by_partner = terms._replace(vectors=terms.vectors.mT)
-                added = _times_sets(tangents[name], by_partner)
+                # <r_ij, dq_i> is dq_i times the matrix of query i with the columns r_ij. With
+                # <t_ij, dk_j> likewise, the result is by key and query.
+                columns = terms._replace(vectors=terms.vectors.mT)
+                added = _multiply_by_terms(tangents[name], columns)
                 if name == "k":
                     added = added.mT
                 ds = ds + added
@@ -445,17 +451,21 @@ class Attend:
         return replace(self, extra=extra, local=local, **changes)
 
 
-def _times_sets(rows: Tensor, terms: PairTerms) -> Tensor:
-    """Return rows_i R_i of every problem and token i, (problems, tokens, c).
+def _multiply_by_terms(rows: Tensor, terms: PairTerms) -> Tensor:
+    """Return the products rows_i R_i of every problem and token i, (problems, tokens, c).
+
+    A problem is one head on one batch row. Heads often share their matrices R_i: a set is the R_i
+    of all tokens, stored once for all problems that share it.
 
     Args:
         rows: one vector per problem and token, (problems, tokens, r).
-        terms: the matrices R_i (r x c) of each token, in sets that several problems may share.
+        terms: the sets `vectors`, (sets, tokens, r, c), and `sets`, the set of each problem.
     """
-    # Set by set, all problems of a set at once: R_i is not copied for every problem.
     images = rows.new_empty(*rows.shape[:2], terms.vectors.shape[-1])
+    # All problems of a set at once, so that R_i is not copied for every problem.
     for index in set(terms.sets.tolist()):
         problems = (terms.sets == index).nonzero()[:, 0]
+        # Tokens come first in the product: (tokens, problems, r) @ (tokens, r, c).
         products = rows[problems].transpose(0, 1) @ terms.vectors[index]
         images[problems] = products.transpose(0, 1)
     return images
@@ -504,9 +514,9 @@ def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
     """Return the fields `slope` and `extra` of `Attend`, for logits other than s q k^T (`Pairs`).
 
     `slope` is the derivative of a soft cap, (problems, n, m), or None. `extra` has the vectors
-    that relative positions add to the gradients of logits in q or k. A problem is one head on one
-    batch row. Batch rows or heads may share the vectors. Shared vectors are stored once, as a set,
-    and every problem has the index of its set.
+    that relative positions add to the gradients of logits in q or k, by name. A problem is one
+    head on one batch row. Batch rows or heads may share their vectors: these are stored once, as a
+    set, and every problem has the index of its set.
     """
     shape = heads.q.shape[:2]
     pairs = heads.pairs or Pairs()
@@ -521,9 +531,9 @@ def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
         terms["k"] = pairs.with_k.transpose(2, 3)
     extra = {}
     for name, term in terms.items():
-        vectors = term.flatten(0, 1)
-        # The index of the set of each problem. All batch rows (heads) share a set if this axis of
-        # `term` has length 1: the index is then repeated along the axis.
+        vectors = term.flatten(0, 1)  # (sets, tokens, partners, d)
+        # Number the sets, then expand the numbers to all problems: along an axis of `term` with
+        # length 1, all batch rows (or heads) share a set.
         index = torch.arange(len(vectors), device=term.device)
         index = index.view(term.shape[:2]).expand(shape)
         extra[name] = PairTerms(vectors, index.flatten())

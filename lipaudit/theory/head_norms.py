@@ -127,19 +127,19 @@ def layer_norms(
     before = []
     after = []
     for group in _split_rows(heads):
-        # J is proportional to the values: solve for values of size one, and multiply each head's
-        # output by its size. Without W_O the size is a gain. With W_O the size is a factor of the
-        # head's W_O; the products then take only the number of heads from `gains`.
+        # J is proportional to the values. Solve for values of size one, with each head's output
+        # multiplied by its size.
         unit, size = unit_values(group)
-        if concat or heads.out is None:
+        if concat or heads.out is None:  # heads side by side: the sizes are gains
             largest = size.amax()
             linearize = partial(products.layer_products, out=None, gains=size / largest)
             norms = _solve(group, unit, linearize, seeds, accuracy)
             before.append(norms.times(float(largest)))
-        if heads.out is not None:
+        if heads.out is not None:  # after W_O: the size of a head is a factor of its W_O
             sizes = size.to(heads.out.device)
             out = heads.out.double() * sizes[:, None, None]
             out, exponent = divide_by_powers(out)  # W_O of size one, times 2^exponent
+            # `layer_products` reads only the number of heads from these gains.
             linearize = partial(products.layer_products, out=out, gains=size)
             norms = _solve(group, unit, linearize, seeds, accuracy)
             after.append(norms.times(2.0 ** int(exponent)))
@@ -196,29 +196,30 @@ def _solve(
         seeds: one per sample.
         accuracy: `tol`, `max_steps` and `within` of `spectral_norms`.
     """
+    # 1. The iteration, in the precision of the heads.
     problems = linearize(unit)
     guess = problems.guess()
     start = _draw_starts(heads, seeds, guess)
     norms = spectral_norms(problems.select, start, guess=guess, vectors=True, **accuracy)
     if start.dtype == torch.float64:
         return replace(norms, vector=None)
-    # Values of size one in float64, computed as for the bounds: both then use the same numbers.
+    # 2. The norm ||J^T u|| / ||u|| in double, with the leading vector u of the iteration. Errors
+    # of single precision in u cannot raise this norm, and hardly lower it: no u gives more than
+    # ||J||, and at an angle e from the true vector ||J^T u||^2 >= (1 - e^2) ||J||^2.
+    # Values of size one in float64 are computed as for the bounds: both then use the same numbers.
     double, _ = unit_values(heads.to(torch.float64))
     problems = linearize(double)
-    # The norm is ||J^T u|| / ||u|| in double, with the leading vector u of the iteration. At an
-    # angle e from the true one ||J^T u||^2 >= cos^2 e ||J||^2 >= (1 - e^2) ||J||^2, and no u gives
-    # more than ||J||: errors of single precision in u cannot raise the norm, and hardly lower it.
     assert norms.vector is not None
     vector = norms.vector.double()
     length = vector_norm(vector, dim=1).clamp_min(1e-300)
     norm = (problems.pulled_norm(vector) / length).cpu()
-    # With large logits, P and the leading vector differ between the two precisions. Problems whose
-    # norms differ by more than SINGLE_ERROR are solved again.
+    # 3. The whole iteration in double, for problems whose two norms differ by more than
+    # SINGLE_ERROR. With large logits, P and the leading vector differ between the precisions.
     difference = (norms.norm - norm).abs()
     again = (difference > SINGLE_ERROR * norm).nonzero()[:, 0]  # indices of problems
     upper = torch.maximum(norms.upper, norm)
     norms = replace(norms, norm=norm, upper=upper, vector=None)
-    if len(again):  # these iterations once more, in double precision
+    if len(again):
         rows = again.to(start.device)
         start = start[rows].double()
         guess = guess[rows].double()
@@ -340,10 +341,15 @@ def forward_error(heads: Heads) -> PerHead:
 def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     """Return how far a correct bound may be below ||J|| because of rounding in both.
 
-    The norm may be too large by E + (E^2 + gamma (T(c) + E)^2) / (2 ||J||), the bound too small by
-    E = gamma (T(c) + T(d)). gamma is the relative error of the sums in a product with J. T(c) is
-    an upper limit of ||J||. gamma T(d) covers the digits lost in the differences v_j - o_i; see
-    `_bound_parts` for both.
+    Let gamma be the relative error of the sums in a product with J, T(c) an upper limit of ||J||,
+    and gamma T(d) the digits lost in the differences v_j - o_i (`_bound_parts`). A product J^T u
+    with ||u|| = 1 is off by at most
+
+        E = gamma (T(c) + T(d)),
+
+    and so is the bound. ||J||^2 is computed from Gram matrices of weights, with an error of at
+    most gamma (T(c) + E)^2 more. So the norm is too large by at most
+    E + (E^2 + gamma (T(c) + E)^2) / (2 ||J||).
 
     Args:
         heads: the heads of one layer, in the precision in which both were computed.
@@ -361,7 +367,7 @@ def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     error = gamma * (t_c + t_d)  # E
     square = error.square() + gamma * (t_c + error).square()
     twice_norm = (2 * norm).clamp_min(torch.finfo(norm.dtype).tiny)
-    return 2 * error + square / twice_norm
+    return 2 * error + square / twice_norm  # the errors of the bound and of the norm
 
 
 def ball_error(heads: Heads, r: float) -> PerHead:
@@ -369,9 +375,9 @@ def ball_error(heads: Heads, r: float) -> PerHead:
 
     The error is E = gamma (T(c) + T(d)). gamma is the relative error of the sums in a product with
     J. T(c) is an upper limit of ||J|| within r, computed from c_ij = P_ij (v_j - o_i). T(d) is the
-    same formula with limits d_ij of the cancellation in c_ij. P may be any attention map, with
-    ||P||^2 <= N. Both c_ij and d_ij are at most 2 P_ij max ||v||, where v is less its mean under P
-    at X. So one number bounds T(c) and T(d).
+    same formula with limits d_ij of the cancellation in c_ij. The same number T bounds both,
+    because c_ij and d_ij are at most 2 P_ij max ||v||, where v is less its mean under P at X. So
+    the result is 2 gamma T. P may be any attention map, with ||P||^2 <= N.
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)  # max ||s q_i||, max ||s k_j||
@@ -382,11 +388,12 @@ def ball_error(heads: Heads, r: float) -> PerHead:
     in_keys = in_keys + r * s * phi_q
     in_queries = in_queries + r * s * phi_k
     longest_value = longest_value + r * phi_v
-    # T(c) with ||P|| <= N^1/2 and ||c_ij|| <= 2 P_ij max ||v||
+    # T = N^1/2 ||Phi^v||
+    #     + 2 max ||v|| (N^1/2 max ||s q_i|| ||Phi^k|| + max ||s k_j|| ||Phi^q||)
     root_n = heads.q.shape[2] ** 0.5
     by_logits = root_n * in_keys * phi_k + in_queries * phi_q
-    t_c = root_n * phi_v + 2 * longest_value * by_logits
-    return 2 * _sum_error(heads) * t_c
+    t = root_n * phi_v + 2 * longest_value * by_logits
+    return 2 * _sum_error(heads) * t
 
 
 def _sum_error(heads: Heads) -> Tensor:
@@ -405,19 +412,22 @@ def _sum_error(heads: Heads) -> Tensor:
 def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
     """Return T(c) >= ||J||, and T(d) for the rounding error of J by cancellation, (batch, heads).
 
-    T(c) = ||P|| ||Phi^v|| + max ||b|| (sum_ij ||c_ij||^2)^1/2 ||Phi^k||
-    + max ||a|| max_i sum_j ||c_ij|| ||Phi^q||: the parts of J through values, keys and queries.
+    T(c) is the sum of the parts of J through values, keys and queries:
+
+        T(c) = ||P|| ||Phi^v|| + max ||b|| (sum_ij ||c_ij||^2)^1/2 ||Phi^k||
+               + max ||a|| max_i sum_j ||c_ij|| ||Phi^q||.
+
     The Phi are the Jacobians of the projections, b and a the gradients of the logits in keys and
-    queries, and c_ij = P_ij (v_j - o_i). T(d) is the same formula with d_ij in place of c_ij.
-    d_ij bounds the rounding error of c_ij (`_bound_differences`).
+    queries, and c_ij = P_ij (v_j - o_i). T(d) is the same formula with numbers d_ij in place of
+    ||c_ij||: they bound the rounding error of c_ij (`_bound_differences`).
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)
     v = heads.v
     sink = heads.sink_share()
     column_sums = torch.zeros_like(heads.k[..., 0])  # sum_i P_ij, (batch, heads, m)
-    # First of c, then of d, (2, batch, heads): sum_ij ||c_ij||^2, and max_i sum_j ||c_ij||.
-    squares = torch.zeros(2, *heads.q.shape[:2]).to(heads.q)
+    # sum_ij ||c_ij||^2 and max_i sum_j ||c_ij||, with index 0 for c and index 1 for d.
+    squares = torch.zeros(2, *heads.q.shape[:2]).to(heads.q)  # (2, batch, heads)
     largest_row_sum = torch.zeros_like(squares)
     for start, stop in heads.row_blocks():
         p = heads.rows(start, stop)
@@ -429,10 +439,10 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
             sink_rows = sink[:, :, start:stop]
         rows = attend.anchor_outputs(p, v, sink_rows)
         column_sums += p.sum(-2)
-        for part, norms in enumerate(_bound_differences(p, v, rows)):
-            squares[part] += norms.square().sum((-2, -1))
+        for which, norms in enumerate(_bound_differences(p, v, rows)):
+            squares[which] += norms.square().sum((-2, -1))
             row_sums = norms.sum(-1)
-            largest_row_sum[part] = torch.maximum(largest_row_sum[part], row_sums.amax(-1))
+            largest_row_sum[which] = torch.maximum(largest_row_sum[which], row_sums.amax(-1))
     # ||P||^2 <= (largest sum of a row, 1) (largest sum of a column).
     by_values = column_sums.amax(-1).sqrt() * phi_v
     by_keys = in_keys * squares.sqrt() * phi_k
@@ -443,15 +453,16 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
 def _bound_differences(p: Tensor, v: Tensor, rows: attend.Anchored) -> tuple[Tensor, Tensor]:
     """Return ||c_ij|| for c_ij = P_ij (v_j - o_i), and d_ij, both (batch, heads, rows, m).
 
-    gamma d_ij bounds the rounding error of c_ij, for any gamma: d_ij is 2 P_ij max ||v||, and
-    2 (1 - P_ia) max ||v|| at the key a with the largest P_ia.
+    If sums have the relative error gamma, gamma d_ij bounds the rounding error of c_ij. d_ij is
+    2 P_ij max ||v||, but 2 (1 - P_ia) max ||v|| at the key a with the largest P_ia, where c_ia is
+    computed without cancellation.
 
     Args:
         p: some rows of P.
         v: the values.
-        rows: the outputs o_i, and c_ia without cancellation.
+        rows: the outputs o_i, the key a of each row, c_ia, and 1 - P_ia (`share`).
     """
-    # From differences: products would lose half of the digits.
+    # ||v_j - o_i|| from differences: a formula with inner products would lose half of the digits.
     c = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
     c = c.scatter(-1, rows.key, vector_norm(rows.c, dim=-1, keepdim=True))
     d = p.scatter(-1, rows.key, rows.share)

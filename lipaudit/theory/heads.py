@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MASK = 9e3
 """A bias entry this far below the largest of its row hides the key. Common masks are -inf, the
 most negative number and -1e4; position biases and windows of Swin (-100) are far smaller."""
-_NOTHING = torch.finfo(torch.float32).min / 2
+_HIDES_ROW = torch.finfo(torch.float32).min / 2
 """A row whose largest bias is at most this sees no key."""
 
 
@@ -247,7 +247,8 @@ class Heads:
     def visible(self, start: int, stop: int) -> Bool[Tensor, "#batch #heads rows m"]:
         """Return which keys the queries start..stop-1 can see, independent of P.
 
-        An entry of the bias is a mask if it is `MASK` or more below the largest of its row. P does
+        A bias hides a key if its entry is `MASK` or more below the largest of its row. It hides a
+        whole row if the largest is hardly above the most negative number (`_HIDES_ROW`). P does
         not show this: with very different logits, a visible key may also have P = 0.
         """
         shape = (1, 1, stop - start, self.k.shape[2])
@@ -257,9 +258,8 @@ class Heads:
         if self.bias is not None:
             bias = self.bias_rows(start, stop).masked_fill(~seen, -torch.inf)
             highest = bias.amax(-1, keepdim=True)
-            # Not bias > highest - MASK: very large logits absorb MASK, and all would look hidden.
-            # A row whose largest bias is at most _NOTHING is masked as a whole.
-            seen = (bias.sub_(highest) > -MASK) & (highest > _NOTHING)
+            # The difference comes first: in `highest - MASK`, a very large bias would absorb MASK.
+            seen = (bias.sub_(highest) > -MASK) & (highest > _HIDES_ROW)
         if self.valid is not None:
             seen = seen & self.valid[:, None, start:stop, None]
         return seen
@@ -443,8 +443,9 @@ def rows_in_reach(
 ) -> tuple[Float[Tensor, "batch heads rows keys"], slice]:
     """Return P for the queries start..stop-1 and the keys that they can see, and these keys.
 
-    The keys are one slice: for a causal mask up to the last query, for a sliding window from the
-    first window to the last. P is 0 on all other keys, so products with P can skip them.
+    The keys are one slice. A causal mask shows the keys up to the last query, a mask of a sliding
+    window those from the first window to the last. Otherwise the slice has all keys. P is 0 on all
+    other keys, so products with P can skip them.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> heads = replace(affine_heads(torch.zeros(1, 8, 3), *torch.ones(3, 1, 3, 4)), causal=True)
@@ -457,6 +458,7 @@ def rows_in_reach(
         if heads.causal:
             keys = slice(0, stop)
     elif bias.dtype == torch.bool and bias.shape[-1] > 1 and not heads.causal:
+        # A mask: True where the query sees the key.
         rows = bias
         if rows.shape[-2] > 1:  # one row per query
             rows = rows[..., start:stop, :]
@@ -572,6 +574,7 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
         bias = to_v.bias[:, None]
         without_bias = (v - bias).abs().amax((0, 2, 3))  # (heads,)
         largest_bias = bias.abs().amax((1, 2))
+        # `not <=` in place of `>`, so that a NaN counts as too large.
         if not (largest_bias <= _SWAMPED * without_bias).all():
             v = heads.key_input[:, None] @ to_v.weight
     return heads.with_same_map(v=v, to_v=to_v), exponents.double().exp2()
@@ -585,7 +588,7 @@ def _divide_projection(to_v: Projection) -> tuple[Projection, Int[Tensor, " head
     """
     weight = to_v.weight
     if weight.stride(0) == 0:
-        # An expanded weight stays expanded: heads that are normalised together share it.
+        # All heads share one weight in memory (stride 0). It is divided once, and stays shared.
         weight = weight[:1]
     weight, exponents = divide_by_powers(weight, 1, 2)
     weight = weight.expand_as(to_v.weight)

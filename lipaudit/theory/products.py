@@ -132,13 +132,13 @@ class LayerProducts:
         side.
         """
         count = len(self.gains)
-        # J^T u, then forward again: through W to q, k, v of every head (problems = rows heads),
-        # through attention to the outputs O_h, and through W_O.
+        # J^T u, a move of every input X, then forward again: to the moves X W of q, k and v of
+        # every head, through attention to the moves of the outputs O_h, and through W_O.
         by_head = []
         for x, weight in zip(self.pull(u), self.weights, strict=True):
             y = torch.unflatten(x @ weight, 2, (count, -1))  # (rows, tokens, heads, e)
-            by_head.append(y.transpose(1, 2).flatten(0, 1))
-        o = self.attend.push(by_head)
+            by_head.append(y.transpose(1, 2).flatten(0, 1))  # (rows heads, tokens, e)
+        o = self.attend.push(by_head)  # (rows heads, n, dv)
         o = torch.unflatten(o, 0, (-1, count))
         o = o.transpose(1, 2)  # (rows, n, heads, dv)
         if self.out is None:
@@ -157,21 +157,22 @@ class LayerProducts:
         """
         n, dv = self.attend.o.shape[1:]
         count = len(self.gains)
-        # The gradients in the outputs O_h of the heads: u_h = u W_O,h^T, or gain_h u_h.
+        # The gradients in the outputs O_h of the heads: u W_O,h^T, or gain_h times the part of u
+        # that belongs to head h.
         if self.out is not None:
             u = u.view(len(u), n, -1) @ self.out.flatten(0, 1).mT
         u = u.reshape(len(u), n, count, dv)
         if self.out is None:
             u = self.gains[:, None] * u
         by_head = u.transpose(1, 2).flatten(0, 1)  # (rows heads, n, dv)
-        images = []
+        gradients = []
         # For every input X: y is the gradient in X W = [q k v] of each head. The product with W^T
         # of all heads side by side gives the gradient in X, summed over the heads.
         for y, weight in zip(self.attend.pull(by_head), self.weights, strict=True):
-            rows = torch.unflatten(y, 0, (-1, count))
-            rows = rows.transpose(1, 2).flatten(2)  # (rows, tokens, heads e)
-            images.append(rows @ weight.mT)
-        return images
+            y = torch.unflatten(y, 0, (-1, count))  # (rows, heads, tokens, e)
+            y = y.transpose(1, 2).flatten(2)  # (rows, tokens, heads e)
+            gradients.append(y @ weight.mT)
+        return gradients
 
     def pulled_norm(self, u: Tensor) -> Tensor:
         """Return ||J^T u|| of every batch row, over all inputs together."""
@@ -185,7 +186,7 @@ class LayerProducts:
         count = len(self.gains)
         if len(rows) * count == len(self.attend.q):  # all of them
             return self
-        # Problems of `attend` are ordered by row, then by head.
+        # `attend` has a problem for every head of a row. They are ordered by row, then by head.
         index = rows[:, None] * count + torch.arange(count)
         index = index.flatten().to(self.attend.q.device)
         return replace(self, attend=self.attend.select(index))
@@ -194,7 +195,7 @@ class LayerProducts:
         """Guess the leading left singular vector of J in every batch row, (rows, n channels).
 
         If the attention maps P_h are held constant, J sends a move X of the tokens to the move
-        sum_h P_h X W_V,h W_O,h of the output. The guess is the image of an X = b y^T. First a
+        sum_h P_h X W_V,h W_O,h of the output. The guess is this move for an X = b y^T. First a
         vector b over the tokens is chosen for which the P_h b are long, and then the best y over
         the channels. The guess is 0 if the values are no affine map of the tokens.
         """
@@ -207,14 +208,16 @@ class LayerProducts:
             if self.out is not None:
                 channels = self.out.shape[2]
             return attend.o.new_zeros(problems // count, n * channels)
-        # `sizes`: how much each head counts in the choice of b.
-        if self.out is None:  # before W_O each head has its own channels, scaled by its gain
+        # The weight of each head in the choice of b (`sizes`): all equal without W_O, where each
+        # head has its own channels, scaled by its gain. Otherwise ||W_O,h||_F^2.
+        if self.out is None:
             sizes = attend.v.new_ones(count)
             weight = self.gains[:, None, None] * weight
         else:
-            sizes = self.out.square().sum((1, 2))  # ||W_O,h||_F^2
-        a = _token_images(attend, sizes).view(-1, count, n)  # a_h = P_h b
+            sizes = self.out.square().sum((1, 2))
+        a = _token_images(attend, sizes).view(-1, count, n)  # P_h b
         path = _ValuePath(a, weight.transpose(0, 1).flatten(1), self.out)
+        # y: near the leading right singular vector of the map F from y to the output's move.
         start = random_starts([0], weight.shape[1]).to(weight)
         y = _find_leading(path.gram, start.expand(len(a), -1))
         return path.image(y)
@@ -242,11 +245,12 @@ class _ValuePath:
         return torch.unflatten(y @ self.values, 1, (self.a.shape[1], -1))
 
     def image(self, y: Tensor) -> Tensor:
-        """Return F y = sum_h a_h kron (W_O,h^T t_h) for t_h = W_V,h^T y, (rows, n channels).
+        """Return F y, the move of the output if the tokens move by b y^T, (rows, n channels).
 
-        Without W_O, the a_h kron t_h side by side.
+        The attention maps P_h are held constant. With a_h = P_h b and t_h = W_V,h^T y,
+        F y = sum_h a_h kron (W_O,h^T t_h). Without W_O, the a_h kron t_h side by side.
         """
-        t = self._project(y)
+        t = self._project(y)  # (rows, heads, dv)
         if self.out is None:
             image = self.a.mT[..., None] * t[:, None]
         else:
@@ -254,11 +258,12 @@ class _ValuePath:
         return image.flatten(1)
 
     def gram(self, y: Tensor) -> Tensor:
-        """Return F^T F y, (rows, D), without forming F y (see `image`).
+        """Return F^T F y, (rows, D), where F y = sum_h a_h kron (W_O,h^T W_V,h^T y).
 
-        The a_h enter by their inner products: <a kron b, c kron d> = <a, c> <b, d>.
+        F y is not formed: <a kron b, c kron d> = <a, c> <b, d>, so the inner products of the a_h
+        suffice. Without W_O, F y has the a_h kron (W_V,h^T y) side by side.
         """
-        t = self._project(y)
+        t = self._project(y)  # t_h = W_V,h^T y, (rows, heads, dv)
         inner = self.a @ self.a.mT  # <a_h, a_g> of all pairs of heads
         if self.out is None:
             t = inner.diagonal(0, 1, 2)[..., None] * t
@@ -345,17 +350,17 @@ def _token_images(attend: Attend, sizes: Tensor) -> Tensor:
         sizes: the weights size_h. One weight for each head: all heads of a batch row share one b.
             A single weight: every head has a b of its own.
     """
-    count = len(sizes)
+    count = len(sizes)  # heads that share one b
     problems, n, _ = attend.q.shape
     images = attend.v.new_ones(problems, 1, n)
     for _ in range(_TOKEN_STEPS):
-        # b = sum_h size_h P_h^T images_h, of length one, the same for all heads of a row.
+        # A power step: b is sum_h size_h P_h^T images_h, divided by its length. P comes in blocks.
         pulled = attend.v.new_zeros(problems, 1, attend.k.shape[1])
         for p, queries, keys in map_rows(attend.heads, attend.p):
             pulled[..., keys] += images[..., queries] @ p
         by_head = pulled.view(-1, count, pulled.shape[2])
         total = (sizes[:, None] * by_head).sum(1, keepdim=True)
-        b = normalize(total, dim=-1).repeat_interleave(count, 0)
+        b = normalize(total, dim=-1).repeat_interleave(count, 0)  # of every problem
         parts = []
         for p, _, keys in map_rows(attend.heads, attend.p):
             parts.append(b[..., keys] @ p.mT)
@@ -369,15 +374,14 @@ def sketched_vjp_x(
     size: PerHead,
     sketches: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Backpropagate a gradient through a layer; return it in a few directions of the channels.
+    """Return the gradient J^T u, summed over the heads of a layer, in a few directions.
 
     The purpose is to test the closed form of J^T u: the caller compares the result R^T J^T u with
     autograd. J is the Jacobian of the heads, and R has r directions of the D channels of an input.
     A few random directions show an error as well as all channels, at less cost.
 
-    u is scaled in each head and batch row such that ||R^T J^T u|| is `size`. The result is summed
-    over the heads: without the scaling, an error in a head with small gradients would not show
-    beside the gradients of other heads.
+    First u is scaled in each head and batch row such that ||R^T J^T u|| is `size`: otherwise an
+    error in a head with small gradients would not show in the sum over the heads.
 
     Args:
         heads: the heads of one layer.

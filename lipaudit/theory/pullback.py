@@ -28,13 +28,11 @@ class _Scalar(torch.autograd.Function):
 
 
 def _make_scalar(value: Tensor, cotangents: list[Tensor]) -> Tensor:
-    """Return a scalar whose gradient in `value` is the last of the cotangents.
+    """Return a scalar s such that `torch.autograd.grad(s, x)` is J^T u, J the Jacobian of `value`.
 
-    So `torch.autograd.grad(scalar, x)` is a vector-Jacobian product of `value` with this
-    cotangent. The list is read in the backward pass: entries may be appended until then.
+    u is the last of `cotangents` when the backward pass runs: the caller may append it later.
     """
-    # A graph is recorded also if the caller is under no_grad or in inference mode, as
-    # `torch.autograd.grad` needs one.
+    # A graph is needed, also if the caller is under no_grad or in inference mode.
     with torch.inference_mode(False), torch.enable_grad():
         scalar: Tensor = _Scalar.apply(value, cotangents)
     return scalar
@@ -65,6 +63,8 @@ def pull_back(
 def pull_back_rows(value: Tensor, leaf: Tensor, cotangents: Tensor) -> Tensor:
     """Return J^T u of several u in one backward pass, by vmap; the graph is kept.
 
+    J is the Jacobian of `value` with respect to `leaf`.
+
     Args:
         value: the output.
         leaf: the input.
@@ -73,12 +73,13 @@ def pull_back_rows(value: Tensor, leaf: Tensor, cotangents: Tensor) -> Tensor:
     Raises:
         RuntimeError: an operation cannot be mapped over.
     """
-    cotangents_so_far: list[Tensor] = []
-    scalar = _make_scalar(value, cotangents_so_far)
+    # The gradient of `scalar` is J^T u for the last u in this list, which is still empty.
+    current: list[Tensor] = []
+    scalar = _make_scalar(value, current)
 
     def pull(cotangent: Tensor) -> Tensor:
         # `vmap` calls this once, with a tensor that stands for every row of the cotangents.
-        cotangents_so_far.append(cotangent)
+        current.append(cotangent)
         return torch.autograd.grad(scalar, leaf, retain_graph=True)[0]
 
     rows: Tensor = torch.vmap(pull)(cotangents)

@@ -97,6 +97,7 @@ def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
     the Lanczos steps, theta_1 its largest eigenvalue. t > theta_1 solves log det(t - T) = level.
     The solver is Newton's method in y = log(t - theta_1), where the left side is convex and
     increasing: from a start above the solution y only falls, so every iterate is a limit too.
+    With gap_i = theta_1 - theta_i, i > 1, the left side is y + sum_i log(e^y + gap_i).
 
     Args:
         ritz: eigenvalues theta of T, ascending, (problems, k).
@@ -105,19 +106,18 @@ def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
             eigenvector, with this probability.
     """
     top = ritz[:, -1].clamp_min(0.0)  # theta_1
-    gaps = (ritz[:, -1:] - ritz[:, :-1]).log()
-    # f(y) = log det(t - T) = y + sum_i log(e^y + gap_i) is above k y and above
-    # y + sum_i log gap_i: where either reaches the level, f is not below it. That is a start above
-    # the solution.
+    log_gaps = (ritz[:, -1:] - ritz[:, :-1]).log()
+    # The start. The left side is at least k y, and at least y + sum_i log gap_i. The smallest y
+    # at which one of these equals the level is not below the solution.
     k = ritz.shape[1]
-    y = torch.minimum(level / k, level - gaps.sum(1))
+    y = torch.minimum(level / k, level - log_gaps.sum(1))
     for _ in range(60):
         column = y[:, None]
-        value = y + torch.logaddexp(column, gaps).sum(1)
-        slope = 1 + torch.sigmoid(column - gaps).sum(1)
+        value = y + torch.logaddexp(column, log_gaps).sum(1)
+        slope = 1 + torch.sigmoid(column - log_gaps).sum(1)
         step = (value - level).clamp_min(0.0) / slope
         y = y - step
-        if not (step > 1e-5).any():  # the next step would be of the order of its square
+        if not (step > 1e-5).any():  # the next step would be about the square of this one
             break
     return top + y.exp()
 
@@ -126,13 +126,14 @@ def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
     """Estimate the relative error of theta_1, the largest eigenvalue of A from Lanczos steps.
 
     With the residual r = A x - theta_1 x of its vector x, |x| = 1, the error is about |r|^2 over
-    the gap to the next eigenvalue. No eigenvector is computed.
+    the gap to the next eigenvalue. No eigenvector is computed: |r| = beta |s|, where s is the last
+    entry of the leading eigenvector of T, and s follows from eigenvalues.
 
     Args:
-        ritz: eigenvalues of the tridiagonal matrix T of the Lanczos steps, ascending.
-        shorter: eigenvalues of T one step earlier.
-        beta: the newest entry beside the diagonal: |r| is beta times the last entry of T's leading
-            eigenvector.
+        ritz: eigenvalues theta_k <= ... <= theta_1 of the tridiagonal matrix T of the Lanczos
+            steps.
+        shorter: eigenvalues mu of T one step earlier.
+        beta: the newest entry beside the diagonal.
 
     Source: Kato, J. Phys. Soc. Japan 4, 1949.
     """
@@ -141,13 +142,11 @@ def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
     top = ritz[:, -1:].clamp_min(tiny)  # theta_1
     gaps = (top - ritz[:, :-1]) / top
     gaps = gaps.clamp_min(1e-300)
-    # The squared last entry of T's leading eigenvector is a quotient of two products of distances
-    # from theta_1. Above: the distances to the eigenvalues of the shorter T. Below: the distances
-    # to the other eigenvalues of T.
+    # s^2 = prod_i (theta_1 - mu_i) / prod_{i > 1} (theta_1 - theta_i)
     distances = (top - shorter) / top
     distances = distances.clamp_min(0.0)
     last_square = (distances / gaps).prod(1)
-    residual_square = (beta / top[:, 0]).square() * last_square  # |r|^2, r = A x - theta_1 x
+    residual_square = (beta / top[:, 0]).square() * last_square  # |r|^2 = beta^2 s^2
     # |lambda - theta_1| <= |r| for some eigenvalue lambda of A, and <= |r|^2 / gap if no other
     # eigenvalue of A is within the gap. After one step no gap is known.
     if ritz.shape[1] == 1:
@@ -296,7 +295,7 @@ def spectral_norms(
     running = _Krylov(start, guess)
     products = select(running.index)
     for _ in range(max_steps):
-        running.advance(running.image(products))
+        running.advance(running.multiply_newest(products))
         newly_done = running.has_converged(tol, within) & ~running.done
         if not newly_done.any():
             continue
@@ -348,6 +347,7 @@ class _Krylov:
         if guess is not None:
             # In one dimension two opposite vectors would cancel: no guess is added.
             u, length = _add_guess(u, guess * (live > 1)[:, None])
+        # The first block of the basis; u is its first vector.
         block = start.new_zeros(count, _GROWTH, size)
         block[:, 0] = u
         self.basis = [block]
@@ -361,28 +361,31 @@ class _Krylov:
         self.beta = torch.zeros_like(length)
         self.ritz = self.t.new_zeros(count, 0)
         self.shorter = self.ritz
-        # log(1 / delta); `advance` adds log beta_k of each step. See `probabilistic_limit`.
+        # log(1 / delta), where u has a component of at least delta along the leading vector with
+        # probability 1 - ETA (with a guess, delta / `length`). Each step adds its log beta_k: see
+        # `probabilistic_limit`.
         self.level = length.log() - _compute_log_delta(self.size)
         self.exponent = torch.zeros_like(self.index)
         self.repeated = torch.zeros_like(self.index)
 
-    def image(self, products: Products) -> Tensor:
-        """Return A times the newest basis vector; in the first step, scale A to about size one.
+    def multiply_newest(self, products: Products) -> Tensor:
+        """Return A times the newest basis vector u; the first step scales A to about size one.
 
         A is scaled by a power of two, so that products neither overflow nor underflow.
         """
-        last = self._vector(self.steps).squeeze(1)
-        image = self._apply(products, last)
+        newest = self._vector(self.steps).squeeze(1)
+        image = self._multiply_scaled(products, newest)
         if self.steps:
             return image
         # The first step decides by which power of two A is scaled.
         size, change = _choose_exponents(image)
         is_far = change.abs() > _ROOM // 2
         if is_far.any():
-            # A u overflowed, or lost digits to underflow: compute A u again, with A scaled.
+            # A u is so large or small that it may have overflowed, or lost digits to underflow:
+            # compute A u again, with A scaled.
             self.exponent += change.where(is_far, 0)
             self.repeated += is_far
-            image = self._apply(products, last)
+            image = self._multiply_scaled(products, newest)
             size, change = _choose_exponents(image)
             # A u = 0 even so: there is nothing to scale.
             self.exponent[size == 0] = 0
@@ -390,19 +393,19 @@ class _Krylov:
         self.exponent += change
         return shift_exponent(image, change[:, None])
 
-    def _apply(self, products: Products, u: Tensor) -> Tensor:
-        """Return 2^exponent A u, where A = J J^T is not scaled and 2^exponent A is.
+    def _multiply_scaled(self, products: Products, u: Tensor) -> Tensor:
+        """Return 2^exponent A u for every problem, with the problem's own exponent.
 
-        The method runs on the scaled matrix, whose products with u are of about size one.
+        A = J J^T may be very large or small. The exponents make products of about size one.
 
         Args:
             products: returns A u for every problem.
             u: one vector per problem, (problems, size).
         """
-        # `exponent` has one integer per problem, (problems,).
         if not self.exponent.any():
             return products(u)
-        # Multiply u by a part of the power that keeps u in range, and A u by the remaining part.
+        # 2^exponent may be out of range: multiply u by a part of the power that keeps u in range,
+        # and A u by the remaining part.
         before = self.exponent.clamp(-_ROOM, _ROOM)
         after = self.exponent - before
         image = products(shift_exponent(u, before[:, None]))
@@ -448,9 +451,10 @@ class _Krylov:
             # vectors below then removes rounding errors only, so one pass is enough.
             before = self._vector(self.steps - 1)
             w.addcmul_(self.coupling, before, value=-1)
+        # The basis is stored in blocks of _GROWTH vectors; the last block may not be full.
         for i, block in enumerate(self.basis):
-            count = self.steps + 1 - _GROWTH * i  # of vectors in this block and later ones
-            vectors = block[:, :count]  # at most _GROWTH
+            remaining = self.steps + 1 - _GROWTH * i  # number of vectors without earlier blocks
+            vectors = block[:, :remaining]
             w.baddbmm_(w @ vectors.mT, vectors, alpha=-1)
         return alpha, w
 
@@ -517,14 +521,14 @@ class _Krylov:
             return
         # Ritz vectors: U times the eigenvectors of T.
         eigenvectors = torch.linalg.eigh(self.t[mask]).eigenvectors
-        norms.vector[problems] = self._combine(mask, eigenvectors[:, :, -1])
+        norms.vector[problems] = self._sum_basis(mask, eigenvectors[:, :, -1])
         if norms.second is not None and norms.second_vector is not None and self.steps > 1:
             second = ritz[:, -2].clamp_min(0.0).sqrt()
             norms.second[problems] = shift_exponent(second, half_exponent)
-            norms.second_vector[problems] = self._combine(mask, eigenvectors[:, :, -2])
+            norms.second_vector[problems] = self._sum_basis(mask, eigenvectors[:, :, -2])
 
-    def _combine(self, mask: Tensor, weights: Tensor) -> Tensor:
-        """Return sums of the basis vectors U with weights w, U w, (problems, size).
+    def _sum_basis(self, mask: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum U w of the basis vectors with weights w, (problems, size).
 
         Args:
             mask: which of the running problems.
@@ -533,6 +537,7 @@ class _Krylov:
         weights = weights.to(self.basis[0])
         rows = mask.nonzero()[:, 0].to(weights.device)
         total = torch.zeros_like(self.basis[0][rows, :1])
+        # The basis is stored in blocks of _GROWTH vectors. A new block may have no weight yet.
         parts = torch.split(weights, _GROWTH, 1)
         for part, block in zip(parts, self.basis, strict=False):
             count = part.shape[1]
@@ -554,11 +559,12 @@ class _Krylov:
 
 
 def _add_guess(u: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (g + h) / |g + h| and |g + h| for random unit vectors g and the unit vectors h.
+    """Return (g + h) / |g + h| and |g + h|, for a random start g and a guess h of length one.
 
-    The limits `upper` need |<u, v>| >= delta for the leading vector v, with probability 1 - ETA.
-    For this start <u, v> = (<g, v> + <h, v>) / |g + h|, and P(|<g, v> + c| < delta) is largest for
-    c = 0 (Anderson, symmetric unimodal density): delta / |g + h| holds for it as delta does for g.
+    Proven limits need a start u with |<u, v>| >= delta for the leading vector v, with probability
+    1 - ETA. If this holds for u = g with delta, it holds for u = (g + h) / |g + h| with
+    delta / |g + h|: <u, v> is (<g, v> + c) / |g + h| with c = <h, v>, and P(|<g, v> + c| < delta)
+    is largest for c = 0 (Anderson, symmetric unimodal density).
 
     Args:
         u: g, (problems, size).
@@ -587,15 +593,15 @@ def _compute_log_delta(size: Tensor) -> Tensor:
 
 
 def _choose_exponents(image: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest entry of each row, and even exponents e that bring it to about one.
+    """Return the largest entry of each row, and an even exponent e: 2^e brings it to about one.
 
     e is 0 for entries between 2^-20 and 2^20, which need no scaling.
     """
     size = image.abs().amax(1).to("cpu", torch.float64)
-    # Even, because a norm is the root of a scaled eigenvalue, and the root of 2^e must be exact.
+    # e is even: a norm is the root of a scaled eigenvalue, and the root of 2^e must be exact.
     half = (size.log2() / 2).round()
-    change = -2 * half.clamp(-450, 450)
-    # A number underflowed to 0 or overflowed, by an unknown factor: the exponent 100 or -100.
-    change = change.where(size > 0, _ROOM)
-    change = change.where(size.isfinite(), -_ROOM)
-    return size, change.where(change.abs() > 20, 0).long()
+    exponent = -2 * half.clamp(-450, 450)  # 2^900 is in the range of float64
+    # Where a number underflowed to 0, or overflowed, the factor is unknown: try 2^100, or 2^-100.
+    exponent = exponent.where(size > 0, _ROOM)
+    exponent = exponent.where(size.isfinite(), -_ROOM)
+    return size, exponent.where(exponent.abs() > 20, 0).long()

@@ -23,15 +23,18 @@ def castin(ingredients: Ingredients, r: float = 0.0) -> Tensor:
     """
     if not ingredients.affine:
         return ingredients.nothing
-    # Proof, with the attention map P. With m_i = sum_j P_ij x_j the move dX of the tokens moves
-    # row i of the output P X W_V, before W_V, through values, keys and its query by
-    #     sum_j P_ij dx_j + sum_j P_ij (x_j - m_i) x_i^T A dx_j
-    #         + sum_j P_ij (x_j - m_i) (x_j - m_i)^T A^T dx_i.
-    # A variance is at most a mean square: sum_j P_ij ||x_j - m_i||^2 <= R^2. With a = ||A|| R^2
-    # Cauchy and Schwarz bound the second term by a (sum_j P_ij ||dx_j||^2)^(1/2), and the third by
-    # a ||dx_i||. Let c be the largest column sum of P. Rows sum to 1, so ||P||^2 <= c. Over all
-    # rows the three terms are at most c^(1/2), a c^(1/2) and a times ||dX||_F. Now c <= N and
-    # (x + y + z)^2 <= 3 (x^2 + y^2 + z^2) give 3 (N + a^2 (N + 1)), and N + 1 <= 4 N + 1.
+    # Proof, with the attention map P and m_i = sum_j P_ij x_j.
+    # 1. If the tokens move by dX, row i of P X (the output before W_V) changes through values,
+    #    keys and its query by
+    #        sum_j P_ij dx_j + sum_j P_ij (x_j - m_i) x_i^T A dx_j
+    #            + sum_j P_ij (x_j - m_i) (x_j - m_i)^T A^T dx_i.
+    # 2. A variance is at most a mean square: sum_j P_ij ||x_j - m_i||^2 <= R^2. With a = ||A|| R^2
+    #    Cauchy and Schwarz bound the second term by a (sum_j P_ij ||dx_j||^2)^(1/2), and the third
+    #    by a ||dx_i||.
+    # 3. Let c be the largest column sum of P. Rows sum to 1, so ||P||^2 <= c. Over all rows the
+    #    three terms are at most c^(1/2), a c^(1/2) and a times ||dX||_F.
+    # 4. c <= N and (x + y + z)^2 <= 3 (x^2 + y^2 + z^2) give the square 3 (N + a^2 (N + 1)) of the
+    #    constant, and N + 1 <= 4 N + 1.
     n = ingredients.tokens.count  # N
     a = ingredients.reach(r)  # ||A|| (R + r)^2
     # (a^2 (4 N + 1) + N)^(1/2) as a hypotenuse: squares of huge logits would overflow.

@@ -28,21 +28,24 @@ def theorem3(ingredients: Ingredients, m: Tensor | None = None) -> Tensor:
     if m is None:
         m = ingredients.softmax_norm_max
     if ingredients.affine:
-        # J dX = P dX W_V + E with rows E_i = dS_i M(P_i) X W_V and dS = dX A X^T + X A dX^T, for
-        # M(P_i) 1 = 0: constants of a row drop out. ||E||_F <= m ||dS||_F ||X|| ||W_V||, and
-        # ||dS||_F <= 2 ||A|| ||X|| ||dX||_F.
+        # If the tokens move by dX, the logits change by dS = dX A X^T + X A dX^T up to a constant
+        # of each row, which drops out (M(P_i) 1 = 0), and the output by
+        #     J dX = P dX W_V + E   with the rows E_i = dS_i M(P_i) X W_V.
+        # ||dS||_F <= 2 ||A|| ||X|| ||dX||_F, and ||E||_F <= m ||dS||_F ||X|| ||W_V||.
         x_norm = ingredients.tokens.norm
         growth = 2 * x_norm * ingredients.a_norm * x_norm * m
         return ingredients.weights.v * (ingredients.p_norm + growth)
     # Ours, because after a rotation or normalisation of the rows ||Q|| may exceed ||X|| ||W_Q||.
-    # The Phi are the Jacobians of the projections. A logit has the gradients a_ij in q_i and b_ij
-    # in k_j: G_i has the rows a_ij over j, H_j the rows b_ij over i, V_c is V less its mean. Row i
-    # of J dX is
-    #     (P dV)_i + V^T M(P_i) (y_i + G_i dq_i), y_ij = <b_ij, dk_j>.
-    # ||P dV||_F <= ||P|| max_j ||Phi^v_j|| ||dX||_F. V^T M = V_c^T M, and sum_ij y_ij^2 =
-    # sum_j ||H_j Phi^k_j dx_j||^2: the second term is at most ||V_c|| m max_j ||H_j Phi^k_j||. The
-    # third acts query by query: ||V_c|| m max_i ||G_i Phi^q_i||. With a sink (a further, constant
-    # logit of each query), P_i has the probabilities of the keys alone, and V keeps its mean.
+    # Symbols: the Phi are the Jacobians of the projections, V_c is V less its mean. Logit ij has
+    # the gradients a_ij in q_i and b_ij in k_j. G_i has the rows a_ij over j, H_j the rows b_ij
+    # over i. If the tokens move by dX, row i of the output changes by
+    #     (P dV)_i + V^T M(P_i) (y_i + G_i dq_i)   with y_ij = <b_ij, dk_j>.
+    # 1. ||P dV||_F <= ||P|| max_j ||Phi^v_j|| ||dX||_F.
+    # 2. V^T M = V_c^T M, and sum_ij y_ij^2 = sum_j ||H_j Phi^k_j dx_j||^2. So the term with y is
+    #    at most ||V_c|| m max_j ||H_j Phi^k_j|| ||dX||_F.
+    # 3. The last term acts query by query: ||V_c|| m max_i ||G_i Phi^q_i|| ||dX||_F.
+    # With a sink (a further, constant logit of each query), P_i has the probabilities of the keys
+    # alone, and V keeps its mean.
     value, growth = ingredients.once(compute_theorem3_factors)
     return value * ingredients.p_norm + growth * m
 

@@ -20,10 +20,11 @@ def theorem3_g1(ingredients: Ingredients) -> Tensor:
     map. g_1 is an upper limit of ||M(p)||, M(p) = diag(p) - p p^T.
     """
     # Proof of g_1 >= ||M(p)||. The largest eigenvalue of M(p) solves phi(x) = 0 for
-    # phi(x) = 1 - sum_j p_j^2 / (p_j - x). phi falls between p_(2) and p_(1), and phi(g_1) <= 0:
-    # with p_(1) - g_1 = p_(1) (p_(1) - p_(2)) and, for j >= 2, g_1 - p_(j) >= g_1 - p_(2)
-    # = (1 - p_(1)) (p_(1) - p_(2)): sum_(j>=2) p_(j)^2 / (g_1 - p_(j)) <= p_(2) / (p_(1) - p_(2))
-    # = p_(1)^2 / (p_(1) - g_1) - 1.
+    # phi(x) = 1 - sum_j p_j^2 / (p_j - x). phi falls between p_(2) and p_(1), so phi(g_1) <= 0 is
+    # enough, which is
+    #     sum_(j>=2) p_(j)^2 / (g_1 - p_(j)) <= p_(1)^2 / (p_(1) - g_1) - 1.
+    # For j >= 2, g_1 - p_(j) >= g_1 - p_(2) = (1 - p_(1)) (p_(1) - p_(2)): the left side is at
+    # most p_(2) / (p_(1) - p_(2)). p_(1) - g_1 = p_(1) (p_(1) - p_(2)): the right side equals it.
     return theorem3(ingredients, ingredients.g1_max)
 
 

@@ -26,7 +26,7 @@ from lipaudit.models import requirements
 from lipaudit.models.attention.capture import Site
 from lipaudit.models.attention.survey import NoHeadsError, find_layers
 from lipaudit.models.net import NEEDED, OWN, LoadOptions, Net
-from lipaudit.models.outputs import settle_output
+from lipaudit.models.outputs import complete_form
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources import classifiers
 from lipaudit.models.sources.loader import load_net
@@ -161,7 +161,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     samples = samples or _load_samples(net, request, max(requested.values()))
     # Loading ran the model on a blank sample. If that output was not finite, the kind of output is
     # read from the first sample.
-    net = settle_output(net, samples.batch)
+    net = complete_form(net, samples.batch)
     measured = _score_continuations(net, samples, run.score)
     # Refuse outputs that depend on the other samples of a batch. Texts are checked measure by
     # measure, together with their padding: see `require_padding_is_unread`.

@@ -53,7 +53,11 @@ class _StoredProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, reference: WeightReference, is_transposed: bool) -> Tensor:
-        # W is (out, in), as in nn.Linear: x W^T of inputs x, and x W of cotangents x (`backward`).
+        """Return x W^T, or x W if `is_transposed`, with W read from a reference.
+
+        W is (out, in), as in nn.Linear. The layer itself needs x W^T of its input x. Its backward
+        pass needs u W of a cotangent u. The graph keeps the reference, not W.
+        """
         ctx.reference = reference
         ctx.is_transposed = is_transposed
         weight = reference.convert()  # freed after this product
@@ -64,14 +68,16 @@ class _StoredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None, None]:
         # The gradient of x W^T for a cotangent u is u W. This product is a `_StoredProduct` again,
-        # so that the gradient can be differentiated, too.
+        # so that the gradient can be differentiated, too. None: no gradients of the other two
+        # arguments.
         return _StoredProduct.apply(u, ctx.reference, not ctx.is_transposed), None, None
 
 
 def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear without storing a converted weight in the graph.
+    """Replace F.linear, so that the graph does not store a converted copy of the weight.
 
-    A weight that needs no conversion gives NotImplemented: torch's own F.linear then runs.
+    NotImplemented if the weight was not converted from another dtype or device: torch's own
+    F.linear then runs.
     """
     reference = refer_to_weight(weight)
     if isinstance(reference, Tensor):  # not converted
@@ -92,15 +98,19 @@ def _run_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute F.batch_norm with fixed statistics as an affine map; refuse batch statistics.
+    """Replace F.batch_norm: use running statistics, and refuse statistics of the batch.
 
-    On a CPU, torch's own backward pass (at least up to 2.15) gives wrong gradients for a batch of
-    one if the cotangent is a transposed view, as in every model that turns channels into tokens.
-    If statistics of the input are harmless, the result is NotImplemented: torch's function runs.
+    With running statistics, batch normalisation is an affine map, computed here by products and
+    sums. torch's own backward pass on a CPU (at least up to 2.15) gives wrong gradients for a
+    batch of one if the cotangent is a transposed view, as in every model that turns channels into
+    tokens.
+
+    Statistics of the input itself are refused if they mix samples. If not, the result is
+    NotImplemented: torch's own function then runs.
     """
-    # Statistics of the input are harmless in two cases. The input is made from parameters only (a
-    # standardised weight). Or the input has one row with the channels of all samples, as in
-    # F.instance_norm. A row that mixes samples in its last axes is refused later, by `linearize`.
+    # Statistics of the input do not mix samples in two cases. The input is made from parameters
+    # only (a standardised weight). Or the input has a single row with the channels of all samples,
+    # as in F.instance_norm. A row that mixes samples in its last axes is refused by `linearize`.
     depends_on_samples = not all(isinstance(leaf, nn.Parameter) for leaf in leaves(input)[0])
     mixes_samples = len(input) > 1 and depends_on_samples
     if training and (running_mean is not None or mixes_samples):
@@ -110,11 +120,11 @@ def _run_batch_norm(
         )
     if training or running_mean is None or running_var is None:
         return NotImplemented
-    # x -> (x - mean) gain + shift: products and sums, whose derivatives are right everywhere.
+    # (x - mean) gain + shift, with gain = weight / sqrt(var + eps)
     gain = (running_var + eps).rsqrt()
     if weight is not None:
         gain = gain * weight
-    channels = (-1, *[1] * (input.ndim - 2))
+    channels = (-1, *[1] * (input.ndim - 2))  # the shape (channels, 1, ...), to broadcast
     centred = (input - running_mean.view(channels)) * gain.view(channels)
     shift = 0.0 if bias is None else bias.view(channels)
     return centred + shift
@@ -153,11 +163,13 @@ class LinearMode(Widening):
         self.widen = widen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the replacement of a function of torch if one applies, else the function itself."""
+        """Run a function of torch that the model calls, or its replacement if there is one.
+
+        In a float64 run (`widen`), casts to lower precisions are skipped.
+        """
         kwargs = kwargs or {}
-        rounds = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        # Autocast does not round float64.
-        if rounds and not self.widen:
+        is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        if is_autocast and not self.widen:  # autocast does not round float64
             raise InputError(
                 "the model rounds to half precision under autocast", "Use --dtype float64."
             )
@@ -166,9 +178,8 @@ class LinearMode(Widening):
             result = replacement(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        widen = super().__torch_function__
-        if self.widen:
-            return widen(func, types, args, kwargs)
+        if self.widen:  # the base class `Widening` runs the function without its casts
+            return super().__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -176,11 +187,12 @@ def evaluate(f: Function, leaf: Tensor, index: Tensor) -> Tensor:
     """Return f(leaf, index), computed with operations that can be differentiated twice.
 
     Args:
-        f: the map.
-        leaf: its argument, as a leaf of the graph.
-        index: the sample of the batch to which each row belongs.
+        f: the map, usually a model.
+        leaf: the inputs, as a leaf of the graph.
+        index: for each row of `leaf`, the sample of the batch to which it belongs.
     """
-    # The backward pass of fused attention has no derivative. MATH computes it by plain operations.
+    # The backward pass of fused attention has no derivative. The backend MATH computes attention
+    # by plain operations.
     sdpa = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     # Gradient checkpointing runs parts of the model again in the backward pass, outside of
     # `LinearMode`. It uses hooks on saved tensors: with these disabled, it raises an error.
@@ -246,12 +258,15 @@ class Linearization:
     def __init__(
         self, f: Function, x: Tensor, index: Tensor, graph: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Run the forward pass, unless `graph` has the leaf x and f(x) of an earlier pass."""
+        """Run the forward pass f(x), unless `graph` has the leaf x and f(x) of an earlier pass."""
         self.f, self.x, self.index = f, x.detach(), index
-        if graph is not None:  # in place of the cached property of this name
+        # `_graph` is a cached property that runs the forward pass when it is first read. Setting
+        # it stands for a pass that has run.
+        if graph is not None:
             self._graph = graph
-        # A cotangent u, and J^T u as a function of it; None until `_transpose` has computed it.
-        self._transposed: tuple[Tensor, Tensor] | None = None
+        # A cotangent u, and J^T u with its graph as a function of u, which `jvp` differentiates.
+        # None until `_compute_vjp_graph` has run.
+        self._vjp_graph: tuple[Tensor, Tensor] | None = None
         self.output = self._graph[1].detach()
 
     def __len__(self) -> int:
@@ -274,19 +289,19 @@ class Linearization:
 
     def jvp(self, v: Tensor) -> Tensor:
         """Return J v per sample: (batch, *in) -> (batch, *out)."""
-        if self._transposed is None:  # the graph of J^T u, at any u
-            self._transpose(torch.zeros_like(self.output))
-        assert self._transposed is not None
-        u, pullback = self._transposed
-        # J^T u is linear in u: the gradient of <J^T u, v> with respect to u is J v, for any u.
+        # J^T u is linear in u. So the gradient of <J^T u, v> with respect to u is J v, whatever u.
+        if self._vjp_graph is None:
+            self._compute_vjp_graph(torch.zeros_like(self.output))
+        assert self._vjp_graph is not None
+        u, pullback = self._vjp_graph
         return self._compute_gradient(pullback, u, v)
 
     def outer(self, u: Tensor) -> Tensor:
         """Return J J^T u per sample in float64, (batch, *out) -> (batch, *out)."""
-        # All J v are computed from the graph of one J^T u. So compute the first J^T u with its
-        # graph; otherwise `jvp` would need one more pass for this graph.
-        first = self._transpose if self._transposed is None else self.vjp
-        return _apply_unit(self.jvp, first(u))
+        # `jvp` needs the graph of J^T u for one u. So the first J^T u is computed with its graph,
+        # and saves `jvp` a pass.
+        pull = self._compute_vjp_graph if self._vjp_graph is None else self.vjp
+        return _apply_unit(self.jvp, pull(u))
 
     def inner(self, v: Tensor) -> Tensor:
         """Return J^T J v per sample in float64, (batch, *in) -> (batch, *in)."""
@@ -294,10 +309,11 @@ class Linearization:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Return the dense Jacobian, (batch, outputs, inputs), by one J^T u per output."""
+        """Return the dense Jacobian, (batch, outputs, inputs): row i is J^T e_i."""
+        # Basis vectors e_i of the output, the same for each sample: (outputs, batch, *out).
         units = make_identity(self.outputs, self.output)
         units = units.view(-1, 1, *self.output.shape[1:])
-        units = units.expand(-1, *self.output.shape)  # (outputs, batch, *out)
+        units = units.expand(-1, *self.output.shape)
         # As many rows at a time as have about `TOGETHER` entries.
         parts = torch.split(units, max(1, TOGETHER // self.x.numel()))
         rows = torch.cat([self._pull_rows(part) for part in parts])  # (outputs, batch, *in)
@@ -318,9 +334,9 @@ class Linearization:
         return Linearization(self.f, self.x[index], self.index[index])
 
     def start_at(self, f: Function, inner: Tensor) -> Linearization:
-        """Return the derivative of the output by a tensor inside of the forward pass.
+        """Return the linearisation of the output in a tensor inside of the forward pass.
 
-        The result shares the graph of this linearisation.
+        No pass runs: the result shares the graph of this linearisation.
 
         Args:
             f: the map from that tensor to the output, in case the graph has to be built again.
@@ -329,21 +345,23 @@ class Linearization:
         return Linearization(f, inner, self.index, (inner, self._graph[1]))
 
     def find_paths(self, inner: Tensor) -> tuple[bool, bool]:
-        """Say whether the output depends on an inner tensor, and whether on x by other paths.
+        """Find the paths in the graph from the input x to the output that pass an inner tensor.
 
-        Other paths lead from x to the output around the inner tensor.
+        Returns:
+            Whether the output depends on the inner tensor. And whether the output also depends on
+            x by paths around the inner tensor.
         """
         leaf, value = self._graph
-        cut: set[Node] = set()  # the walk back from the output stops at the inner tensor
+        stop: set[Node] = set()  # the walk back from the output stops at the inner tensor
         if inner.grad_fn is not None:
-            cut.add(inner.grad_fn)
-        ends, stops = leaves(value, cut)
-        return bool(stops), any(end is leaf for end in ends)
+            stop.add(inner.grad_fn)
+        reached_leaves, reached_stops = leaves(value, stop)
+        return bool(reached_stops), any(reached is leaf for reached in reached_leaves)
 
     def release(self) -> None:
         """Free the graph; the next product builds it again."""
         self.__dict__.pop("_graph", None)
-        self._transposed = None
+        self._vjp_graph = None
 
     @cached_property
     def _graph(self) -> tuple[Tensor, Tensor]:
@@ -352,26 +370,27 @@ class Linearization:
             leaf = self.x.clone().requires_grad_()
             return leaf, evaluate(self.f, leaf, self.index)
 
-    def _transpose(self, u: Tensor) -> Tensor:
-        """Return J^T u, and keep the graph u -> J^T u: `jvp` differentiates it to get J v."""
+    def _compute_vjp_graph(self, u: Tensor) -> Tensor:
+        """Return J^T u, and keep its graph as a function of u: `jvp` differentiates it in u."""
         leaf, value = self._graph
         with exact_arithmetic(self.x.device), explain_errors():
             u = u.detach().to(value.dtype, copy=True).requires_grad_()
             (pullback,) = pull_back(value, leaf, u, create_graph=True)
-        self._transposed = u, pullback
+        self._vjp_graph = u, pullback
         return pullback.detach()
 
     def _pull_rows(self, u: Tensor) -> Tensor:
         """Return J^T u for several u: (cotangents, batch, *out) -> (cotangents, batch, *in).
 
-        This takes one backward pass under vmap, or one for each u if an operation lacks vmap.
+        All u take one backward pass under vmap. If an operation does not support vmap, each u
+        takes a pass of its own.
         """
         if len(u) > 1:
             leaf, value = self._graph
             try:
                 with exact_arithmetic(self.x.device):
                     return pull_back_rows(value, leaf, u)
-            except (RuntimeError, AssertionError) as error:  # an operation without vmap
+            except (RuntimeError, AssertionError) as error:  # usually an operation without vmap
                 if of_machine(error):
                     raise
         return torch.stack([self.vjp(cotangent) for cotangent in u])
@@ -383,15 +402,15 @@ class Linearization:
 
 
 def _apply_unit(product: Product, z: Tensor) -> Tensor:
-    """Return product(z) in float64, for a linear function `product` such as u -> J u.
+    """Return product(z) in float64, for a linear function `product` such as v -> J v.
 
-    The result is computed as |z| product(z / |z|), where |z| is the largest entry of a sample.
-    Without this, J J^T u would leave the range of float32 if the norm of J is beyond 1e19 or below
-    1e-19.
+    The function is applied to a scaled vector: |z| product(z / |z|), where |z| is the largest
+    entry of a sample. Without scaling, J J^T u would leave the range of float32 if the norm of J
+    is beyond 1e19 or below 1e-19.
     """
     flat = z.flatten(1)
     size = flat.abs().amax(1, keepdim=True)  # |z| of each sample, (batch, 1)
-    size = size.where(size != 0, 1.0)
+    size = size.where(size != 0, 1.0)  # z = 0 needs no scaling
     unit = (flat / size).view_as(z)
     image = product(unit).double()
     return (image.flatten(1) * size.double()).view_as(image)
@@ -447,8 +466,9 @@ def _run_beside_others(f: Function, x: Tensor) -> Tensor:
 
     If the model mixes samples, this output differs from the output in the real batch.
     """
-    # One random sample before and one after: a model that is causal over the batch reads only the
-    # samples before.
+    # A batch of three: random, the last sample, random. A random sample before and one after,
+    # because a model that is causal over the batch reads only the samples before. `index` says
+    # which sample each row belongs to (for its mask): random rows take the mask of sample 0.
     index = torch.tensor([0, len(x) - 1, 0], device=x.device)
     low = x.amin()
     high = x.amax()
@@ -456,7 +476,7 @@ def _run_beside_others(f: Function, x: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     noise = torch.rand((2, *x.shape[1:]), generator=generator, dtype=x.dtype).to(x.device)
     batch = x[index]
-    others = batch[::2]  # a view of the first and the third row
+    others = batch[::2]  # a view of the first and the third row, to write random entries into
     # Entries from low - span to high + span, beyond the range of x. A model may divide by the
     # largest entry of the batch: only larger entries show this.
     others[:] = low - span + 3 * span * noise

@@ -121,12 +121,15 @@ def compute_jacobian_norms(
     if seeds is None:
         seeds = [0] * len(linear)
     # One seed for each sample, so that the norm of a sample does not depend on other samples.
-    # Lanczos runs on J J^T in the space of outputs if that space is smaller, else on J^T J in the
-    # space of inputs: vectors are shorter and the process ends sooner.
+    # Lanczos runs in the smaller space, where vectors are shorter and the process ends sooner: on
+    # J J^T in the space of outputs, or on J^T J in the space of inputs.
     start = random_starts(seeds, smaller_side).to(linear.x.device, torch.float64)
 
     def make_products(index: Tensor) -> Products:
-        """Return the products with J J^T or J^T J of the samples that have not converged yet."""
+        """Return the function u -> J J^T u or J^T J u for the samples that have not converged.
+
+        `index` has the numbers of these samples.
+        """
         if len(index) == len(linear):
             return make_gram_products(linear)
         linear.release()  # free the graph of all samples before building a graph of some
@@ -156,25 +159,27 @@ def _find_direction(linear: Linearization, lanczos: Norms) -> Tensor:
     """Return the leading right singular vector v of J, (samples, inputs), of any length.
 
     Args:
-        linear: the map.
-        lanczos: the result of Lanczos, with left singular vectors u if J has few outputs, else
-            with right ones.
+        linear: the map with the Jacobian J.
+        lanczos: the result of Lanczos on J^T J, if J has more outputs than inputs: its vector is
+            v. Else the result of Lanczos on J J^T: its vector is a left singular vector u.
     """
     assert lanczos.vector is not None
     if linear.outputs > linear.inputs:
         return lanczos.vector
-    return linear.vjp(lanczos.vector.view(linear.output.shape)).flatten(1)  # v = J^T u
+    u = lanczos.vector.view(linear.output.shape)
+    return linear.vjp(u).flatten(1)  # v = J^T u
 
 
 def _find_left_vectors(linear: Linearization, lanczos: Norms) -> tuple[Tensor, Tensor]:
-    """Return the left singular vectors u of the two largest singular values, and their squares.
+    """Return left singular vectors u of J for the two largest singular values, and their squares.
 
     Args:
-        linear: the map.
-        lanczos: as in `_find_direction`, with the second value and vector.
+        linear: the map with the Jacobian J.
+        lanczos: the result of Lanczos with the two largest values. Its vectors are right singular
+            vectors v if J has more outputs than inputs, else left ones.
 
     Returns:
-        (samples, 2, outputs), of any length, and (samples, 2).
+        The vectors, (samples, 2, outputs), of any length, and the squared values, (samples, 2).
     """
     assert lanczos.second is not None
     pair = [v for v in (lanczos.vector, lanczos.second_vector) if v is not None]
@@ -221,22 +226,23 @@ def _decompose_dense(
     require_finite(gram)
     largest = torch.linalg.eigvalsh(gram)[:, -1]
     sigma = largest.clamp_min(0).sqrt()
-    norms = _make_exact(linear, sigma, matrix.shape[1], "dense")
+    products = matrix.shape[1]  # each row of M took one product with J or J^T
+    norms = _make_exact(linear, sigma, products, "dense")
     if not (directions or left):
         return norms
-    squares, vectors = torch.linalg.eigh(gram)
-    # Rows are the left singular vectors of M, in the order of falling singular values. If M = J,
-    # they are left singular vectors u of J. If M = J^T, they are right singular vectors v of J.
+    squares, vectors = torch.linalg.eigh(gram)  # in rising order: reversed below
+    # Rows are the left singular vectors of M, the largest singular value first. If M = J, they are
+    # left singular vectors u of J. If M = J^T, they are right singular vectors v of J.
     short = vectors.mT.flip(1).to(matrix)
     if directions:
-        right = short[:, 0]
+        right = short[:, 0]  # v
         if few_outputs:
-            right = (short[:, :1] @ matrix)[:, 0]  # J^T u
+            right = (short[:, :1] @ matrix)[:, 0]  # v = J^T u
         norms = replace(norms, vector=right)
     if not left:
         return norms
     if not few_outputs:
-        short = short @ matrix  # J v
+        short = short @ matrix  # u = J v
     return _add_left(norms, short, squares.flip(1), tol)
 
 
@@ -258,8 +264,8 @@ def _add_left(norms: JacobianNorms, left: Tensor, squares: Tensor, tol: float) -
     tied = relative >= 1 - tol
     tied[:, 0] = True  # also where all values are 0
     count = int(tied.sum(1).max())
-    # The gap between the two largest values, relative to the largest. A single value counts as if
-    # the second one were 0: a column of zeros follows.
+    # The gap between the two largest values, relative to the largest one. If there is a single
+    # value, the second one counts as 0: padding adds a column of zeros.
     second = F.pad(relative, (0, 1))[:, 1]
     gap = 1 - second.double()
     return replace(norms, left=left[:, :count], tied=tied[:, :count], gap=gap)
@@ -277,11 +283,12 @@ def compute_margins(
 
     To first order, a sample x of class y reaches class j at the distance
     (f_y - f_j) / ||grad(f_y - f_j)||_q, with logits f and the norm q dual to the attack's norm.
-    The radius is the smallest such distance over j. Classes j are examined in the order of
-    f_y - f_j, until no later class can be nearer. To decide this, let J be the Jacobian of f and
-    e_j a basis vector. The gradient J^T (e_y - e_j) has a norm of at most G = sqrt(2) ||J|| for
-    q = 2, and G = ||J^T e_y||_1 + max_i ||J^T e_i||_1 for q = 1. So the distance of class j is at
-    least (f_y - f_j) / G.
+    The radius is the smallest such distance over j.
+
+    Classes j are examined in the order of f_y - f_j, until no later class can be nearer. The
+    gradient is J^T (e_y - e_j), with the Jacobian J of f and basis vectors e. Its norm is at most
+    G = sqrt(2) ||J|| for q = 2, and G = ||J^T e_y||_1 + max_i ||J^T e_i||_1 for q = 1. So the
+    distance of class j is at least (f_y - f_j) / G.
 
     Args:
         linear: the map to logits (batch, classes), linearised at the samples.
@@ -298,13 +305,13 @@ def compute_margins(
         raise UsageError(f"margins need logits (batch, classes), not {tuple(logits.shape)}")
     y = torch.where(y < 0, logits.argmax(1), y.to(logits.device))
     order, gaps = _sort_rivals(logits, y)
-    count = order.shape[1]
+    count = order.shape[1]  # number of classes to examine
     if rivals is not None and linear.outputs > DENSE:
         count = min(count, rivals)
-    dual = 1 if norm == "inf" else 2
-    of_label = _compute_rows(linear, y)
-    steepest = _limit_slopes(of_label, upper, dual)
-    # On the CPU, with an infinite gap behind the last class. `order` stays on the device.
+    dual = 1 if norm == "inf" else 2  # q
+    of_label = _compute_rows(linear, y)  # J^T e_y
+    steepest = _limit_slopes(of_label, upper, dual)  # G
+    # f_y - f_j on the CPU. An infinite gap follows the last class. `order` stays on the device.
     gaps = F.pad(gaps.cpu().double(), (0, 1), value=torch.inf)
     classes = order.cpu()
     radius = torch.full_like(gaps[:, 0], torch.inf)  # the distance of the nearest class so far
@@ -312,7 +319,7 @@ def compute_margins(
     examined = torch.zeros_like(closest)
     complete = torch.zeros_like(closest, dtype=torch.bool)
     for i in range(count):  # examine class i of `order` for every sample
-        gradient = of_label - _compute_rows(linear, order[:, i])
+        gradient = of_label - _compute_rows(linear, order[:, i])  # J^T (e_y - e_j)
         slope = _measure(gradient, dual)
         if i == 0:  # the runner-up
             direction = gradient
@@ -322,14 +329,15 @@ def compute_margins(
         radius = distance.where(nearer, radius)
         closest = classes[:, i].where(nearer, closest)
         examined += ~complete
-        # Gaps rise, so no later class is nearer than next_gap / G. An infinite next gap means that
-        # no class is left. A negative gap (a misclassified sample) gives no such bound.
+        # A sample is complete if no later class can be nearer. Gaps rise, so no later class is
+        # nearer than next_gap / G. This needs next_gap >= 0: the gap is negative if the sample is
+        # misclassified. An infinite next gap means that no class is left.
         next_gap = gaps[:, i + 1]
         complete |= (next_gap >= 0) & (next_gap >= radius * steepest) | next_gap.isinf()
         if complete.all():
             break
-    # Classes that were not examined are at least next_gap / G away. For a negative gap there is no
-    # such bound: -inf.
+    # If a sample is not complete, return a lower limit of its radius. Classes that were not
+    # examined are at least next_gap / G away. For a negative gap there is no such bound: -inf.
     unexamined = (next_gap / steepest).where(next_gap >= 0, -torch.inf)
     limit = torch.where(complete, radius, torch.minimum(radius, unexamined))
     return Margins(
@@ -373,9 +381,9 @@ def _limit_slopes(of_label: Tensor, upper: Tensor | None, dual: int) -> Tensor:
 
 
 def _sort_rivals(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the other classes j != y of each sample in the order of f_y - f_j, and f_y - f_j.
+    """Return the other classes j != y of each sample, nearest first, and their gaps f_y - f_j.
 
-    Both are (samples, classes - 1), with the smallest difference first.
+    Both are (samples, classes - 1). The smallest gap comes first.
 
     Args:
         logits: f, (samples, classes).
@@ -391,7 +399,7 @@ def _sort_rivals(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _make_exact(
     linear: Linearization, norm: Tensor, products: int, method: Method
 ) -> JacobianNorms:
-    """Return norms that are exact but for rounding, as `JacobianNorms` with upper = norm.
+    """Return norms that are exact up to rounding as `JacobianNorms`: the upper limit is the norm.
 
     Args:
         linear: the map.
@@ -408,17 +416,18 @@ def _make_exact(
 
 
 def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:
-    """Raise EvaluationError if derivatives are so small that the precision loses their digits.
+    """Raise EvaluationError if derivatives are so small that their digits are lost (underflow).
 
     Args:
-        linear: the map.
-        norm: the norms to check, of the whole Jacobian J or of some outputs.
+        linear: the map with the Jacobian J.
+        norm: the norms to check, of all of J or of the rows of some outputs.
         units: ones at these outputs, and zeros at all other outputs.
     """
     small = norm < SMALLEST[linear.x.dtype]
     if small.any():
-        # The norm may be 0 because J is 0: no error. J is not 0 if J^T u has nonzero entries for a
-        # u of size 2^100 (a power of two causes no rounding). Then J has lost digits.
+        # A small norm is right if J is 0. Decide this by J^T u with a large u, of entries 2^100 (a
+        # power of two causes no rounding). If J^T u has nonzero entries, J is not 0, and the
+        # smallness of J has cost digits.
         pulled = linear.vjp(units * 2.0**100).flatten(1)
         has_entries = pulled.any(1).cpu()
         if (small & has_entries).any():
@@ -428,9 +437,9 @@ def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:
 
 
 def make_gram_products(linear: Linearization) -> Products:
-    """Return the function u -> J J^T u, or u -> J^T J u if this matrix is smaller.
+    """Return the function u -> J J^T u if J has fewer outputs than inputs, else u -> J^T J u.
 
-    u has a flat vector per sample, (batch, outputs) for J J^T, or (batch, inputs) for J^T J.
+    u is flat: (batch, outputs) for J J^T, or (batch, inputs) for J^T J.
     """
     few_outputs = linear.outputs <= linear.inputs
     product: Products = linear.outer if few_outputs else linear.inner

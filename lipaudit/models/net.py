@@ -43,11 +43,10 @@ def watch_modules(
 ) -> Iterator[None]:
     """Call `see(name, arguments, output)` after every call of some modules, inside the block.
 
-    The result of `see` replaces the module's output, unless it is None.
-
     Args:
-        parts: the modules, by name.
-        see: the function.
+        parts: the modules with their names.
+        see: gets the name, the arguments and the output of a module. If the result is not None, it
+            replaces the output.
     """
     with ExitStack() as hooks:
         for name, part in parts:
@@ -232,7 +231,9 @@ class LoadOptions:
         return {key: v for key, v in self.model_kwargs.items() if key != "pretrained"}
 
     def image_shape(self, known: tuple[int, ...]) -> tuple[int, int, int]:
-        """Return (channels, height, width), given the shape that the source of the model declares.
+        """Return (channels, height, width) of an image: `input_size`, completed by a known shape.
+
+        The known shape is the one that the source of the model declares.
 
         Raises:
             UsageError: `input_size` is not a shape.
@@ -248,10 +249,11 @@ class LoadOptions:
                 "(3,32,32).",
             )
         if len(size) == 1:  # a square
-            return channels, size[0], size[0]
+            size = (*size, *size)
         if len(size) == 2:
-            return channels, size[0], size[1]
-        return size[0], size[1], size[2]
+            size = (channels, *size)
+        channels, height, width = size
+        return channels, height, width
 
 
 # Source of a module object that has no MODEL name.
@@ -286,7 +288,7 @@ class Net(ModelSpec):
         form: what the module itself returns for each class. `read` returns logits of every form:
             for probabilities p, log p.
         undefined: whether its output was not finite on the samples that loading makes: the first
-            sample of the run decides (see `outputs.settle_output`).
+            sample of the run decides (see `outputs.complete_form`).
         tokens_first: whether the output of `entry` is (tokens, batch, width), as with `ids.T`.
         exact: the model without rounding, whose gradients a model under autocast takes; see
             `deploy`.
@@ -323,21 +325,24 @@ class Net(ModelSpec):
     def patch(self) -> tuple[int, int] | None:
         """Height and width of the patches into which the model divides an image, if known.
 
-        A convolution of the image whose stride is as large as its kernel divides it into patches.
+        Patches come from a convolution of the image whose stride is as large as its kernel.
         """
         if self.kind != "image":
             return None
         for part in self.module.modules():
-            if isinstance(part, nn.Conv2d) and part.in_channels == self.input_shape[0]:
+            if not isinstance(part, nn.Conv2d) or part.in_channels != self.input_shape[0]:
+                continue
+            if part.stride == part.kernel_size != (1, 1):
                 height, width = part.kernel_size
-                side_by_side = part.stride == (height, width)
-                if side_by_side and (height, width) != (1, 1):
-                    return height, width
+                return height, width
         return None
 
     @property
     def changes(self) -> tuple[Norm, ...]:
-        """Return how attacks can change the texts of this model: words, characters or a suffix."""
+        """Return the ways in which attacks can change texts for this model; none for other kinds.
+
+        Ways are words, characters and a suffix.
+        """
         # Attacks choose tokens by the gradient at the embedding table.
         table = getattr(self.entry, "weight", None)
         if self.kind != "text" or not isinstance(table, Tensor) or table.ndim != 2:
@@ -356,15 +361,16 @@ class Net(ModelSpec):
         return next(reasons, f"{self.architecture} has no class scores")
 
     def deploy(self, autocast: str) -> Net:
-        """Return the model as it runs under `torch.autocast`, with the gradients of this one.
+        """Return this model as it runs under `torch.autocast`, for attacks.
 
-        Rounding to 8 or 11 bits makes most small steps invisible, and gradients through it
-        underflow. So an attack sees the scores under autocast, which decide whether a prediction
-        is broken, and follows the gradient of the model without rounding.
+        Outputs are those under autocast: they decide whether an attack breaks a prediction.
+        Gradients are those of this model, without rounding. Under autocast, rounding to 8 or 11
+        bits would hide small steps, and gradients would underflow.
 
         Args:
             autocast: bfloat16 or float16.
         """
+        # `run` returns the output itself, so `read` of the new model has nothing to do.
         run = deploy(lambda x, mask: self.read(self.call(x, mask)), self.device, autocast)
         return replace(self, call=run, read=lambda output: output, exact=self)
 
@@ -381,10 +387,10 @@ class Net(ModelSpec):
     def free(self, batch: Batch) -> Tensor | None:
         """Return a mask of the tokens that an attack may change, (batch, tokens); None: all.
 
-        In texts, padding may not change. In a prompt with continuations, neither padding nor the
-        tokens of the continuations may change. In images and float tokens, everything may change.
+        In images and float tokens, everything may change. In texts, padding may not change. In
+        prompts with continuations to score, only the tokens of the prompt may change.
         """
-        if not self.scored:  # the samples have no continuations
+        if not self.scored:  # the samples are no prompts with continuations
             return batch.mask if self.kind == "text" else None
         # Prompt and continuations are one row of ids. To mark a token of continuation number i,
         # `data.continuations.pack` adds i times the size of the vocabulary to its id. So ids below
@@ -405,24 +411,25 @@ class Net(ModelSpec):
         needs_gradient = torch.is_grad_enabled() and z.requires_grad
         if self.exact is None or not needs_gradient:
             return self._run(z, batch)
-        # A model under autocast: `_run` computes the values in rounded arithmetic, and the model
-        # `exact` computes the gradients without rounding.
+        # A model under autocast: the output is computed with rounding, and its gradient by the
+        # model `exact`, without rounding.
         with torch.no_grad():
             deployed = self._run(z, batch)
         return borrow_gradient(deployed, self.exact.forward(z, batch))
 
     def _run(self, z: Tensor, batch: Batch) -> Tensor:
-        """Run the module at points of the attacked space, and let autograd differentiate it."""
+        """Return the output at points z of the attacked space, as a function of z for autograd."""
         if self.kind != "text":
             return self.read(self.call(z, batch.mask))
+        # The model runs on the ids of the texts, and z takes the place of their embeddings.
         with self.replace_embedding(z):
             return self.output(batch)
 
     def make_classifier(self, batch: Batch) -> Classifier | ByRow:
-        """Return the model as a function that attacks take, from points z near a batch to scores.
+        """Return the model as an attack calls it: a function from points z near a batch to scores.
 
-        Attacks may pass some samples only. Each text has its own mask, so for texts the function
-        also takes the rows of the batch that z belongs to.
+        An attack may call it with points of some samples only. A text has its own mask. So for
+        texts the function also takes the rows of the batch to which the points belong (`ByRow`).
         """
         if self.kind == "text":
             return ByRow(lambda z, rows: self.forward(z, batch.rows_without_ids(rows)))
@@ -431,24 +438,25 @@ class Net(ModelSpec):
     def embedding(self, batch: Batch) -> Tensor:
         """Return the output of the embedding module on a batch, with samples first (detached)."""
         outputs: list[Tensor] = []
-        # Copied, because some models scale their embeddings in place.
+        # The hook copies the output, because some models scale their embeddings in place.
         with torch.no_grad(), self._watch_entry(lambda out: outputs.append(out.clone())):
             self.call(batch.x, batch.mask)
         states = self._put_batch_first(outputs[0])
-        if self.exact is None:
+        if self.exact is None:  # not under autocast
             return states
-        return states.to(self.dtype)  # under autocast they may be in half precision
+        return states.to(self.dtype)  # autocast may have returned half precision
 
     def replace_embedding(self, z: Tensor) -> RemovableHandle:
-        """Replace the first output of the embedding module by z, until the handle is removed.
+        """Replace the next output of the embedding module by z, until the handle is removed.
 
-        The handle is a context manager, too.
+        Use the handle in a `with` statement, which removes it.
         """
-        # For a model with the token axis first, `_put_batch_first` exchanges the first two axes of
-        # z. The same exchange turns the model's embeddings into (batch, tokens, width).
+        # z is (batch, tokens, width). Some models embed as (tokens, batch, width). For these,
+        # `_put_batch_first` exchanges the two axes, also in this direction.
         pending = [self._put_batch_first(z).clone()]
 
         def replace_first(out: Tensor) -> Tensor:
+            """Return z for the first output of the embedding module, and later outputs as is."""
             if not pending:  # a later call of the same embedding, such as by the decoder
                 return out
             # Cast z to the dtype of the embedding: under autocast this may be half precision.

@@ -74,13 +74,15 @@ class FinalActivation(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch; note the function and its output if it is softmax or sigmoid.
+        """Run a function of torch that the model calls; record it if it is a softmax or sigmoid.
 
-        `logits` then computes the logits from the same arguments, without rounding p to 0 or 1.
+        A later softmax or sigmoid replaces an earlier one, so the last one is left in the end.
         """
         options = kwargs or {}
         output = function(*args, **options)
         if function in TWINS:
+            # `TWINS` has a function that computes logits from the same arguments, such as
+            # log_softmax for softmax, so that logits do not suffer from p rounded to 0 or 1.
             self.output = output
             self.function = function
             self.logits = partial(TWINS[function], *args, **options)
@@ -163,17 +165,16 @@ def convert_outputs(
 ) -> tuple[Call, Read, NextToken | None]:
     """Return the functions that run and read a model, changed so that its scores are logits.
 
-    If the output is the result of the model's last softmax or sigmoid, the logits come from the
-    argument of that function, without rounding. Otherwise (as after an average of several models)
-    the logits are computed from the output: log p for probabilities, log(p / (1 - p)) for
-    sigmoids.
+    The best logits come from the argument of the model's last softmax or sigmoid, without
+    rounding. If the output was changed after that (such as an average of several models), the
+    logits are computed from the output p: log p for probabilities, log(p / (1 - p)) for sigmoids.
 
     Args:
-        form: the form of the output.
+        form: the form of the scores.
         call: runs the module on (x, mask).
-        read: returns the output from a result; for a language model, this output is no score.
-        scorer: how a language model scores the next token, if it does; `form` is then the form of
-            these scores.
+        read: returns the output from a result: the scores of a classifier.
+        scorer: how a language model scores the next token; None for other models. The scores are
+            then those of the next token, and the output stays as it is.
     """
     if form not in ("probabilities", "sigmoids"):  # logits, or log p, which serve as logits
         return call, read, scorer
@@ -182,10 +183,12 @@ def convert_outputs(
         read_scores = scorer.read
 
     def read_logits(watched: Activated) -> Tensor:
-        """Return the logits of the scores in a result."""
+        """Return the logits of scores p, which a model has made by softmax or sigmoid.
+
+        `watched` holds the result of the model, and `final`, its last softmax or sigmoid.
+        """
         output = read_scores(watched.result)
-        # If the model returns the result of its last softmax or sigmoid, compute the logits from
-        # the scores that this function got.
+        # If the model returns the output of `final`, compute the logits from the input of `final`.
         if output is watched.final.output:
             logits: Tensor = watched.final.logits()
             return logits
@@ -207,12 +210,13 @@ def convert_outputs(
 
 
 def is_saturated(logits: Tensor) -> bool:
-    """Say whether a logit log p belongs to p = 0, which counts as the smallest positive float.
+    """Say whether a logit is log p of a probability p = 0, in any of the samples.
 
-    Such a logit is constant near this sample, and has no derivative (see `convert_outputs`).
+    `convert_outputs` replaces p = 0 by the smallest positive float, so that log p is finite. Such
+    a logit is constant near the sample, so its derivative says nothing.
     """
     tiny = torch.finfo(logits.dtype).tiny
-    # Computed in the precision and on the device of the logits: log may round differently there.
+    # In the precision and on the device of the logits, because log may round differently there.
     smallest = torch.full_like(logits[..., :1], tiny).log()
     return bool((logits == smallest).any())
 
@@ -247,11 +251,12 @@ class EntrySearch:
     """
 
     def __init__(self, spec: ModelSpec, x: Tensor) -> None:
+        """Prepare lists, in which `observe` records modules during a forward pass on x."""
         self.spec = spec
         self.x = x
-        # Names of modules that get the sample's ids, and of modules that get other ids of the same
-        # shape: tables of positions and types.
+        # Names of modules whose argument is the ids of the sample.
         self.readers: list[str] = []
+        # Names of modules whose argument is other ids of the same shape: positions or types.
         self.similar_readers: list[str] = []
         # Names of modules whose output is (tokens, batch, width).
         self.tokens_first: set[str] = set()
@@ -271,18 +276,17 @@ class EntrySearch:
         return False
 
     def observe(self, name: str, args: tuple[Any, ...], output: Any) -> None:
-        """Record whether a module that may embed the input takes the sample, in a forward pass.
-
-        The model may transpose its ids to (tokens, batch) before it embeds them.
+        """Record whether a module embeds the ids of the sample, after its call in a forward pass.
 
         Args:
-            name: the module.
+            name: the module, which may be the embedding.
             args: its arguments.
             output: its output.
         """
-        if self.spec.kind == "image":  # the module was chosen by name: no test of its input
+        if self.spec.kind == "image":  # the module was chosen by its name: no test is needed
             self.readers.append(name)
             return
+        # The model may transpose its ids, (batch, tokens), before it embeds them.
         ids = self.x
         transposed = ids.mT
         if isinstance(output, Tensor) and output.shape[:2] == transposed.shape != ids.shape:
@@ -300,19 +304,20 @@ class EntrySearch:
             self.similar_readers.append(name)
 
     def add_entry(self, found: Probe) -> Probe:
-        """Return facts about the model with its embedding module added, after the forward pass.
+        """Add the embedding module to the facts that a forward pass has shown.
 
-        The embedding module is the module that the description of the model names. Otherwise the
-        module that took the ids first, or else the module that took ids of the same shape first.
+        The description of the model may name the embedding module. Otherwise it is the first
+        module whose argument was the ids of the sample, else other ids of the same shape.
         """
         entry = self.spec.entry
         names = self.readers + self.similar_readers
         if entry is None and names:
             entry = self.spec.module.get_submodule(names[0])
-        tokens_first = False
-        for name, part in self.list_candidates():
-            if part is entry and name in self.tokens_first:
-                tokens_first = True
+        # Whether the embedding module, by any of its names, returned (tokens, batch, width).
+        candidates = self.list_candidates()
+        tokens_first = any(
+            part is entry and name in self.tokens_first for name, part in candidates
+        )
         return replace(found, entry=entry, tokens_first=tokens_first)
 
 
@@ -340,10 +345,10 @@ def probe_model(spec: ModelSpec, call: Call, read: Read) -> Probe:
 
 
 def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) -> Probe:
-    """Run samples until one has finite logits, and return the facts that the outputs show.
+    """Run samples until one shows that the output is logits, and return facts about the output.
 
-    The output in the result is the first finite one, else the last one. Scores are probabilities,
-    log-probabilities or sigmoids only if all finite outputs are; otherwise they are logits.
+    The facts are of the first sample with a finite output, else of the last sample. Scores count
+    as probabilities, log-probabilities or sigmoids only if all finite outputs show this form.
 
     Args:
         spec: the model.
@@ -366,12 +371,12 @@ def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) 
             failures.append(error)
             continue
         undefined = not output.isfinite().all()
-        form = read_form(spec, passed, output)
-        if found is None or found.undefined:
+        form = find_score_form(spec, passed, output)
+        if found is None or found.undefined:  # no finite output before
             found = Probe(output, form, undefined, note_choice(spec, passed.result))
         elif not undefined and form != found.form:
-            # Two samples show different forms. One shows probabilities by chance: its scores
-            # happen to sum to 1.
+            # Two finite outputs show different forms. One of them only looks like probabilities:
+            # its logits happen to sum to 1.
             found = replace(found, form="logits")
         if not undefined and form == "logits":
             break
@@ -400,11 +405,15 @@ def make_probes(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> li
     return [blank.to(device), noise.to(device)]
 
 
-def read_form(spec: ModelSpec, passed: Activated, output: Tensor) -> OutputForm:
-    """Return the form of the scores of a forward pass: class scores, or next-token scores."""
+def find_score_form(spec: ModelSpec, passed: Activated, output: Tensor) -> OutputForm:
+    """Return the form of a model's scores, such as logits or probabilities, after a forward pass.
+
+    Scores are the output of a classifier, or a language model's scores of the next token. Any
+    other output is features or a single number, and is used as it is, like logits.
+    """
     if spec.classifier and output.ndim == 2 and output.shape[1] > 1:
         return find_form(output, passed.final)
-    if spec.next_token is None:  # features, or a single score, which are used as they are
+    if spec.next_token is None:
         return "logits"
     return find_form(spec.next_token.read(passed.result), passed.final)
 
@@ -415,14 +424,14 @@ def note_choice(spec: ModelSpec, result: Any) -> Notes:
     if spec.read is not None or not isinstance(result, tuple | list) or hasattr(result, "logits"):
         return ()
     shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)]
+    if len(shapes) < 2:
+        return ()
     text = (
         f"the model returns several tensors ({few(shapes)} per sample); the first is "
         "measured. To choose, write a py: factory that returns ModelSpec(..., read=lambda "
         "result: TENSOR)"
     )
-    if len(shapes) > 1:
-        return (Note.warn("first-output", text),)
-    return ()
+    return (Note.warn("first-output", text),)
 
 
 def _require_floats(output: Tensor, x: Tensor) -> None:
@@ -441,11 +450,11 @@ def _require_floats(output: Tensor, x: Tensor) -> None:
         )
 
 
-def settle_output(net: Net, batch: Batch) -> Net:
-    """Find the form of a model's output on a sample of the run, if loading could not.
+def complete_form(net: Net, batch: Batch) -> Net:
+    """Return the model with its form of output (logits, probabilities, ...), if it was unknown.
 
-    On loading, a model runs on a blank sample and on noise. If its output is infinite or NaN on
-    both, loading cannot decide whether the output is logits or probabilities.
+    Loading runs a model on a blank sample and on noise. If the output is infinite or NaN on both,
+    the form stays unknown (`undefined`). Then the first sample of the run decides.
 
     Raises:
         InputError: the output on the first sample is not finite.
@@ -461,7 +470,7 @@ def settle_output(net: Net, batch: Batch) -> Net:
             f"the model's output is not finite, neither on a blank sample nor on {one.ids[0]}",
             "Check the weights. A masked class needs a finite logit.",
         )
-    form = read_form(net, passed, output)
+    form = find_score_form(net, passed, output)
     call, read, scorer = convert_outputs(form, net.call, net.read, net.next_token)
     return replace(
         net,

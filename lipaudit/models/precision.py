@@ -40,8 +40,9 @@ def _repair_gradient(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def compute(*args: Any) -> Tensor:
-        """Normalise, and make the incoming gradient contiguous by a hook."""
+        """Normalise. A hook makes the gradient contiguous where torch computes it wrongly."""
         output = normalise(*args)
+        # torch's error: a single sample on a CPU, whose incoming gradient has channels last.
         if output.requires_grad and len(output) == 1 and output.device.type == "cpu":
             output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         return output
@@ -81,11 +82,16 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
 def _switch_tf32_off(stack: ExitStack) -> None:
     """Switch TF32 off, so that float32 products are computed in float32, until the stack ends.
 
-    The two older settings are `cudnn.allow_tf32` and `torch.set_float32_matmul_precision`. Since
-    torch 2.9, each backend and operation also has a newer setting, `fp32_precision`. torch raises
-    an error if code reads an older setting that contradicts the newer ones. So the newer settings
-    become "none" (no value) first. Then the older ones are read and written. At last the newer
-    ones become "ieee" (plain float32). The stack restores all of them in the reverse order.
+    torch has two generations of settings. The older ones are `cudnn.allow_tf32` and
+    `torch.set_float32_matmul_precision`. Since torch 2.9, each backend and operation also has a
+    newer setting, `fp32_precision`. torch raises an error if code reads an older setting that
+    contradicts the newer ones. So the settings change in three steps:
+
+    1. The newer settings become "none" (no value).
+    2. The older ones are read and switched off.
+    3. The newer ones become "ieee" (plain float32).
+
+    The stack restores all of them in the reverse order.
     """
     backends: Any = torch.backends
     cudnn, onednn = backends.cudnn, backends.mkldnn
@@ -93,11 +99,12 @@ def _switch_tf32_off(stack: ExitStack) -> None:
     if hasattr(cudnn, "conv"):  # torch 2.9 and later
         settings = [backends, cudnn, onednn, backends.cuda.matmul, onednn.matmul]
         settings += [cudnn.conv, cudnn.rnn, onednn.conv, onednn.rnn]
-    # An operation without a value of its own returns the value of its backend. Once the backend is
-    # "none", the operation returns its own value, so that the stack restores only that.
+    # Step 1. An operation without a value of its own returns the value of its backend. Once the
+    # backend is "none", the operation returns its own value, so that the stack restores only that.
     for setting in settings:
         stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
         setting.fp32_precision = "none"
+    # Step 2.
     try:
         allowed = cudnn.allow_tf32
     except RuntimeError:
@@ -108,6 +115,7 @@ def _switch_tf32_off(stack: ExitStack) -> None:
     stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
     torch.set_float32_matmul_precision("highest")
     cudnn.allow_tf32 = False
+    # Step 3.
     for setting in settings:
         setting.fp32_precision = "ieee"
 
@@ -131,11 +139,15 @@ class Widening(TorchFunctionMode):
         self.halves: set[torch.dtype] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch with float64 in place of lower precisions."""
+        """Call a function of torch with float64 in place of the lower precisions it asks for.
+
+        Lower precisions come from a method such as `x.half()`, or from an argument such as
+        `x.to(torch.half)`. Half precisions among them are recorded.
+        """
         kwargs = kwargs or {}
-        for value in (_CASTS.get(func), *args, *kwargs.values()):
-            if value is torch.half or value is torch.bfloat16:
-                self.halves.add(value)
+        for dtype in (_CASTS.get(func), *args, *kwargs.values()):
+            if dtype is torch.half or dtype is torch.bfloat16:
+                self.halves.add(dtype)
         if func in _CASTS:
             return Tensor.double(*args, **kwargs)
         if func is not Tensor.view:  # `view(dtype)` reads the same bits and casts nothing
@@ -263,16 +275,19 @@ DEFERRED = torch.float8_e5m2
 
 
 def defer(compute: Callable[[], Tensor], shape: torch.Size) -> nn.Parameter:
-    """Return a parameter that takes no memory: its values are computed whenever a layer reads it.
+    """Return a placeholder for a weight, which takes no memory.
 
-    The module must go through `convert_on_read`, whose table of parameters computes the values.
+    `convert_on_read` must prepare the module that gets the placeholder. The values are then
+    computed whenever a layer reads the weight.
 
     Args:
         compute: returns the values.
         shape: their shape.
     """
-    # NaN, so that nothing can take the placeholder for values.
-    weight = nn.Parameter(torch.tensor(torch.nan).to(DEFERRED).expand(shape), requires_grad=False)
+    # A single NaN, expanded to the shape of the weight. Code that takes the placeholder for values
+    # by mistake gets NaN. `DEFERRED` is its dtype, which marks placeholders.
+    nan = torch.tensor(torch.nan).to(DEFERRED)
+    weight = nn.Parameter(nan.expand(shape), requires_grad=False)
     _deferred[weight] = compute
     return weight
 
@@ -315,7 +330,8 @@ class WeightReference:
 def refer_to_weight(weight: Tensor) -> Tensor | WeightReference:
     """Return a reference to a converted weight that does not keep the converted copy in memory.
 
-    A weight that needs no conversion is its own reference.
+    The reference holds the stored weight, and converts it again on request. A weight that was not
+    converted is returned itself.
 
     Args:
         weight: a weight as a layer reads it, or a view of one.
@@ -323,7 +339,7 @@ def refer_to_weight(weight: Tensor) -> Tensor | WeightReference:
     whole = weight
     if weight._base is not None:  # a view
         whole = weight._base
-    stored = _originals.get(whole)
+    stored = _originals.get(whole)  # the stored weight from which `whole` was converted
     if stored is None:
         return weight.detach()
     view = weight.shape, weight.stride(), int(weight.storage_offset())
@@ -384,10 +400,11 @@ def precision(module: nn.Module) -> torch.dtype:
 
 
 def devices(module: nn.Module) -> Iterator[torch.device]:
-    """Yield the devices on which the parts of a module read their parameters, in order."""
+    """Yield the device on which each parameter of a module is when the module reads it."""
     for part in module.modules():
         table = part._parameters
-        device_of_copies = None  # of weights that are converted on reading
+        # After `convert_on_read`, the table gives copies of the weights, maybe on another device.
+        device_of_copies = None
         if isinstance(table, _Parameters):
             device_of_copies = table.device
         for p in dict.values(table):  # as stored: `table.values()` may convert them
@@ -401,14 +418,16 @@ def has_converted_weights(module: nn.Module) -> bool:
 
 
 def lift_parameters(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a model's call, changed so that the model sees converted copies in `parameters()`.
+    """Return a model's call, during which `parameters()` gives converted copies of the weights.
 
-    The model is one that `convert_on_read` has prepared. Its own code may read the dtype or device
-    of its parameters, and must then find the dtype and device of the run, not of stored weights.
+    The model is one that `convert_on_read` has prepared: otherwise `parameters()` gives the stored
+    weights. The model's own code may read the dtype or device of its parameters. It must then find
+    those of the run.
     """
 
     def run(*args: Any) -> Any:
-        """Call the model; while any such call runs, `parameters()` returns converted copies."""
+        """Call the model. Until the call ends, `parameters()` gives converted weights."""
+        # A count, because a call may contain another one. Above 0, copies are given.
         _Parameters.running += 1
         try:
             return call(*args)
@@ -430,7 +449,10 @@ class _Parameters(dict[str, Any]):
     def __init__(
         self, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device | None
     ) -> None:
-        """Hold stored parameters, and the dtype and device of their copies (None: as stored)."""
+        """Keep stored parameters by name, to be converted whenever they are read.
+
+        `dtype` and `device` are those of the converted copies; no device: that of the parameter.
+        """
         super().__init__(parameters)
         self.dtype = dtype
         self.device = device
@@ -439,24 +461,27 @@ class _Parameters(dict[str, Any]):
         return self._convert(super().__getitem__(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set the stored weight.
+        """Set a stored weight of this table, which gives converted copies to its readers.
 
-        Code may read a converted copy and set it again. Then the stored weight behind the copy is
-        set.
+        Code may read a converted copy and write it back, as in `m.weight = m.weight`. Then the
+        stored weight from which the copy was made is set, not the copy.
         """
         if value is not None:
             value = _originals.get(value, value)
         super().__setitem__(name, value)
 
     def items(self) -> Any:
-        """Return the weights by name: converted while a model runs, else as stored."""
+        """Return the names and weights of this table: converted while a model runs, else stored.
+
+        `Module.named_parameters` uses this method.
+        """
         parameters = super().items()
         if not self.running:
             return parameters
         return ((name, self._convert(p)) for name, p in parameters)
 
     def values(self) -> Any:
-        """Return the weights, as of `items`."""
+        """Return the weights of this table: converted while a model runs, else as stored."""
         parameters = super().values()
         if not self.running:
             return parameters
@@ -469,7 +494,10 @@ class _Parameters(dict[str, Any]):
 
 
 def _convert(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """Return a converted copy of a stored weight, or the copy that is in use at the moment.
+    """Return a stored weight in the dtype and on the device of the run.
+
+    If a converted copy is in use at the moment, it is shared. If no conversion is needed, the
+    stored weight itself is returned.
 
     Args:
         stored: the weight.
@@ -487,7 +515,7 @@ def _convert(stored: Tensor, dtype: torch.dtype, device: torch.device | None) ->
     if weak_reference is not None:
         copy = weak_reference()  # None if it has been freed
     if copy is None or (copy.dtype, copy.device) != (copy_dtype, copy_device):
-        # A copy made in inference mode could never be saved for a backward pass.
+        # Not in inference mode: such a copy could never be saved for a backward pass.
         with torch.inference_mode(False), torch.no_grad():
             values = compute_values(stored)
             memory = _allocate(values, copy_dtype, copy_device)

@@ -57,27 +57,30 @@ class Recorder(AttentionMode):
     """Records every attention call of a forward pass, with P, V and O as parts of the graph.
 
     Attributes:
-        place: the module that runs now.
+        call_stack: the modules that run now.
         calls: the calls by address.
         modules: the module that computed each node.
     """
 
     def __init__(self) -> None:
+        """Start with no attention call recorded, and with no graph node assigned to a module."""
         super().__init__()
+        # Whenever a module returns, `_name_node` records the graph node of its output.
         self.call_stack = CallStack(on_leave=self._name_node)
         self.calls: dict[Address, AttentionEdges] = {}
         self.modules: dict[Node, _NamedNode] = {}
 
     def complete(self, call: AttentionCall) -> tuple[None, Address, Tensor]:
-        """Record the graph edges of O = P V of an attention call, and let the model go on with O.
+        """Record the graph edges of O, P and V of an attention call O = P V, and return O.
 
-        P V is computed again here, because torch's fused attention has no P in the graph.
+        P V is computed again here, because torch's fused attention has no P in the graph. The
+        model goes on with the O that is returned.
 
         Returns:
-            None (no call is reported to `on_attention`), the address of this call, and O.
+            None (this class reports no call to `on_attention`), the address of the call, and O.
         """
         address = self.call_stack.address("attention")
-        # P and V are missing if the model's output is not P V.
+        # `parts` are P and V. They are missing if the model's output is not P V.
         output, *parts = _recompute(call) or (call.output,)
         # A view gives O a separate graph node, which stays the edge of O even if the model writes
         # into the tensor later.
@@ -103,7 +106,7 @@ class Recorder(AttentionMode):
             return
         # Several modules may return one tensor, such as an MLP and the dropout at the end of the
         # MLP. Keep the module with most parameters.
-        parameters = sum(1 for _ in frame.module.parameters())
+        parameters = len(list(frame.module.parameters()))
         known = self.modules.get(node, _NamedNode(0, ""))
         if parameters > known.parameters:
             self.modules[node] = _NamedNode(parameters, frame.name)
@@ -112,10 +115,10 @@ class Recorder(AttentionMode):
 def _recompute(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
     """Compute O = P V of an attention call again, and return O, P and V.
 
-    In the graph, the returned P and V lead to O only. None if the model's output is not P V.
+    None if the model's output is not P V.
     """
     form = call.form
-    if isinstance(form, Explicit):
+    if isinstance(form, Explicit):  # the model's own code has computed P
         p = form.weights
     else:  # torch's fused attention: the logits are scale q k^T + mask
         logits = form.scale * (call.q @ call.k.mT)
@@ -131,8 +134,8 @@ def _recompute(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
         p = p.masked_fill(sees_nothing, 0.0)
     if p.shape[:-1] != call.output.shape[:-1] or p.shape[-1] != call.v.shape[-2]:
         return None
-    # The model may also read its P and V elsewhere, but shares count only the paths through O. So
-    # compute O from new views of P and V.
+    # The caller needs the gradient at P and V that comes through O. The model may also read its P
+    # and V elsewhere. So compute O from new views of P and V, which nothing else reads.
     p = p.view_as(p).to(call.v.dtype)
     v = call.v.view_as(call.v)
     output = p @ v

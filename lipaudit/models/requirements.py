@@ -76,6 +76,8 @@ def _find_largest(t: Tensor, each: int | None) -> Tensor:
 def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None:
     """Refuse a model that is random, or whose output for a sample depends on another sample.
 
+    Outputs are compared sample by sample (`each=0`), relative to the largest entry of a sample.
+
     Args:
         net: the model.
         batch: two samples.
@@ -141,8 +143,8 @@ def find_first_failure(net: Net, batch: Batch) -> SampleFailure | None:
 def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     """Refuse a model whose output does not have an independent row per sample.
 
-    The first and the last sample run alone and together. A random model is not refused here: the
-    measures note it.
+    The first and the last sample run alone and together, and the outputs are compared. A random
+    model is not refused here: the measures note it.
 
     Args:
         net: the model.
@@ -170,8 +172,8 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     except Exception as error:  # the model's own code may raise anything
         if of_machine(error):
             raise
-        # The model fails on a single sample, too (`alone` is None): the measure reports it, and
-        # names the sample. Or samples are measured one at a time, so that batches are not needed.
+        # Accept this if the model fails on a single sample, too (`alone` is None): the measure
+        # will name the sample. Also accept it if samples are measured one at a time.
         if alone is None or singly:
             return
         reason = summarise_error(error)
@@ -188,7 +190,7 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     # NaN and infinities are left out: the measures report them.
     finite = alone.isfinite() & together.isfinite()
     change = (together - alone).where(finite, 0.0).abs().amax()
-    noise = (again - alone).where(finite, 0.0).abs().amax()  # of a random model
+    noise = (again - alone).where(finite, 0.0).abs().amax()  # not 0 for a random model
     largest = alone.where(finite, 0.0).abs().amax()
     if change > AGREES * largest + 10 * noise:
         raise InputError(
@@ -225,7 +227,10 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
 
 
 def _pick_extreme_lengths(batch: Batch) -> Batch:
-    """Return the shortest and the longest text; without a mask, the first two samples."""
+    """Return the shortest and the longest text of a batch; without a mask, the first two samples.
+
+    Without a mask, all texts have the same length.
+    """
     if batch.mask is None:
         return batch[:2]
     lengths = batch.mask.sum(1)
@@ -233,7 +238,7 @@ def _pick_extreme_lengths(batch: Batch) -> Batch:
 
 
 def require_autocast(net: Net, batch: Batch, autocast: str | None) -> Notes:
-    """Refuse a model, or a machine, that cannot run under autocast.
+    """Refuse a model that cannot run under autocast, or a device without autocast.
 
     Args:
         net: the model.
@@ -241,7 +246,8 @@ def require_autocast(net: Net, batch: Batch, autocast: str | None) -> Notes:
         autocast: bfloat16 or float16; None: there is nothing to check.
 
     Returns:
-        The note on the figures that this arithmetic has; a warning if it changes no output.
+        A note on which figures are computed under autocast, or a warning if autocast does not
+        change the output.
 
     Raises:
         UsageError: torch does not support the dtype on the device, or the model fails in it.
@@ -276,8 +282,8 @@ def note_fast_path(net: Net, batch: Batch) -> Notes:
     """Warn if PyTorch's fast path through `nn.TransformerEncoder` changes the model's output.
 
     The fast path is separate code that PyTorch may run if no gradients are needed. All measures
-    run the model without the fast path. Here the shortest and the longest sample run as one batch,
-    first without the fast path and then with it, and the outputs are compared.
+    run the model without it. So the warning says that the deployed model may give other outputs.
+    Here the shortest and the longest sample run as one batch, without the fast path and with it.
     """
     if not any(isinstance(part, nn.TransformerEncoder) for part in net.module.modules()):
         return ()
@@ -287,8 +293,7 @@ def note_fast_path(net: Net, batch: Batch) -> Notes:
         suppress(Exception),
         # The fast path uses nested tensors, for which torch warns that they are a prototype.
         warnings.catch_warnings(action="ignore"),
-        # This switches the fast path off now, and restores the user's setting when the block ends,
-        # also after the line below that switches it on.
+        # This switches the fast path off now, and restores the user's setting at the end.
         exact_arithmetic(net.device),
         torch.no_grad(),
     ):
@@ -375,12 +380,12 @@ def compare_derivative(net: Net, batch: Batch) -> Notes:
 
 
 def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
-    """Return the relative error of autograd's slope at each sample, (samples,).
+    """Compare autograd with finite differences: return a relative error per sample, (samples,).
 
     Let f be the model and J its Jacobian at a sample x. Let u be a random direction of the input,
-    and w a random direction of the output. The slope <J^T w, u> is compared with the central
-    difference D(h) = <w, f(x + h u) - f(x - h u)> / 2h, for several steps h. The smallest error
-    counts.
+    and w a random direction of the output. Autograd gives the slope <J^T w, u>. It is compared
+    with the central difference D(h) = <w, f(x + h u) - f(x - h u)> / 2h, for several steps h. The
+    smallest error over h is returned.
 
     Args:
         net: the model, in float64.
@@ -396,12 +401,14 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
         w = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
         gradient = _compute_gradient((output * w).sum(), point)  # J^T w
     slope = (gradient * u).sum(axes)
-    # For a random u with n entries, the slope is usually about ||J^T w|| ||u|| / sqrt(n). By
-    # chance the slope may be far smaller. So errors are relative to the usual slope at least.
-    entries = u.count_nonzero() / len(u)
+    # Errors are relative to the slope. By chance the slope may be very small, so they are relative
+    # to the usual slope at least. For a random u with n entries (on average, as padding does not
+    # move), this is about ||J^T w|| ||u|| / sqrt(n).
+    entries = u.count_nonzero() / len(u)  # n
     steepness = torch.linalg.vector_norm(gradient, dim=axes)
     usual_slope = steepness * length / entries.sqrt()
-    # Rounding error of <w, f>, which D(h) divides by h: not an error of the slope.
+    # Rounding error of <w, f>. Two such errors divided by 2h give the rounding error of D(h),
+    # rounding / h, which is not counted.
     eps = torch.finfo(torch.float64).eps
     terms = (output.detach() * w).abs()
     rounding = eps * terms.flatten(1).sum(1)
@@ -423,14 +430,14 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
 def _draw_direction(
     x: Tensor, free: Tensor | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return a random direction u at each sample, as long as the sample, and this length.
+    """Return a random direction u at each sample, and its length, which is that of the sample.
 
     A step h u is then relative to the sample. The length is at least 1, because a sample may be 0.
 
     Args:
         x: the samples.
-        free: the tokens that can change, (samples, tokens): others, such as padding, do not move;
-            None: all can.
+        free: mask of the tokens that may change, (samples, tokens): u is 0 at all other tokens,
+            such as padding; None: all may change.
         generator: draws u.
     """
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)

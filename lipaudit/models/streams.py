@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 from lipaudit.models.graph import SHAPE_OPS, nodes, op
 
 # Operations that mix channels or tokens, by autograd's names.
-_MIXING = {"Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "_StoredProduct"}
+_LINEAR_MAPS = {"Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "_StoredProduct"}
 # Operations that keep one tensor, in other axes.
 _VIEWS = SHAPE_OPS - {"Cat"}
 
@@ -45,18 +45,18 @@ class Addition:
 
 
 def find_additions(output: Tensor, attention_nodes: Collection[Node]) -> list[Addition]:
-    """Return the residual additions y = x + F(x) behind an output, in the order of execution.
+    """Return the residual additions y = x + F(x) of a model, in the order of execution.
 
-    An addition may lie inside the branch F of an outer addition. If an inner addition holds
-    attention (blocks of a stage with a skip around the stage), the inner additions count.
-    Otherwise only the outer addition counts (a whole MLP).
+    An addition may lie inside the branch F of an outer addition. If an inner addition contains
+    attention (blocks of a stage with a skip around the stage), the inner additions are returned.
+    Otherwise only the outer addition is returned (a whole MLP).
 
     Args:
-        output: the output of the model.
+        output: the output of the model, whose autograd graph is searched.
         attention_nodes: nodes of the attention outputs.
     """
     graph = [*nodes(output)]
-    # For each node, the number of operands of later nodes that the node has computed.
+    # For each node, how many operations read its result. One that reads it twice counts twice.
     readers = Counter(edge.node for node in graph for edge in _list_parents(node))
     sums = sorted(filter(_is_sum, graph), key=get_order)
     found: dict[Node, Addition] = {}
@@ -68,10 +68,10 @@ def find_additions(output: Tensor, attention_nodes: Collection[Node]) -> list[Ad
 
 
 def _drop_nested(additions: list[Addition], attention_nodes: Collection[Node]) -> list[Addition]:
-    """Return the residual additions without those in others, or without those around others.
+    """Drop residual additions so that none lies inside the branch of another, and return the rest.
 
-    Of an addition and those inside its branch, the inner ones stay if one of them holds attention,
-    else the outer one.
+    An outer addition is dropped if an addition inside its branch contains attention. Otherwise the
+    additions inside its branch are dropped.
 
     Args:
         additions: all additions, in the order of execution.
@@ -90,19 +90,22 @@ def _drop_nested(additions: list[Addition], attention_nodes: Collection[Node]) -
 
 
 def find_blocks(additions: Sequence[Addition], starts: Collection[int]) -> list[tuple[int, int]]:
-    """Return the indices of the first and last residual addition of every block.
+    """Return the first and last residual addition of every block that keeps its input as a term.
 
-    A block, such as attention and MLP, counts if each addition of the block adds to the sum of the
-    previous addition: y = (x + F(x)) + G(...). Then x is a term of the block's output. BERT
-    normalises after each addition, and so has no such block.
+    In a block of attention F and MLP G, the output is y = (x + F(x)) + G(...), so the input x is a
+    term of y. This holds if the skip of each addition is the sum of the previous one. Other blocks
+    are left out: BERT normalises after each addition.
 
     Args:
         additions: all residual additions of a model, in order.
         starts: indices of the additions that begin a block.
+
+    Returns:
+        A pair of indices of additions for each block.
     """
     blocks: list[tuple[int, int]] = []
     order = sorted(starts)
-    ends = [*order[1:], len(additions)]
+    ends = [*order[1:], len(additions)]  # a block ends where the next one begins
     for first, end in zip(order, ends, strict=False):
         pairs = pairwise(additions[first:end])
         if all(later.skip.node is earlier.sum.node for earlier, later in pairs):
@@ -130,22 +133,22 @@ def _list_parents(node: Node) -> list[GradientEdge]:
 def _read_addition(
     node: Node, found: dict[Node, Addition], readers: Counter[Node]
 ) -> Addition | None:
-    """Return a sum of two tensors as a residual addition y = x + F(x); None if it is none.
+    """Return a sum of two tensors as a residual addition y = x + F(x); None if it is not one.
 
     The operand x is called the skip, and F(x) the branch. The sum is a residual addition if the
-    branch is computed from the skip, and each path between the two has a linear map. The branch
-    may also be computed from an earlier skip: in (x + f(x)) + g(x), the second addition has the
-    skip x + f(x) and the branch g(x).
+    branch is computed from the skip, and each path from skip to branch has a linear map. The
+    branch may also be computed from an earlier skip: in (x + f(x)) + g(x), the second addition has
+    the skip x + f(x) and the branch g(x).
 
     Args:
         node: the graph node of the sum.
         found: the residual additions before this node, by their nodes.
-        readers: how many tensors are computed from each node.
+        readers: how many operations read the result of each node.
     """
     # The model computes the skip before the branch.
     skip, branch = sorted(_list_parents(node), key=lambda edge: get_order(edge.node))
-    # `source` is the node of the tensor x that F reads: the skip, or the skip of an earlier
-    # addition. `inside` are the nodes between `source` and the branch F(x), or None.
+    # Find the tensor x that F reads: the skip, else the skip of this skip, and so on. `source` is
+    # the node of x. `inside` are the nodes from x to F(x); None if F does not read x.
     source = _strip_views(skip.node)
     inside = _find_between(branch.node, source)
     while inside is None and source in found:
@@ -153,11 +156,10 @@ def _read_addition(
         inside = _find_between(branch.node, source)
     if inside is None:  # F(x) is not computed from x: the sum is no residual addition
         return None
-    # F may be a sum F_1 + F_2 of parallel branches, such as attention and MLP.
+    # F may be a sum F_1 + F_2 of parallel branches, such as attention and MLP. If one of these
+    # terms is not computed from x through linear maps (None), F stays a single term.
     terms = _split_terms(branch, inside, readers)
-    insides = [_find_between(term.node, source) for term in terms]  # the nodes of each term
-    # None: a term is not computed from `source` through linear maps. Then the terms are no
-    # parallel branches, and F stays a single term.
+    insides = [_find_between(term.node, source) for term in terms]  # the nodes from x to each term
     if len(terms) > 1 and None in insides:
         terms = [branch]
         insides = [inside]
@@ -168,7 +170,8 @@ def _read_addition(
 def _strip_views(node: Node) -> Node:
     """Walk back from a node through views and copies, and return the node of the original tensor.
 
-    The walk stops before a leaf, because a leaf has no number in the order of execution.
+    If the original tensor is a leaf, the node of its first view is returned: a leaf has no number
+    in the order of execution.
     """
     while op(node) in _VIEWS:
         parents = _list_parents(node)
@@ -183,10 +186,10 @@ def _find_between(later: Node, earlier: Node) -> set[Node] | None:
 
     None if no path connects the two nodes, or if some path between them has no linear map.
     """
-    seen: set[tuple[Node, bool]] = set()  # nodes, and whether a linear map came before them
-    is_connected = False
-    # Nodes to visit, and whether a linear map is on the way from `later` to them.
+    # Each node is visited with a flag: whether the way from `later` to the node has a linear map.
+    seen: set[tuple[Node, bool]] = set()
     todo = [(later, False)]
+    is_connected = False
     while todo:
         node, has_map = todo.pop()
         if node is earlier:
@@ -194,11 +197,12 @@ def _find_between(later: Node, earlier: Node) -> set[Node] | None:
                 return None
             is_connected = True
             continue
-        # A node that was computed before `earlier` does not depend on `earlier`.
+        # Do not visit a node twice, nor nodes that the model computed before `earlier`: these do
+        # not depend on `earlier`.
         if (node, has_map) in seen or get_order(node) < get_order(earlier):
             continue
         seen.add((node, has_map))
-        has_map = has_map or op(node) in _MIXING
+        has_map = has_map or op(node) in _LINEAR_MAPS
         todo += [(edge.node, has_map) for edge in _list_parents(node)]
     if is_connected:
         return {node for node, _ in seen}
@@ -215,7 +219,7 @@ def _split_terms(
     Args:
         branch: the edge of the tensor F(x) in the graph.
         inside: the nodes between x and F(x).
-        readers: how many tensors are computed from each node.
+        readers: how many operations read the result of each node.
 
     Returns:
         The edges of the terms.

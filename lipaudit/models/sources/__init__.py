@@ -45,11 +45,14 @@ def demo_names() -> tuple[str, ...]:
 
 
 def similar_models(spec: str) -> list[str]:
-    """Return MODEL arguments similar to a name that was not found, to suggest them."""
-    # MODEL arguments by the name that a user may have typed without a prefix.
+    """Return the MODEL arguments most similar to one that was not found, to suggest them.
+
+    For "resnet5", suggest "timm:resnet50" and others.
+    """
+    # MODEL arguments by their names without a prefix.
     by_name = {"demo": "demo"}
     by_name |= {name: f"demo:{name}" for name in DEMOS}
     by_name |= {name: f"timm:{name}" for name in timm_names()}
-    # Remove a prefix such as `timm:`, and timm's name of weights, such as `.in1k`.
+    # The typed name, without a prefix such as `timm:` and timm's name of weights, such as `.in1k`.
     name = spec.rpartition(":")[2].partition(".")[0]
     return [by_name[known] for known in similar(name, by_name)]

@@ -59,9 +59,9 @@ def read_class_names(path: Path, flag: str = "--classes") -> tuple[str, ...]:
     Raises:
         InputError: the file cannot be read, has fewer than two names, or a name twice.
     """
-    advice = f"{flag} takes a text file with one class name per line."
-    if flag == "--classes":  # `lipaudit train` has an option of this name that takes a number
-        advice = f"{advice.removesuffix('.')}; only train takes a number."
+    advice = f"{flag} takes a text file with one class name per line"
+    # `lipaudit train` has an option --classes that takes a number.
+    advice += "; only train takes a number." if flag == "--classes" else "."
     with explain_failure(f"{path} cannot be read as class names", advice, OSError, ValueError):
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     names = tuple(filter(None, map(str.strip, lines)))
@@ -124,7 +124,7 @@ def make_zero_shot(
         The weight of a class is the mean embedding of its prompts, normalised, times the model's
         logit scale.
         """
-        # No inference mode: its tensors could not become part of a graph later.
+        # Inference mode is off: its tensors could not become part of a graph later.
         with torch.inference_mode(False), torch.no_grad():
             ids = {key: value.to(device) for key, value in inputs.items()}
             embeddings = _embed_texts(module, ids, dtype)
@@ -270,8 +270,10 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
             "Write a py: factory that returns a ModelSpec with its `entry`.",
         )
     _require_causal(net, entry)
-    count = len(task.classes)  # number of continuations of each prompt
-    if task.kind == "continuation":  # the classes are one continuation and its rival: marked by 0
+    # Number of continuations of each prompt. 0 stands for a single continuation: the classes are
+    # then this continuation and its rival.
+    count = len(task.classes)
+    if task.kind == "continuation":
         count = 0
     what = f"{task.kind} ({', '.join(task.classes)})"
     note = Note.info("scores", f"scores are log-likelihoods, {PER[how]}, of the {what}")
@@ -297,8 +299,8 @@ def _score_rows(
     """Return the scores of each sample, (batch, classes): log p of continuations of a prompt.
 
     A packed sample is split into one row per continuation, which has the prompt and that
-    continuation. The model runs on the rows, and log p of the tokens of each continuation is
-    summed or averaged.
+    continuation: [a b | c | d e] becomes [a b c] and [a b d e]. The model runs on the rows. Then
+    log p of the tokens of each continuation is summed or averaged.
 
     Args:
         net: the language model.
@@ -319,15 +321,10 @@ def _score_rows(
     numbers = torch.arange(1, max(count, 1) + 1, device=x.device)[:, None]
     in_prompt = part == 0  # (batch, tokens)
     in_continuation = part[:, None] == numbers  # (batch, rows, tokens)
-    in_row = in_prompt[:, None] | in_continuation
-    length = int(in_row.sum(2).max())
-    # The columns of x that make up each row, (batch, rows, length): a stable sort keeps the order
-    # of the tokens. Shorter rows are filled up with other tokens at the end. In a causal model,
-    # these do not change the logits of the tokens before.
-    columns = in_row.int().argsort(dim=2, descending=True, stable=True)
-    columns = columns[..., :length]
+    columns = _list_columns(in_prompt[:, None] | in_continuation)  # (batch, rows, length)
+    # From here on, the rows of all samples follow one another: (batch * rows, length).
     samples = torch.arange(len(x), device=x.device)[:, None, None]
-    row_ids = ids[samples, columns].flatten(0, 1)  # (batch * rows, length)
+    row_ids = ids[samples, columns].flatten(0, 1)
     is_scored = in_continuation.gather(2, columns).flatten(0, 1)
     # Attacks replace the output of the first call of `entry`. Prompts take their embeddings from
     # this call, and continuations from a second call. So attacks change prompts only.
@@ -336,18 +333,35 @@ def _score_rows(
     z = torch.where(in_prompt[..., None], of_prompts, of_continuations)
     z = z[samples, columns].flatten(0, 1)
     # Logits at a position score the next token. They are needed from the last token of the
-    # shortest prompt up to the last token but one of a row.
+    # shortest prompt (`first`) up to the last token but one of a row.
     first = int(is_scored.int().argmax(1).min()) - 1
-    # Equal rows run once: `is_run` are the rows that run, `run_of_row` is the run of each row. The
-    # last token of a row is never an input, so rows with continuations of one token are equal.
+    # Rows with the same input run once. The last token of a row is never an input, so rows of a
+    # sample with continuations of one token have the same input, the prompt. `is_run` marks the
+    # rows that run, and `run_of_row` is the number of the run of each row.
     is_run, run_of_row = _merge_equal_rows(in_continuation.sum(2) == 1)
-    logits = net.next_logits(z[is_run, :-1], first)
+    logits = net.next_logits(z[is_run, :-1], first)  # (runs, length - 1 - first, vocabulary)
+    # The logits at position t score token t + 1 of a row: leave out all tokens before first + 1.
     is_scored = is_scored[:, first + 1 :]
-    tokens = row_ids[:, first + 1 :][is_scored][:, None]  # of all rows, one after another
+    tokens = row_ids[:, first + 1 :][is_scored][:, None]  # the scored tokens of all rows
     rows, positions = is_scored.nonzero(as_tuple=True)
     # log p of every id at each scored token, (scored tokens, vocabulary)
     logs = widen_half(logits[run_of_row[rows], positions]).log_softmax(1)
     return _sum_log_probabilities(logs, tokens, is_scored, how, count)
+
+
+def _list_columns(in_row: Tensor) -> Tensor:
+    """Return the columns of the tokens of each row, in their order: (batch, rows, length).
+
+    Shorter rows are filled up with other tokens at the end. In a causal model, these do not change
+    the logits of the tokens before.
+
+    Args:
+        in_row: whether a token of a sample belongs to a row, (batch, rows, tokens).
+    """
+    length = int(in_row.sum(2).max())  # of the longest row
+    # Sorting puts the columns of the row first; a stable sort keeps the order of the tokens.
+    columns = in_row.int().argsort(dim=2, descending=True, stable=True)
+    return columns[..., :length]
 
 
 def _sum_log_probabilities(
@@ -363,16 +377,18 @@ def _sum_log_probabilities(
         how: sum or mean over tokens.
         count: number of continuations of a prompt; 0: a single continuation, which gets a rival.
     """
-    log_p = logs.gather(1, tokens)[:, 0]
+    log_p = logs.gather(1, tokens)[:, 0]  # of the scored tokens themselves
     divisor: Any = 1
     if how == "mean":
         divisor = is_scored.sum(1)
+    # Put the values back to their rows and positions, with 0 at all others, to sum over a row.
     table = log_p.new_zeros(is_scored.shape).index_put((is_scored,), log_p)
     scores = table.sum(1) / divisor
     if count:
         return scores.view(-1, count)
-    # The rival is the continuation with one token replaced by the likeliest other id: the token
-    # with the smallest lead, log p(token) - log p(other). The rival's score is lower by this lead.
+    # The rival is the same continuation with one token replaced. At each token, the lead is log p
+    # of the token minus log p of the likeliest other id. The token with the smallest lead is
+    # replaced by that other id, so the rival's score is lower by this lead.
     other = logs.scatter(1, tokens, -math.inf).amax(1)
     table = log_p.new_full(is_scored.shape, math.inf).index_put((is_scored,), log_p - other)
     lead = table.amin(1)
@@ -380,11 +396,11 @@ def _sum_log_probabilities(
 
 
 def _merge_equal_rows(is_single: Tensor) -> tuple[Tensor, Tensor]:
-    """Find equal rows, of which the model runs only one.
+    """Find rows with the same input, so that the model runs only one of them.
 
     A row is a prompt with one continuation, and the model reads all tokens of a row but the last.
     If the continuation is a single token, the model reads the prompt alone. So all rows of a
-    sample with such continuations are equal, and only the first of them runs.
+    sample with such continuations have the same input, and only the first of them runs.
 
     Args:
         is_single: whether the continuation of a row is a single token, (batch, rows).
@@ -395,31 +411,36 @@ def _merge_equal_rows(is_single: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows = torch.arange(is_single.shape[1], device=is_single.device)
     first_single = is_single.int().argmax(1)[:, None]
-    equal_row = torch.where(is_single, first_single, rows)  # the row of the sample that runs
-    is_run = (equal_row == rows).flatten()
+    # For each row, the row of the same sample that runs for it: (batch, rows).
+    running_row = torch.where(is_single, first_single, rows)
+    is_run = (running_row == rows).flatten()
+    # The same among the rows of all samples, which follow one another: (batch * rows,).
     samples = torch.arange(len(is_single), device=is_single.device)[:, None]
-    flat_row = (samples * len(rows) + equal_row).flatten()
-    return is_run, is_run.cumsum(0)[flat_row] - 1
+    running_row = (samples * len(rows) + running_row).flatten()
+    run_number = is_run.cumsum(0) - 1  # 0 for the first row that runs, 1 for the second, ...
+    return is_run, run_number[running_row]
 
 
 def _require_causal(net: Net, entry: nn.Module) -> None:
-    """Check that the logits of a token depend only on the embeddings up to this token.
+    """Refuse a language model whose logits at a token depend on later tokens.
 
-    The check also compares logits from embeddings with logits from the same token ids.
+    Logits are compared with and without the last token. Their gradient must not reach later
+    embeddings. Also, embeddings must give the same logits as their token ids.
     """
     size = min(TRIED, *net.input_shape)
     ids = torch.arange(1, size + 1, device=net.device)[None] % (net.vocabulary or size)
 
     next_logits = net.next_logits
     assert next_logits is not None
-    # `lift_parameters`: the model sees converted copies of weights that stay as stored.
+    # The logits at all tokens, from embeddings. `lift_parameters`: the model sees converted copies
+    # of weights that stay as stored.
     score = lift_parameters(lambda embeddings: next_logits(embeddings, 0))
     with exact_arithmetic(net.device), torch.no_grad():
         z = lift_parameters(entry)(ids)
         logits = score(z)
         without_last = score(z[:, :-1])
         logits_of_ids = net.output(Batch(ids, None, ("",)))
-        # The gradient of the logits at the first token must not reach later embeddings.
+        # The gradient of the logits at the first token, with respect to all embeddings.
         with torch.enable_grad():
             leaf = z.detach().requires_grad_()
             first = score(leaf)[:, 0]

@@ -105,10 +105,14 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
             f"{path} is not a model that transformers knows",
             "Models with their own code are not run: write a py: factory. For a newer model, "
             "update transformers.",
-            *(ValueError, KeyError, OSError, AttributeError, TypeError),
+            ValueError,
+            KeyError,
+            OSError,
+            AttributeError,
+            TypeError,
         ):
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
-        # The notes say that a new classifier is random, if another number of classes is requested.
+        # If another number of classes is requested, the classifier is new, and a note says so.
         loader, head_notes = _choose_loader(config, options.classes)
         if options.pretrained:
             is_new = bool(head_notes)
@@ -143,15 +147,15 @@ def _load_checkpoint(
     """
     formats = _read_formats(path)  # number format of each stored weight, such as BF16
     offload = options.device_map is not None
-    # Whether quantised weights are dequantised each time a layer reads them. A device map moves
-    # the float values, so with a map weights are dequantised on loading.
+    # Quantised weights may be dequantised each time a layer reads them (`later`). A device map
+    # moves the float values, so with a map weights are dequantised on loading.
     later = options.weights == "stored" and not offload
-    # `plan.text` describes quantised weights. `plan.state` has the weights if transformers cannot
-    # read the files.
     plan = plan_dequantising(config, path, {*formats.values()}, later=later)
+    # The weights, if lipaudit has read them. None: transformers reads the files.
     state = plan.state
     # Whether weights keep their precision on loading. If transformers dequantises the weights (a
-    # plan with a text, but without a state), it would choose the precision: ask for float32.
+    # plan that describes them in `text`, without a state), it would choose the precision: float32
+    # is requested.
     as_stored = (later or offload) and (not plan.text or state is not None)
     module, report, notes = _load_weights(
         loader, path, config, formats, state, as_stored=as_stored
@@ -220,9 +224,9 @@ def _note_unknown_fields(path: Path, config: Any) -> Notes:
 def _choose_loader(config: Any, classes: int | None) -> tuple[Any, Notes]:
     """Return the class that loads a model, by the architecture in its configuration, and notes.
 
-    A model that was saved without a head is loaded without a head: its output is features. If
-    another number of classes is requested, the model gets a new and random classifier, and a note
-    says so.
+    Usually this is an auto class, such as AutoModelForImageClassification. A model that was saved
+    without a head is loaded without a head: its output is features. If another number of classes
+    is requested, the model gets a new and random classifier, and a note says so.
 
     Args:
         config: the configuration; its class names are replaced for a new classifier.
@@ -234,6 +238,7 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, Notes]:
         """Say whether an auto class has a model for this configuration."""
         return type(config) in getattr(transformers, auto)._model_mapping
 
+    # The name of the model's class. Its ending chooses the auto class.
     name = (config.architectures or [""])[0]
     auto = next((auto for end, auto in LOADERS.items() if name.endswith(end)), "AutoModel")
     # Some classifiers of sound have the name of a text classifier, such as
@@ -250,7 +255,7 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, Notes]:
         if trained_classes is None:
             auto = next(filter(has_class, CLASSIFIERS.values()), SEQUENCES)
         added = (new_classifier(classes),)
-    # If no auto class has the model, the model's own class loads it.
+    # If the auto class does not have the model, the model's own class loads it.
     architecture = getattr(transformers, name, None)
     if not has_class(auto) and isinstance(architecture, type):
         return architecture, added
@@ -303,6 +308,7 @@ def _load_weights(
     # and transformers would take the integers for values.
     if state is None and not getattr(config, "quantization_config", None):
         refuse_codes(_list_integer_weights(formats), path)
+    # Dtypes of the float weights, whose formats have an F in their names: F64, F32, F16, BF16.
     dtypes = {HALF_NAMES.get(each, torch.float32) for each in formats.values() if "F" in each}
     dtype = torch.float32
     if as_stored and len(dtypes) == 1:
@@ -343,8 +349,11 @@ def _list_integer_weights(formats: Mapping[str, str]) -> list[str]:
 
     Other tensors, such as counters and positions, may be integers.
     """
-    weights = [name for name in formats if name.endswith("weight")]
-    return [name for name in weights if formats[name][0] in "IU"]
+    names = []
+    for name, number_format in formats.items():
+        if name.endswith("weight") and number_format[0] in "IU":
+            names.append(name)
+    return names
 
 
 def _compute_constants(module: nn.Module, loader: Any, config: Any) -> None:

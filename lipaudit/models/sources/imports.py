@@ -22,13 +22,17 @@ UTILITIES = "torch._dynamo.utils"
 
 @cache
 def import_library(name: str) -> None:
-    """Import timm or transformers, without torch's compiler unless more of it is needed.
+    """Import timm or transformers in less time: without torch's compiler (`torch._dynamo`).
 
-    The garbage collector is paused: an import makes a million objects and hardly any garbage.
+    These libraries import the compiler for two functions only. While they are imported,
+    substitutes take the place of both. A substitute loads the compiler if it is really needed.
     """
+    # An import makes a million objects and hardly any garbage: the garbage collector is paused.
     was_enabled = gc.isenabled()
     gc.disable()
+    # Substitute 1: `torch._dynamo.utils.is_compile_supported`, in a module of our own.
     sys.modules.setdefault(UTILITIES, _Utilities(UTILITIES))
+    # Substitute 2: `torch.compiler.disable`.
     compiler: Any = torch.compiler
     disable = compiler.disable
     compiler.disable = partial(_disable_later, disable)
@@ -36,9 +40,9 @@ def import_library(name: str) -> None:
         import_module(name)
     finally:
         compiler.disable = disable
-        _remove_stand_in()
-        # The command line froze its modules, so that the collector never walks through them. The
-        # new modules are then frozen, too. Objects of a notebook are not.
+        _remove_substitute()
+        # The command line has frozen its modules, so that the collector never walks through them:
+        # freeze the new modules, too. In a notebook nothing is frozen, and nothing is frozen here.
         if gc.get_freeze_count():
             gc.freeze()
         if was_enabled:
@@ -46,37 +50,54 @@ def import_library(name: str) -> None:
 
 
 class _Utilities(ModuleType):
-    """Stands for UTILITIES until anything but its function is used."""
+    """Substitute of the module UTILITIES: loads the real module when something of it is used."""
 
     @staticmethod
     def is_compile_supported(device: str) -> bool:
-        """Return whether the compiler supports a type of device; only called after the import."""
+        """Ask the real function of this name whether torch's compiler supports a type of device.
+
+        Libraries only import the function. The compiler is loaded if they call it.
+        """
         from torch._dynamo.utils import is_compile_supported
 
         return is_compile_supported(device)
 
     def __getattr__(self, name: str) -> Any:
-        """Load the compiler; but Python itself asks modules for __path__ and the like."""
+        """Return an attribute of the real `torch._dynamo.utils`, for which this module stands.
+
+        This loads torch's compiler. Names such as __path__, which Python itself asks every module
+        for, do not load it.
+        """
         if name.startswith("__"):
             raise AttributeError(name)
-        _remove_stand_in()
+        _remove_substitute()
         from torch._dynamo import utils
 
         return getattr(utils, name)
 
 
-def _remove_stand_in() -> None:
-    """Let the next import of UTILITIES load it."""
+def _remove_substitute() -> None:
+    """Let the next import of UTILITIES load the real module."""
     if isinstance(sys.modules.get(UTILITIES), _Utilities):
         del sys.modules[UTILITIES]
 
 
 def _disable_later(disable: Any, function: Any = None, *options: Any, **named: Any) -> Any:
-    """Return the function. Its first call marks it as never compiled, and loads the compiler."""
-    make = cache(partial(disable, function, *options, **named))
+    """Mark a function as never compiled, as `torch.compiler.disable` does, but on its first call.
+
+    `torch.compiler.disable` loads the compiler, which takes a second. Libraries mark functions
+    while they are imported, and most of these functions are never called.
+
+    Args:
+        disable: the real `torch.compiler.disable`.
+        function: the function to mark.
+        options: further arguments of `disable`.
+        named: keyword arguments of `disable`.
+    """
+    mark = cache(partial(disable, function, *options, **named))  # runs once, then remembers
 
     @wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        return make()(*arguments, **keywords)
+        return mark()(*arguments, **keywords)
 
     return call

@@ -91,7 +91,10 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
 
 
 def _require_known_options(name: str, source: str, options: LoadOptions) -> None:
-    """Refuse an option that models of this source do not read: it would have no effect."""
+    """Refuse an option that models of this source do not read: it would have no effect.
+
+    `READERS` lists, for an option such as "tower", the sources that read it, such as "hf".
+    """
     for option, readers in READERS.items():
         is_given = getattr(options, option) != getattr(LoadOptions(), option)
         if is_given and source not in readers:
@@ -202,7 +205,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     spec, call = _add_preprocessing(spec, options)
     call, places, notes_on_places = place_weights(spec.module, call, options)
     read = _read_rows(spec.read or find_main_output)
-    probe = probe_model(spec, call, read)
+    probe = probe_model(spec, call, read)  # runs the model on a blank sample
     # All measures take logits, so probabilities are turned into logits.
     call, read, scorer = convert_outputs(probe.form, call, read, spec.next_token)
     spec = replace(
@@ -239,7 +242,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
 
 
 def _prepare_module(spec: ModelSpec, options: LoadOptions, name: str) -> tuple[ModelSpec, str]:
-    """Put a module in eval mode, freeze it, and bring its weights into the form to be measured.
+    """Put a module in eval mode, freeze it, and dequantise or round its weights if necessary.
 
     Args:
         spec: the model, with its description.
@@ -250,14 +253,15 @@ def _prepare_module(spec: ModelSpec, options: LoadOptions, name: str) -> tuple[M
         The description with the original module, and the hash of the weights.
 
     Raises:
-        InputError, UsageError: as in `_settle_weights`.
+        InputError, UsageError: as in `_prepare_weights`.
     """
     module = own.unwrap(spec.module)
-    quantised, digest = _settle_weights(module, spec.quantised, options, name)
+    quantised, digest = _prepare_weights(module, spec.quantised, options, name)
     # A program of torch.export has no modes.
     with explain_failure(f"{name} cannot be put in eval mode", "Give the original module."):
         module.eval().requires_grad_(False)
-    if options.dtype == "float64":  # other ways to multiply experts have no float64
+    # Only the setting "eager" multiplies mixtures of experts in float64.
+    if options.dtype == "float64":
         for config, _ in huggingface.list_expert_settings(module):
             setattr(config, huggingface.EXPERTS, "eager")
     architecture = spec.architecture or type(module).__name__
@@ -266,7 +270,7 @@ def _prepare_module(spec: ModelSpec, options: LoadOptions, name: str) -> tuple[M
 
 
 def _read_rows(read: Read) -> Read:
-    """Return a function that reads an output with a row per sample: a single number is a row."""
+    """Return a function that reads an output as a row per sample: (batch,) becomes (batch, 1)."""
 
     def read_rows(result: Any) -> Tensor:
         """Return the output tensor of a result, (batch, ...), of at least two axes."""
@@ -291,18 +295,19 @@ def _note_facts(spec: ModelSpec, probe: Probe, options: LoadOptions) -> Iterator
         yield spec.commit.note
 
 
-def _settle_weights(
+def _prepare_weights(
     module: nn.Module, quantised: str, options: LoadOptions, name: str
 ) -> tuple[str, str]:
-    """Dequantise quantised weights, or round weights for --quantize, in place.
-
-    Returns a description of the quantisation for the report (empty without one), and the hash.
+    """Dequantise quantised weights, or round weights for --quantize, in place; then hash them.
 
     Args:
         module: the model.
         quantised: a description if loading has dequantised the weights already; else empty.
         options: the user's options.
         name: the model's name in errors.
+
+    Returns:
+        A description of the quantisation for the report, empty without one, and the hash.
 
     Raises:
         InputError: weights are not finite, or cannot be dequantised or rounded.
@@ -426,11 +431,13 @@ def _expand_channels(name: str, values: PerChannel, channels: int) -> PerChannel
 
 
 def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
-    """Return the description with `prepare`, which turns pictures into pixels, by --preprocess.
+    """Return the description with `prepare`, the function that turns pictures into pixels.
 
-    None: the model's own steps, for pictures of another size than the model takes. "model": its
-    own steps, for pictures of every size. "resize": no steps of its own; other sizes are scaled
-    and cropped. "none": other sizes are refused.
+    --preprocess chooses what happens to a picture:
+    - None: pictures of another size than the model takes go through the model's own steps.
+    - "model": pictures of every size go through the model's own steps.
+    - "resize": pictures of another size are scaled and cropped, without the model's own steps.
+    - "none": pictures of another size are refused.
 
     Raises:
         UsageError: the model's own steps are requested, and it has none.
@@ -440,7 +447,7 @@ def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
     if choice is None:
         return replace(spec, prepare=prepare)
     if choice == "model":
-        # The steps by the names that the report shows. A function of a factory is one step.
+        # The steps, by the names that the report shows. `prepare` of a user's factory is one step.
         if isinstance(prepare, Resizing):
             steps = prepare.steps
         else:
@@ -527,21 +534,21 @@ def freeze_net(net: Net) -> Iterator[Net]:
 
 @contextmanager
 def restore(module: nn.Module) -> Iterator[None]:
-    """Undo, when the block ends, all changes that `assemble` made to a module.
+    """Undo, when the block ends, all changes that `assemble` makes to a module inside the block.
 
-    `assemble` changes modes, flags, dtypes and devices, and puts other tensors or tables in the
-    place of those that the module has. It adds no entries to tables, and parameters are frozen, so
-    no gradients appear: entries and gradients from before the block are restored, and none need to
-    be removed.
+    Restored are train and eval modes, tables of tensors and submodules, values of tensors with
+    their dtype and device, `requires_grad`, gradients, and settings of experts. `assemble` adds no
+    entries to tables and makes no gradients, so nothing has to be removed.
     """
     modes = {part: part.training for part in module.modules()}
-    # `convert_on_read` and `dequantise` replace tables of a module, or entries of a table.
-    tables = []  # with their module, their name and their entries
+    # The tables of each module, with copies of their entries: `convert_on_read` and `dequantise`
+    # replace whole tables, or entries of a table.
+    tables = []
     for part in modes:
         for name in ("_parameters", "_buffers", "_modules"):
             table = getattr(part, name)
             tables.append((part, name, table, dict(table.items())))
-    # A move to another dtype or device gives the same tensors, and their gradients, new data.
+    # `module.to(...)` keeps the tensor objects and their gradients, and gives them new data.
     tensors = (*module.parameters(), *module.buffers())
     values = [(t, t.data, t.requires_grad) for t in tensors]
     gradients = [(p, p.grad, p.grad.data) for p in module.parameters() if p.grad is not None]
@@ -553,7 +560,7 @@ def restore(module: nn.Module) -> Iterator[None]:
             setattr(config, huggingface.EXPERTS, choice)
         for part, name, table, entries in tables:
             vars(part)[name] = table
-            if name != "_modules":  # tables of modules are only replaced as a whole
+            if name != "_modules":  # entries of a table of submodules were not replaced
                 for key, t in entries.items():
                     table[key] = t
         for part, mode in modes.items():

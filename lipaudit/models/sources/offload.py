@@ -50,7 +50,7 @@ def place_weights(
         UsageError: this machine has no such device, or two options choose a device.
         EvaluationError: the disk is full.
     """
-    run_dtype = {"float32": torch.float32, "float64": torch.float64}[options.dtype]
+    run_dtype: torch.dtype = getattr(torch, options.dtype)
     # Half-precision arithmetic is too coarse for norms. So weights that stay as stored are
     # converted to the dtype of the run whenever a layer reads them (`convert_on_read`).
     dtype = None  # dtype of the parameters in memory; None: as stored
@@ -78,7 +78,7 @@ def place_weights(
     placement.move(module, dtype)
     notes += (placement.note(module),)
     call = placement.connect(module, call)
-    narrow = convert_on_read(module, run_dtype, placement.computes_at)
+    narrow = convert_on_read(module, run_dtype, placement.find_compute_device)
     if dtype is None:
         notes += (_note_stored(narrow, options.dtype),)
     return lift_parameters(call), placement.places, notes
@@ -123,7 +123,7 @@ class Placement:
         """Return the place of a module or tensor."""
         return str(_look_up(self.places, name) or self.main)
 
-    def computes_at(self, path: str) -> torch.device:
+    def find_compute_device(self, path: str) -> torch.device:
         """Return the device on which a module computes.
 
         A module computes on the device of its weights. If the weights are on the CPU or the disk,
@@ -137,9 +137,12 @@ class Placement:
     def move(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         """Put every parameter in its place: a device, or the disk.
 
-        There are three cases. A parameter of a device is copied there. A parameter of the disk
-        is written to a temporary file, and the file is mapped into memory. A parameter of the disk
-        that safetensors has already mapped from the model's own file stays as it is.
+        There are three cases:
+        1. The place is a device: the parameter is copied there.
+        2. The place is the disk: the parameter is written to a temporary file, and the file is
+           mapped into memory.
+        3. The place is the disk, and safetensors has already mapped the parameter from the model's
+           own file: it stays as it is.
 
         The temporary folder is deleted at the end. On Linux and macOS a mapped file stays readable
         until nothing maps it, although its name is gone. Windows does not delete a mapped file,
@@ -171,8 +174,8 @@ class Placement:
                     if dtype is not None and values.is_floating_point() and not is_read_elsewhere:
                         new_dtype = dtype
                     values = values.to(device, new_dtype)
-                # Case 3 is a storage on the CPU that torch cannot resize: it is a mapped file, and
-                # stays as it is. All other values of the disk are case 2: in memory, to be mapped.
+                # Case 2: the values are in memory. In case 3 nothing is done. The cases differ in
+                # the storage: torch cannot resize that of a mapped file.
                 elif values.device.type != CPU or values.untyped_storage().resizable():
                     values = _map_weight(values, Path(folder, str(number)))
                 parameter = nn.Parameter(values, requires_grad=False)
@@ -195,8 +198,8 @@ class Placement:
         Returns:
             The call, with its result on the device of the samples.
         """
-        # Weights on the CPU or the disk are copied to `main` when they are read. If there is no
-        # further device, every module computes on `main`, and no tensor has to travel.
+        # Modules with weights on the CPU or the disk compute on `main`. If there is no further
+        # device, every module computes on `main`, and no tensor has to travel.
         if {self.main, torch.device(CPU)}.issuperset(self.devices.values()):
             return call
         # Moves all tensors in nested tuples, lists and dictionaries.
@@ -209,10 +212,10 @@ class Placement:
             return send_to_device(output, device)
 
         for path, part in module.named_modules():
-            device = self.computes_at(path)
+            device = self.find_compute_device(path)
             part.register_forward_pre_hook(partial(send_inputs, device), with_kwargs=True)
             parent = path.rpartition(".")[0]
-            parent_device = self.computes_at(parent)
+            parent_device = self.find_compute_device(parent)
             is_in_list = isinstance(module.get_submodule(parent), LISTS)
             if parent_device != device and not is_in_list:
                 part.register_forward_hook(partial(send_output, parent_device))
@@ -341,7 +344,10 @@ def _name_blocks(module: nn.Module) -> set[str]:
 
 
 def _look_up(places: Mapping[str, Any], name: str) -> Any:
-    """Return the place of a module or tensor, or of its nearest enclosing module that has one."""
+    """Return the place of a module or tensor, or of its nearest enclosing module that has one.
+
+    For `blocks.0.norm`, the names `blocks.0.norm`, `blocks.0`, `blocks` and "" are looked up.
+    """
     while name not in places and name:
         name = name.rpartition(".")[0]
     return places.get(name)

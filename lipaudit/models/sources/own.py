@@ -90,7 +90,7 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
             "Return the model itself, not its state dict or a class.",
         )
     spec = describe(model, options, f"py:{reference}, a {type(model).__name__},")
-    if spec.kind != "image" or options.input_size is None:
+    if spec.kind != "image":
         return spec
     return replace(spec, input_shape=options.image_shape(spec.input_shape))
 
@@ -188,11 +188,11 @@ def _require_consistent(spec: ModelSpec) -> None:
 def _choose_image(options: LoadOptions) -> tuple[int, int, int]:
     """Return the (channels, height, width) of a user's model for which --input-size is given.
 
-    If the data can be read as images of --input-size, their shape is returned. Otherwise
-    --input-size gives height and width. If --input-size does not give the channels, the data does,
-    and without images in the data there are 3 channels.
+    --input-size may be a side, (height, width) or (channels, height, width). If it does not give
+    the channels, the data does. Without images in the data, there are 3 channels.
     """
-    # The data may have several shapes: channels may come first or last.
+    # Several shapes if the data does not say whether channels come first or last. Prefer a shape
+    # that agrees with --input-size. `image_shape` puts --input-size into a shape.
     shapes = [form.shape for form in options.forms() if form.kind == "image"]
     for shape in shapes:
         if options.image_shape(shape) == shape:
@@ -208,7 +208,8 @@ def _describe_by_data(module: nn.Module, options: LoadOptions, name: str) -> Mod
     Raises:
         UsageError: the data has no shape, or a shape with several readings.
     """
-    # The possible readings of a sample's shape; `fits` says whether the values agree with one.
+    # The possible readings of a sample: as an image, with channels first or last, or as floats. A
+    # reading is dropped if the values of the data do not fit it.
     forms = options.forms()
     possible = [form for form in forms if form.fits]
     if all(form.kind == "image" for form in possible):

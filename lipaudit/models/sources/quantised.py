@@ -54,10 +54,11 @@ class Dequantising(NamedTuple):
 
 
 def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool) -> Dequantising:
-    """Decide who dequantises a checkpoint of transformers, if it is quantised.
+    """Prepare to dequantise a checkpoint of transformers, by a way that depends on its method.
 
-    GPTQ and AWQ are dequantised here, by `read_codes`; torchao and bitsandbytes after loading, by
-    `dequantise`; all other methods by transformers itself.
+    GPTQ and AWQ are dequantised here, by `read_codes`: the result then has their weights. torchao
+    and bitsandbytes are dequantised after loading, by `dequantise`, and a float checkpoint is not
+    dequantised: the result is then empty. All other methods are dequantised by transformers.
 
     Args:
         config: the configuration of the model; its `quantization_config` is removed, or changed so
@@ -73,6 +74,7 @@ def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool
     if not stored:
         return Dequantising()
     method = str(stored.get("quant_method") or "bitsandbytes")  # old files name no method
+    # GPTQ and AWQ store their files in several layouts.
     layout = ""
     if method in LAYOUTS:
         default = LAYOUTS[method][0]
@@ -85,7 +87,7 @@ def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool
         return Dequantising(notes=(note,))
     if method in LAYOUTS:
         del config.quantization_config  # transformers then loads float weights: those of `state`
-        if method == "awq":
+        if method == "awq":  # it has a single supported layout
             layout = method
         text, state = read_codes(path, layout, later=later)
         return Dequantising(text, state)
@@ -107,7 +109,7 @@ def _require_known_method(method: str, layout: str, stored: Mapping[str, Any], p
     Raises:
         InputError: the checkpoint cannot be dequantised here.
     """
-    obstacle = _find_obstacle(stored)
+    obstacle = _find_obstacle(stored)  # such as " with rotated activations"
     if not obstacle and method in LAYOUTS and layout not in LAYOUTS[method]:
         obstacle = f" in the layout {layout}"
     if obstacle or method not in LIBRARIES:
@@ -126,7 +128,9 @@ def _require_known_method(method: str, layout: str, stored: Mapping[str, Any], p
 
 
 def _find_obstacle(stored: Mapping[str, Any]) -> str:
-    """Return why weights cannot be dequantised, whatever the method; empty if they can.
+    """Return why weights cannot be dequantised, to follow the method's name; empty if they can.
+
+    For example " with rotated activations", in "quantised by METHOD with rotated activations".
 
     Args:
         stored: the quantisation in config.json.
@@ -170,21 +174,22 @@ class Codes:
         return replace(self, compute=compute, shape=self.shape[::-1])
 
     def __getitem__(self, key: Any) -> Tensor:
-        """Return the whole weight: the only slice that transformers asks for is [...].
+        """Return the float weight of this quantised one, as transformers reads it: `codes[...]`.
 
-        The result has the float values. If `later`, it is a placeholder without values: they are
-        computed whenever a layer reads the weight.
+        Transformers takes this object for a slice of a safetensors file, and asks for all of it.
+        If `later`, the result is a placeholder without values: these are computed whenever a layer
+        reads the weight.
         """
         if not self.later:
             return self.compute()
         weight = defer(self.compute, self.shape)
-        # Transformers calls `to` on loading, which would convert a placeholder without values.
+        # While loading, transformers calls `to` on it, to convert values that are not there yet.
         weight.__dict__["to"] = lambda *_, **__: weight
         return weight
 
 
 def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, Any]]:
-    """Read a checkpoint of GPTQ or AWQ, so that one layer at a time can be dequantised.
+    """Read a checkpoint of GPTQ or AWQ, without dequantising its layers yet.
 
     Args:
         path: the directory.
@@ -201,12 +206,12 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
     """
     state: dict[str, Any] = {}
     for file in list_weight_files(each.name for each in path.iterdir()):
-        if not file.endswith(".json"):
+        if not file.endswith(".json"):  # no index of sharded files
             state |= read_weights(path / file)[0]
     formats = Counter[str]()  # number of weights of each number format
     count = 0  # entries of quantised weights
     for layer in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
-        # The tensors of the layer, which become arguments of `dequantise_codes`.
+        # The tensors of the layer become arguments of `dequantise_codes`, and leave the state.
         parts: dict[str, Tensor] = {}
         for part in ("qweight", "qzeros", "scales", "g_idx"):
             name = f"{layer}.{part}"
@@ -219,8 +224,8 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
             groups = range(len(parts["scales"]))
             if "g_idx" in parts and not set(parts["g_idx"].tolist()).issubset(groups):
                 raise ValueError("g_idx names a group without a scale")
-            # A trial on the meta device, without values. It raises an error if shapes do not fit,
-            # before the model is built, and gives the shape of the weight.
+            # Dequantise on the meta device, without values: this gives the shape of the weight. It
+            # raises an error if shapes do not fit, before the model is built.
             blank = {part: value.to("meta") for part, value in parts.items()}
             shape = dequantise_codes(layout, **blank).shape
         # `qweight` packs its codes into words of 32 bits.
@@ -306,9 +311,9 @@ def dequantise_codes(
 def _add_one(words: Tensor, zeros: Tensor, bits: int) -> Tensor:
     """Return the zero points of GPTQ's first version, which stores zero - 1.
 
-    GPTQ's kernels add 1 to all values of a packed word at once, so that the largest value
-    overflows into the next value. Values of 3 bits may cross the ends of words. For them, the
-    kernels add 1 to each value, and the largest value wraps around to 0.
+    This repeats what GPTQ's kernels do, bit for bit. They add 1 to all values of a packed word at
+    once, so that the largest value overflows into the next value. Values of 3 bits may cross the
+    ends of words. For them, the kernels add 1 to each value, and the largest wraps around to 0.
 
     Args:
         words: the packed zero points, (groups, words), int32.
@@ -318,7 +323,8 @@ def _add_one(words: Tensor, zeros: Tensor, bits: int) -> Tensor:
     largest = 2**bits - 1
     if 32 % bits:  # 3 bits
         return (zeros + 1) & largest
-    ones = (2**32 - 1) // largest  # a word with 1 in each value
+    # A word with 1 in each value: 0x11111111 = 0xFFFFFFFF / 0xF for 4 bits.
+    ones = (2**32 - 1) // largest
     return _unpack(words + ones, bits)
 
 
@@ -331,8 +337,8 @@ def _unpack_by_places(words: Tensor) -> Tensor:
 def _unpack(words: Tensor, bits: int) -> Tensor:
     """Return the unsigned integers that are packed in rows of int32 words.
 
-    A value of 3 bits may cross the end of a byte. So bytes are cut into pieces, which are joined
-    to values. For values of 3 bits, a piece is one bit. For 2, 4 or 8 bits, it is a whole value.
+    Bytes are cut into pieces, and pieces are joined to values. For 2, 4 or 8 bits, a piece is a
+    whole value. A value of 3 bits may cross the end of a byte, so a piece is then one bit.
 
     Args:
         words: (rows, words), int32.
@@ -384,7 +390,7 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
                     "Try where its kernels run, or give a dequantised copy.",
                 ):
                     compute, number_format = _find_values(part, p)
-                    values = compute()  # also if `later`: an error is raised now
+                    values = compute()  # also if `later`, for its shape, and to raise errors now
                 formats[f"{library} {number_format}"] += 1
                 if later:
                     weights[id(p)] = defer(compute, values.shape)
@@ -394,13 +400,14 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
             if library == "torchao":
                 part._parameters[name] = weight
                 continue
-            # A layer of bitsandbytes multiplies codes itself: an nn.Linear takes its place.
+            # A layer of bitsandbytes multiplies its codes itself. So an nn.Linear with the float
+            # weight takes its place in the parent module.
             linear: Any = nn.Linear(part.in_features, part.out_features, device="meta")
             linear.weight = weight
             linear.bias = part.bias
             parent_path, _, key = path.rpartition(".")
             parent = parts[parent_path]
-            # A new table of submodules: `loader.restore` puts the old table back.
+            # A new table of submodules, so that `loader.restore` can put the old one back.
             parent._modules = {**parent._modules, key: linear}
     if not formats:
         return ""

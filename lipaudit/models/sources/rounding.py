@@ -164,9 +164,9 @@ def list_linear_weights(module: nn.Module) -> Iterator[LinearWeight]:
     for path, part in module.named_modules():
         # The linear layer of GPT-2 in transformers, whose weight is (inputs, outputs).
         is_transposed = type(part).__name__ == "Conv1D"
-        names: tuple[str, ...] = ()
+        names: tuple[str, ...] = ()  # of weights of linear maps in this module
         if isinstance(part, nn.MultiheadAttention):
-            names = PACKED
+            names = PACKED  # `in_proj_weight` or `q_proj_weight`, ...
         elif is_transposed or isinstance(part, nn.Linear):
             names = ("weight",)
         for name in names:
@@ -187,12 +187,14 @@ def _find_fixed(module: Any) -> set[int]:
         if not hasattr(module, get):
             continue
         output = getattr(module, get)()
-        if isinstance(output, tuple):
+        if isinstance(output, tuple):  # several heads
             parts += output
         else:
             parts.append(output)
-    # A model without a head is its own base model: then no parameter is outside of it.
-    base = getattr(module, getattr(module, "base_model_prefix", ""), module)
+    # The base model of a transformers model, such as `model.bert`. A model without a head is its
+    # own base model, and so is a model of another library: no parameter is outside of it.
+    prefix = getattr(module, "base_model_prefix", "")
+    base = getattr(module, prefix, module)
     fixed = set(map(id, module.parameters()))
     fixed.difference_update(map(id, base.parameters()))
     for part in parts:

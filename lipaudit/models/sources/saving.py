@@ -38,6 +38,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
         return True
     weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
     (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
+    # Models of timm keep facts about their trained weights: classes, normalisation, resizing.
     trained = getattr(module, "pretrained_cfg", None)
     facts: dict[str, Any] = {}
     if isinstance(module, DigitsViT):  # a demo: timm has an equal architecture
@@ -48,7 +49,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
         for name in (*RESIZING, "first_conv", "classifier"):
             if trained.get(name) is not None:
                 facts[name] = trained[name]
-    else:
+    else:  # no library has a format for this model
         return False
     for name in ("mean", "std"):
         if name in net.preprocess:
@@ -66,16 +67,17 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
 
 
 def _read_arguments(net: Net, options: LoadOptions) -> dict[str, Any]:
-    """Return the arguments with which a model of timm was built: of its directory, and options.
+    """Return the arguments with which a model of timm was built, such as `img_size`.
 
-    The number of classes is left out, because it may have changed.
+    They come from the config.json of its directory and from --model-kwargs. The number of classes
+    is left out, because it may have changed.
     """
     config_file = Path(net.name) / "config.json"
-    given = {}
+    arguments = {}
     if config_file.is_file():
-        given = read_json(config_file).get("model_args", {})
-    given |= options.model_kwargs
-    return {k: v for k, v in given.items() if k not in ("pretrained", "num_classes")}
+        arguments = read_json(config_file).get("model_args", {})
+    arguments |= options.model_kwargs
+    return {k: v for k, v in arguments.items() if k not in ("pretrained", "num_classes")}
 
 
 def _save_transformers(module: Any, folder: Path) -> None:

@@ -57,8 +57,8 @@ def read_lexicon(
     """
     count = min(vocabulary, len(tokenizer))
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(range(count))]
-    # The prefix that tells the first token of a word from later ones: "##" before later tokens
-    # (WordPiece), or one of BEGINS_MARKS before first tokens; "" for vocabularies without marks.
+    # The prefix that tells the first token of a word from later ones. WordPiece writes "##" before
+    # later tokens, others write one of BEGINS_MARKS before first tokens. "": there is no prefix.
     mark = _find_mark(tokenizer)
     # Whether each id begins a word, continues a word, or is fixed.
     kinds = [_classify_token(token, mark) for token in tokens]
@@ -86,11 +86,11 @@ def read_lexicon(
     def write(token: int) -> str:
         """Return the characters that an id adds to a word; empty for a part of a character.
 
-        A WordPiece token is written as in the vocabulary, without the mark: ##ing adds "ing". All
-        other tokens are decoded.
+        In WordPiece, these are the token without its mark: ##ing adds "ing". All other tokens are
+        decoded.
         """
         text = ""
-        if mark and mark not in BEGINS_MARKS:  # WordPiece
+        if mark and mark not in BEGINS_MARKS:  # WordPiece, whose mark is before later tokens
             text = tokens[token].removeprefix(mark)
         text = text or spell([token]).strip()
         if "\ufffd" in text:  # the sign for bytes that are no whole character
@@ -130,10 +130,10 @@ def _find_spans(texts: Sequence[str], encoded: Any) -> Iterator[Span]:
 
 
 def _find_mark(tokenizer: Any) -> str:
-    """Return the prefix by which a vocabulary distinguishes words and their continuations.
+    """Return the prefix that distinguishes tokens that begin a word from tokens that continue one.
 
-    WordPiece marks tokens that continue a word (##). Byte-level BPE and SentencePiece mark tokens
-    that begin a word (`BEGINS_MARKS`). Empty for other vocabularies.
+    WordPiece puts ## before tokens that continue a word. Byte-level BPE and SentencePiece put a
+    mark before tokens that begin a word (`BEGINS_MARKS`). Empty for other vocabularies.
     """
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     model = settings["model"]
@@ -161,20 +161,24 @@ def _classify_token(token: str, mark: str) -> int:
         return FIXED
     if not mark:  # without a mark, every token counts as the beginning of a word
         return BEGINS
-    # Some marks stand at the beginning of words, others at their continuations.
-    begins = token.startswith(mark) == (mark in BEGINS_MARKS)
-    return BEGINS if begins else GOES_ON
+    is_marked = token.startswith(mark)
+    if mark in BEGINS_MARKS:  # the mark is before tokens that begin a word
+        return BEGINS if is_marked else GOES_ON
+    return GOES_ON if is_marked else BEGINS
 
 
 class Feed:
-    """A tokenizer in front of a model.
+    """A tokenizer in front of a model: makes token ids and token types.
 
     Token types follow from the ids: 1 behind the first separator of a pair, else 0. Every text is
     checked for this.
     """
 
     def __init__(self, module: Any, tokenizer: Any, size: int) -> None:
-        """Prepare a tokenizer for a model; two examples show how the tokenizer marks a pair.
+        """Prepare a tokenizer for a model, and learn how it marks a pair of texts.
+
+        The tokenizer encodes the text "a" and the pair "a", "b". The number of separators tells
+        the two apart.
 
         Args:
             module: the model.
@@ -187,15 +191,15 @@ class Feed:
         self.separator: int | None = getattr(tokenizer, "sep_token_id", None)
         one_text = tokenizer("a")
         pair = tokenizer("a", "b")
-        in_one = list(one_text["input_ids"]).count(self.separator)
-        in_pair = list(pair["input_ids"]).count(self.separator)
-        # A row of ids with at least this many separators is a pair. Infinite: pairs have no more
-        # separators than single texts, so no row counts as a pair.
-        self.separators = in_pair if in_pair > in_one else math.inf
-        # Whether the model gets token types: 1 for the second text of a pair, 0 for all others.
+        in_one = one_text["input_ids"].count(self.separator)
+        in_pair = pair["input_ids"].count(self.separator)
+        # A row of ids with at least this many separators is a pair. If a pair has no more of them
+        # than a single text, no row counts as a pair (infinity).
+        self.pair_separators = in_pair if in_pair > in_one else math.inf
+        # Whether the model gets token types: 1 for the second text of a pair, else 0.
         takes_types = "token_type_ids" in inspect.signature(module.forward).parameters
         has_one_type = getattr(module.config, "type_vocab_size", None) == 1
-        self.typed = takes_types and not has_one_type and "token_type_ids" in one_text
+        self.has_types = takes_types and not has_one_type and "token_type_ids" in one_text
 
     @property
     def unknown(self) -> int | None:
@@ -206,8 +210,8 @@ class Feed:
             return None
         return self.tokenizer.unk_token_id
 
-    def types(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the token types as a keyword argument of the model; empty if it takes none.
+    def derive_types(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the token types of ids as a keyword argument; empty if the model takes none.
 
         In a pair, types are 0 up to and including the first separator, and 1 behind it. In a
         single text, all types are 0.
@@ -216,19 +220,20 @@ class Feed:
             x: token ids (batch, tokens).
             mask: True at the tokens of the texts; None without padding.
         """
-        if not self.typed:
+        if not self.has_types:
             return {}
         separators = torch.zeros_like(x)
         if self.separator is not None:
             separators = (x == self.separator).long()
         if mask is not None:
             separators = separators * mask
-        is_pair = separators.sum(1, keepdim=True) >= self.separators
+        is_pair = separators.sum(1, keepdim=True) >= self.pair_separators
+        # For each token, the number of separators before it.
         separators_before = separators.cumsum(1) - separators
         return {"token_type_ids": separators_before.clamp(max=1) * is_pair}
 
-    def ids(self, *texts: str, most: int) -> list[int]:
-        """Return the ids of a text, or of a pair, cut to a number of tokens.
+    def tokenize(self, *texts: str, most: int) -> list[int]:
+        """Return the token ids of a text, or of a pair of texts, cut to at most `most` tokens.
 
         Raises:
             InputError: the model has no embedding for one of the ids.
@@ -246,15 +251,20 @@ class Feed:
         return ids
 
     def encode(self, texts: Sequence[str], most: int, **more: bool) -> Mapping[str, Any]:
-        """Return the encoding of a text, or of a pair, cut to a number of tokens.
+        """Return the tokenizer's encoding of a text, or of a pair of texts.
+
+        Args:
+            texts: one text, or two.
+            most: the text is cut to this number of tokens.
+            more: further options of the tokenizer.
 
         Raises:
-            InputError: the tokenizer's token types differ from the types that `types` derives.
+            InputError: the tokenizer's token types differ from those that follow from the ids.
         """
         encoded = self.tokenizer(*texts, truncation=True, max_length=most, **more)
-        ids = list(encoded["input_ids"])
-        derived = self.types(torch.tensor([ids], dtype=torch.long)).get("token_type_ids")
-        if derived is not None and derived[0].tolist() != list(encoded["token_type_ids"]):
+        ids = torch.tensor([encoded["input_ids"]], dtype=torch.long)
+        derived = self.derive_types(ids).get("token_type_ids")
+        if derived is not None and derived[0].tolist() != encoded["token_type_ids"]:
             raise InputError(
                 f"the token types of {texts[0][:40]!r} do not follow from its token ids",
                 "Remove special tokens, such as [SEP], from the texts. For a tokenizer with other "
@@ -268,7 +278,7 @@ READS_IDS = ("cohere_compass", "dpr", "flaubert", "xlm")
 
 
 def find_text_config(config: Any) -> Any:
-    """Return the settings of the only part that reads text, else all settings."""
+    """Return the settings of the part of a model that reads text; all settings if several do."""
     try:
         return config.get_text_config()
     except ValueError:  # several parts read text
@@ -287,7 +297,9 @@ def find_pad(config: Any) -> int | None:
 def pad_inputs(
     module: Any, x: Tensor, mask: Tensor | None, end: int | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the ids and the mask to run a model on, so that each text is read as if alone.
+    """Choose the id for padding, so that each text of a batch is read as if alone.
+
+    Yields the ids and the mask to run the model on inside the block.
 
     Args:
         module: the model.
@@ -301,7 +313,7 @@ def pad_inputs(
     """
     config = find_text_config(module.config)
     pad = find_pad(config)
-    fill = pad
+    fill = pad  # the id for padding
     if pad is None or pad == end:
         fill = _find_free_id(x, mask, end, config.vocab_size)
     if fill is None:
@@ -310,12 +322,14 @@ def pad_inputs(
             "Use a smaller --batch-size.",
         )
     # A classifier reads its output at the last token that is not `pad_token_id`. If the
-    # configuration names no such id, set `pad_token_id` to the padding inside the block.
+    # configuration names no such id, `pad_token_id` is set to `fill` inside the block.
     needs_name = pad is None and is_classifier(module)
     with patch.object(config, "pad_token_id", fill) if needs_name else nullcontext():
         if mask is not None:
             yield x.masked_fill(~mask, fill), mask.long()
-        elif module.config.model_type in READS_IDS:  # without a mask it looks for padding itself
+        elif (
+            module.config.model_type in READS_IDS
+        ):  # otherwise, it looks for padding among the ids
             yield x, torch.ones_like(x)
         else:
             yield x, None
@@ -398,8 +412,8 @@ def _count_ids(module: Any, config: Any) -> int:
 def _describe_tokenizer(feed: Feed) -> dict[str, Any]:
     """Return the fields of a `ModelSpec` that a tokenizer gives."""
     facts: dict[str, Any] = {
-        "tokenize": lambda text, most: feed.ids(text, most=most),
-        "tokenize_pair": lambda first, second, most: feed.ids(first, second, most=most),
+        "tokenize": lambda text, most: feed.tokenize(text, most=most),
+        "tokenize_pair": lambda first, second, most: feed.tokenize(first, second, most=most),
         "unknown_id": feed.unknown,
     }
     if getattr(feed.tokenizer, "is_fast", False):
@@ -414,7 +428,7 @@ def _describe_next_token(module: Any, feed: Feed | None) -> dict[str, Any]:
         facts["next_logits"] = partial(_score_next, module, feed)
     head = module.get_output_embeddings()
     if head is not None:
-        # Reads what the call returns: (result, mask).
+        # The call of the model returns (result, mask), and the result has the logits.
         facts["next_token"] = NextToken(head, lambda out: out[0].logits)
     return facts
 
@@ -447,22 +461,24 @@ def _make_call(module: Any, tower: str | None, feed: Feed | None, end: int | Non
     if tower is not None:
         run = getattr(module, f"get_{tower}_features")
     config = module.config
+    # A model with a head makes the inputs of its decoder itself.
     has_decoder = tower is None and config.is_encoder_decoder and not has_head(module)
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
+        """Run the model on token ids, (batch, tokens), and return its result with the mask."""
         # `pad_inputs` chooses ids and mask so that each text gives the same output as alone.
         with pad_inputs(module, x, mask, end) as (ids, attention):
             inputs: dict[str, Any] = {}
             if feed is not None:
-                inputs = feed.types(ids, mask)
+                inputs = feed.derive_types(ids, mask)
             if has_decoder:
-                # Without a head, the decoder reads the same text as the encoder, behind a start
-                # token: each token is moved by one position, and the last token is left out.
+                # The decoder reads the same text as the encoder, behind a start token: each token
+                # is moved by one position, and the last token is left out.
                 starts = (getattr(config, "decoder_start_token_id", None), find_pad(config), 0)
                 start = next(token for token in starts if token is not None)
                 column = torch.full_like(x[:, :1], start)
                 inputs["decoder_input_ids"] = torch.cat([column, ids[:, :-1]], 1)
-                inputs["decoder_attention_mask"] = None if mask is None else mask.long()
+                inputs["decoder_attention_mask"] = attention
             return run(attention_mask=attention, input_ids=ids, **inputs), mask
 
     return call
@@ -485,8 +501,11 @@ def _score_next(module: Any, feed: Feed | None, z: Tensor, first: int) -> Tensor
     # Logits before `first` are not needed, and would take much memory.
     if "logits_to_keep" in inspect.signature(module.forward).parameters:
         inputs["logits_to_keep"] = count
-    if feed is not None:  # a prompt is a single text: -1 is no separator
-        inputs |= feed.types(z.new_full(z.shape[:2], -1, dtype=torch.long))
+    # Token types follow from the separators among the ids. A prompt is a single text, so ids
+    # without a separator (-1) have the right types.
+    if feed is not None:
+        no_separators = z.new_full(z.shape[:2], -1, dtype=torch.long)
+        inputs |= feed.derive_types(no_separators)
     logits: Tensor = module(inputs_embeds=z, **inputs).logits
     return logits[:, -count:]
 

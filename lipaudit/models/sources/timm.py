@@ -64,6 +64,7 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
     config: Any = timm.models.get_pretrained_cfg(name)
     hub_id = getattr(config, "hf_hub_id", None)
     url = getattr(config, "url", None)
+    # Advice if the weights cannot be downloaded.
     advice = f"give a weights file with --arch timm:{name.partition('.')[0]}"
     if hub_id:
         advice += f" (of {hub_id})"
@@ -190,8 +191,8 @@ def describe_timm(
     steps = {type(step).__name__: step for step in transform.transforms}
     steps.pop("Normalize", None)  # normalisation is a part of the call of the model
     architecture = str(module.pretrained_cfg.get("architecture", type(module).__name__))
-    # The crop belongs to other weights of this architecture, and may be wrong here: a note names
-    # the architecture.
+    # If the weights are unknown, the crop is a guess: it belongs to other weights of this
+    # architecture. A note then names the architecture.
     guess = ""
     if not knows_weights and config["crop_pct"] != 1:
         guess = architecture
@@ -420,7 +421,11 @@ class DigitsViT(nn.Module):
         return self.head(states[:, 0])
 
     def _make_positions(self, patches: int) -> Tensor:
-        """Return the position embeddings, (1, 1 + patches, width), interpolated if needed."""
+        """Return the position embeddings of an image with this number of patches.
+
+        The shape is (1, 1 + patches, width), with the class token first. For another size of image
+        than in training, the embeddings are interpolated on the grid of patches.
+        """
         positions: Tensor = self.pos_embed
         if patches + 1 == positions.shape[1]:
             return positions

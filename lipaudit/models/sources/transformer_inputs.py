@@ -190,7 +190,7 @@ def describe_images(
             processor = AutoImageProcessor.from_pretrained(
                 path, trust_remote_code=False, local_files_only=True
             )
-    shape = options.image_shape(_image_shape(module, processor))
+    shape = options.image_shape(_find_image_shape(module, processor))
     steps = {}
     # The processor resizes images to its own size, so it is not used with --input-size. After
     # bicubic resizing, pixels may lie outside of [0, 1]: clamp them.
@@ -242,8 +242,12 @@ def _read_normalisation(processor: Any) -> dict[str, Any]:
     }
 
 
-def _image_shape(module: Any, processor: Any) -> tuple[int, ...]:
-    """Return (channels, height, width) of the processor's images, else by the configuration."""
+def _find_image_shape(module: Any, processor: Any) -> tuple[int, ...]:
+    """Return (channels, height, width) of the images that a model takes.
+
+    This is the shape of a picture after the processor's resizing. Without resizing, the shape is
+    read from the configuration.
+    """
     if processor is not None and processor.do_resize:
         from PIL import Image
 
@@ -260,7 +264,7 @@ def _image_shape(module: Any, processor: Any) -> tuple[int, ...]:
         configs.append(getattr(module.config, part, None))
 
     def find_setting(*names: str, default: Any) -> Any:
-        """Return the first value of one of these names in the configurations."""
+        """Return the first nonzero setting of one of these names in the configurations."""
         values = (getattr(config, name, None) for config in configs for name in names)
         return next(filter(None, values), default)
 

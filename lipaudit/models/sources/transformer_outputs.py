@@ -96,8 +96,8 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
             "Name the class as transformers does (...ForSequenceClassification), or write a py: "
             "factory that returns ModelSpec(..., read=lambda result: TENSOR).",
         )
-    # (samples, tokens, width). A feature map has four axes. Its two spatial axes are taken to be
-    # equally long, and their pixels become tokens.
+    # The hidden state of tokens is (samples, tokens, width). A feature map has four axes, and its
+    # pixels become tokens. Two axes of equal length are taken for the spatial ones.
     if hidden.ndim == 4:
         channels_last = hidden.shape[1] == hidden.shape[2] != hidden.shape[3]
         if channels_last:
@@ -182,7 +182,8 @@ def choose_pooling(path: Path | None) -> Pooling:
         settings = {"pooling_mode": "mean"}
         if file.is_file():
             settings = read_json(file)
-        # Older files have a switch for each mode, in place of `pooling_mode`.
+        # Older files have a switch for each mode in place of `pooling_mode`, such as
+        # "pooling_mode_mean_tokens": true for the mode "mean". Several modes may be on.
         modes = []
         for key, value in settings.items():
             switch = SWITCH.fullmatch(key)

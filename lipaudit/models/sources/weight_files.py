@@ -10,7 +10,7 @@ import re
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,9 @@ def read_weights(path: Path) -> tuple[State, Notes]:
 
 
 def _choose_state(content: Any, path: Path) -> tuple[State, Notes]:
-    """Return the weights in the content of a file, of one model, and notes on the choice.
+    """Choose one model's weights in the content of a file, and return them with notes.
+
+    A training checkpoint may hold several sets of weights, such as "model" and "model_ema".
 
     Raises:
         InputError: there are none, or several sets without a usual name.
@@ -138,8 +140,8 @@ def _choose_state(content: Any, path: Path) -> tuple[State, Notes]:
             tensors = _find_tensors(part)
             if tensors:
                 states[key] = tensors
-    # Prefer the usual keys, in the order of `CONTAINERS`. Without a usual key, take the only set
-    # of weights, if there is just one.
+    # Prefer sets under the usual keys, in the order of `CONTAINERS`. Without a usual key, take the
+    # weights at the top of the file, else the only set of weights.
     choices = [key for key in CONTAINERS if key in states]
     if not choices and not state and len(states) == 1:
         choices = [*states]
@@ -355,8 +357,8 @@ def guess_arguments(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]
 
     guesses: dict[str, int] = {}
     classifier = ""
-    # Number of norm layers by their width (in the model, in the file): most norms have the width
-    # of the model.
+    # Most norm layers have the width of the model. So count the norm layers of each pair of widths
+    # (in the model, in the file), and compare the most frequent pair.
     widths = Counter[tuple[int, int]]()
     for name, tensor in expected.items():
         if name not in state:
@@ -423,8 +425,8 @@ def match_names(state: State, module: nn.Module) -> tuple[State, Notes]:
 
     Lightning adds such a prefix. The prefix to remove is the one that gives the most names of the
     module. A checkpoint of Lightning also has weights without this prefix, such as weights of a
-    loss. They are left out if all weights of the module are found. Otherwise they stay, so that
-    the later error names them as surplus.
+    loss. They are left out if all weights of the module are found. Otherwise they stay, and the
+    later error names them as surplus.
 
     Args:
         state: the stored weights by name.
@@ -434,16 +436,8 @@ def match_names(state: State, module: nn.Module) -> tuple[State, Notes]:
         The weights by their names in the module, and a note on weights that were left out.
     """
     expected = module.state_dict()
-    prefixes = Counter[str]()  # by the number of names that fit without this prefix
-    for name in state:
-        # Every end of a dotted name: a.b.c, b.c, c.
-        end = name
-        dot = "."
-        while dot:
-            if end in expected:
-                prefixes[name.removesuffix(end)] += 1
-            _, dot, end = end.partition(".")
-    ranking = prefixes.most_common(2)
+    # The two prefixes without which most names fit, each with its number of these names.
+    ranking = _count_prefixes(state, expected).most_common(2)
     prefix, matches = ranking[0] if ranking else ("", 0)
     renamed: State = {}
     without_prefix = []
@@ -463,6 +457,23 @@ def match_names(state: State, module: nn.Module) -> tuple[State, Notes]:
     matched = {name: value for name, value in renamed.items() if name not in without_prefix}
     text = f"weights beside the model {prefix.rstrip('.')!r} were left out: {few(without_prefix)}"
     return matched, (Note.info("weights-beside", text),)
+
+
+def _count_prefixes(names: Iterable[str], expected: Container[str]) -> Counter[str]:
+    """Return the prefixes before expected names: for each, the number of names that have it.
+
+    For the name `model.head.bias`, if `head.bias` is expected, the prefix is `model.`.
+    """
+    prefixes = Counter[str]()
+    for name in names:
+        # Every end of a dotted name: a.b.c, b.c, c.
+        end = name
+        dot = "."
+        while dot:
+            if end in expected:
+                prefixes[name.removesuffix(end)] += 1
+            _, dot, end = end.partition(".")
+    return prefixes
 
 
 def note_half_precision(dtypes: Iterable[torch.dtype]) -> Notes:

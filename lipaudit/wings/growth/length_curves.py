@@ -32,7 +32,7 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
         # Rows of the same head, mask and radius are one line.
         lines = group_values((_name_line(row, mode), row) for row in group)
         series = []
-        for name in _spread(list(lines)):
+        for name in _pick_evenly(list(lines)):
             series.append(make_series(name, lines[name], x, "norm"))
         if x == "n":
             series += list(_draw_guides(series))
@@ -40,11 +40,11 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
         yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
 
 
-def _spread(names: list[str]) -> list[str]:
+def _pick_evenly(names: list[str]) -> list[str]:
     """Return at most LINES of the names, evenly spaced, so that a chart stays readable."""
     if len(names) <= LINES:
         return names
-    step = (len(names) - 1) / (LINES - 1)
+    step = (len(names) - 1) / (LINES - 1)  # from the first name to the last
     return [names[round(i * step)] for i in range(LINES)]
 
 
@@ -57,7 +57,7 @@ def _draw_guides(series: list[Series]) -> Iterator[Series]:
     end = max(line.x[-1] for line in series)
     first = series[0].y[0]
     for text, power in (("n^1/4", 0.25), ("n^1/2", 0.5)):
-        last = first * (end / start) ** power
+        last = first * (end / start) ** power  # c n^power at both ends
         yield Series(text, (start, end), (first, last), guide=True)
 
 

@@ -160,7 +160,7 @@ class WorstHead:
         for mode in ("adversarial", "radius", "ascent"):
             if mode not in self.options.modes:
                 continue
-            measure = self._search if mode == "ascent" else self._measure_worst
+            measure = self._search_norms if mode == "ascent" else self._measure_worst
             if mode == "radius":  # many radii, at the largest length
                 radii = self._spread_radii()
                 lengths = self.options.lengths[-1:]
@@ -194,16 +194,15 @@ class WorstHead:
     def _spread_radii(self) -> list[float]:
         """Return the radii R of mode radius (norms over R, at the largest length n), ascending.
 
-        n_max(R) is the number of tokens up to which worst-case norms at radius R grow like sqrt n.
-        log n_max grows about linearly in R^2. `worst.radius` returns the R with a given n_max.
-        Norms at n tokens grow fast with R until about n_max(R) = n. The radii are evenly spaced in
-        R^2 from n_max = 3 (R = 0 has n_max = 2) to n_max = n^2: about half of them are in the fast
-        growth, half behind it. None exceeds the largest token norm of the layer, unless this is
-        below the first radius; the first radius is then the only one.
+        Norms at n tokens grow fast with R as long as n_max(R) < n, and slowly beyond. n_max is the
+        length at which norms peak, and log n_max is about linear in R^2. So the radii are evenly
+        spaced in R^2, from n_max = 3 to n_max = n^2: half of them in the fast growth.
         """
+        # `worst.radius` is the inverse of n_max(R), which is 2 at R = 0.
         first = self.worst.radius(3.0)
-        last = min(self.layer_radius, self.worst.radius(self.options.lengths[-1] ** 2.0))
-        count = RADII if first < last else 1
+        last = self.worst.radius(self.options.lengths[-1] ** 2.0)
+        last = min(self.layer_radius, last)  # no token of the layer is longer
+        count = RADII if first < last else 1  # 1: the first radius alone
         squares = torch.linspace(first**2, last**2, count)
         radii: list[float] = squares.double().sqrt().tolist()
         return radii
@@ -233,27 +232,27 @@ class WorstHead:
             norm = worst_tokens.duplicated_norm(moved, copies)
             yield n, {"norm": float(norm), "mean_field": limit}
 
-    def _search(
+    def _search_norms(
         self, radius: float, lengths: Sequence[int], *, masked: bool
     ) -> Iterator[tuple[int, Cells]]:
         """Yield each length n and the largest ||J|| that independent searches find, with a range.
 
         The more the results of the searches differ, the wider the range.
         """
-        # A seed of its own for every layer and head.
+        # A different seed for every layer and head.
         seed = int(self.options.seed * 10**6 + 1000 * self.name["layer"] + self.name["head"])
         if masked:  # copies have no closed form here, so searches over many tokens are too slow
             lengths = [n for n in lengths if n <= SEARCHED]
-        found = steepest_tokens(self.head, radius, lengths, seed=seed, causal=masked)
-        for n, steepest in zip(lengths, found, strict=True):
-            worst = float(steepest.norm.min())  # of the searches
-            best = float(steepest.norm.max())
-            # The range is best / spread to best * spread, where spread is best / worst, slightly
-            # raised: equal results of the searches do not prove that the norm is the largest.
+        ends = steepest_tokens(self.head, radius, lengths, seed=seed, causal=masked)
+        for n, end in zip(lengths, ends, strict=True):
+            smallest = float(end.norm.min())  # over the searches
+            largest = float(end.norm.max())
+            # The range is largest / spread to largest * spread. The spread is largest / smallest,
+            # slightly raised: searches that agree do not prove that the norm is the largest.
             spread = 1 + REPEATS
-            if worst:
-                spread *= best / worst
-            yield n, {"norm": best, "norm_low": best / spread, "norm_high": best * spread}
+            if smallest:
+                spread *= largest / smallest
+            yield n, {"norm": largest, "norm_low": largest / spread, "norm_high": largest * spread}
 
 
 def worst_case(net: Net, sample: Batch, options: ScalingOptions) -> tuple[list[Cells], Notes]:
@@ -309,7 +308,7 @@ def _measure_layer(layer: Layer, options: ScalingOptions) -> LayerCase:
     Heads or layers without a worst case have a reason in place of rows.
     """
     index = layer.site.index
-    heads = _fit_heads(layer)
+    heads = _read_suitable_heads(layer)
     if isinstance(heads, str):  # the reason why the worst case of this layer is unknown
         return LayerCase([], [(heads, f"layer {index}")])
     case = LayerCase([], [])
@@ -340,10 +339,11 @@ def _choose_heads(layer: Layer, heads: Heads, options: ScalingOptions) -> list[i
     return [number for number in numbers if f"{layer.site.index}.{number}" in options.heads]
 
 
-def _fit_heads(layer: Layer) -> Heads | str:
-    """Return the heads of a layer at the first sample in float64.
+def _read_suitable_heads(layer: Layer) -> Heads | str:
+    """Return the heads of a layer at the first sample, or why they have no worst-case tokens.
 
-    If the construction of worst-case tokens does not apply to the layer, return the reason.
+    Worst-case tokens are constructed for self-attention with affine projections and without a
+    position bias. The heads are in float64.
     """
     if layer.site.reason is not None:
         return layer.site.reason
@@ -353,7 +353,7 @@ def _fit_heads(layer: Layer) -> Heads | str:
         return error.reason
     if not are_affine_everywhere(heads):
         return "it needs self-attention with affine projections"
-    # A key with P > 0 is not masked. The bias of its logit must be 0, apart from rounding.
+    # Where P > 0, a key is not masked: the bias of its logit must be 0, apart from rounding.
     p = heads.attention()
     bias = heads.bias_rows(0, heads.q.shape[2]).expand_as(p)
     if float(bias[p > 0].abs().max()) > NO_BIAS:

@@ -140,16 +140,18 @@ def _measure_lengths(net: Net, batch: Batch, options: ScalingOptions) -> Part:
     import numpy as np
 
     cuts, places = _cut_to_lengths(net, batch, options.lengths)
-    how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
-    of_heads = list(bounds.measure(net, cuts, BoundsOptions(layers=options.layers, **how)))
-    # Rivals are the classes for which a radius is estimated, which is not needed here: at least 1.
-    of_model = list(jacobian.measure(net, cuts, JacobianOptions(rivals=1, **how)))
+    solver: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
+    # A part of each measure for each length. The jacobian also estimates a radius for some rival
+    # classes, at least 1: the fewest, because the radius is not read here.
+    of_heads = list(bounds.measure(net, cuts, BoundsOptions(layers=options.layers, **solver)))
+    of_model = list(jacobian.measure(net, cuts, JacobianOptions(rivals=1, **solver)))
     arrays: dict[str, Values] = {}
     for place, heads, model in zip(places, of_heads, of_model, strict=True):
         columns = {name: heads.values[name] for name in (*OF_HEADS, *list_bounds(), *OF_LAYERS)}
-        columns["model"] = model.values["norm"][:, None]
+        columns["model"] = model.values["norm"][:, None]  # one "layer"
         for name, column in columns.items():
             shape = (len(batch), len(options.lengths), column.shape[1])
+            # `place` has the indices of the samples, and the index of the length.
             arrays.setdefault(name, np.full(shape, np.nan))[place] = column
     facts = dict(of_heads[0].facts)
     facts["model"] = f"{of_model[0].facts['from']} to {of_model[0].facts['to']}"
@@ -169,9 +171,10 @@ def _measure_lengths(net: Net, batch: Batch, options: ScalingOptions) -> Part:
 def _cut_to_lengths(
     net: Net, batch: Batch, lengths: Sequence[int]
 ) -> tuple[list[Batch], list[tuple[Values, int]]]:
-    """Return the samples cut to each length, and for each cut (samples, length) as indices.
+    """Return the samples cut to each length, and where each cut belongs in (samples, lengths).
 
-    Samples that are too short for a length are left out there.
+    A cut to `lengths[i]` has only the samples that are long enough. Its place is the pair of their
+    indices in the batch and i.
 
     Raises:
         InputError: no sample reaches the shortest length.
@@ -239,15 +242,15 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         rows += [_add_fit(row, law) for row in group]
         if fit.exponent is None:
             continue
-        widened: Row | None = fit
         if group[0].mode == "ascent":
             # Searches are at random: how far they differ is part of the error of the exponent, and
             # there is no exponent if they differ too much.
-            widened = _widen(fit, group)
-        if widened is None:
-            disagreeing.append(group)
-        else:
-            fits.append(widened)
+            widened = _widen_error(fit, group)
+            if widened is None:
+                disagreeing.append(group)
+                continue
+            fit = widened
+        fits.append(fit)
     notes = [
         *base.notes(parts),
         *_note_data(rows, facts, options),
@@ -296,25 +299,25 @@ def _fit_group(key: tuple[Any, ...], group: Sequence[Row]) -> tuple[PowerLaw, Ro
     """
     import numpy as np
 
-    in_law = [row for row in group if _is_in_law(row)]
-    lengths = np.array([row.n for row in in_law], dtype=np.float64)
-    norms = np.array([row.norm for row in in_law], dtype=np.float64)
+    fitted = [row for row in group if _expects_power_law(row)]
+    lengths = np.array([row.n for row in fitted], dtype=np.float64)
+    norms = np.array([row.norm for row in fitted], dtype=np.float64)
     name = dict(zip(OF_FIT, key, strict=True))
     return _fit_law(name, lengths, norms)
 
 
 def _keep_longest(values: dict[str, Values]) -> tuple[dict[str, Values], int]:
-    """Return the arrays of the samples that have the largest measured length, without the others.
+    """Return the arrays of the samples that reach the largest measured length.
 
     So the growth is fitted through the same samples at every length. The number of samples left
     out is returned as well.
     """
     import numpy as np
 
-    short = np.asarray(np.isnan(values["tokens"]).all(2))  # too short, (samples, lengths)
-    last = np.flatnonzero(~short.all(0))[-1]
-    whole = ~short[:, last]
-    return {name: array[whole] for name, array in values.items()}, int((~whole).sum())
+    is_short = np.asarray(np.isnan(values["tokens"]).all(2))  # (samples, lengths)
+    longest = np.flatnonzero(~is_short.all(0))[-1]  # index of the last length with a sample
+    is_long = ~is_short[:, longest]
+    return {name: array[is_long] for name, array in values.items()}, int((~is_long).sum())
 
 
 def _make_curves(
@@ -415,10 +418,11 @@ def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
         yield _add_fit(row, law)
 
 
-def _is_in_law(row: Row) -> bool:
-    """Return whether a power law norm = c n^a is expected at the length of a row.
+def _expects_power_law(row: Row) -> bool:
+    """Return whether the norm of a row should follow a power law norm = c n^a in the length n.
 
-    Norms at adversarial tokens grow like sqrt n only while n is well below n_max.
+    Norms at adversarial tokens grow like sqrt n only while n is well below n_max, at which they
+    peak. Rows of other modes always count.
     """
     if row.mode != "adversarial":
         return True
@@ -430,7 +434,7 @@ def _add_fit(row: Row, law: PowerLaw) -> Row:
 
     The cell stays empty without a fit, for searches, and where no power law is expected.
     """
-    if math.isnan(law.exponent) or row.mode == "ascent" or not _is_in_law(row):
+    if math.isnan(law.exponent) or row.mode == "ascent" or not _expects_power_law(row):
         return row
     return row.replace(fitted=law.constant * row.n**law.exponent)
 
@@ -458,8 +462,8 @@ def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw
     return law, FITS_TABLE.row(**cells)
 
 
-def _widen(fit: Row, rows: Sequence[Row]) -> Row | None:
-    """Return a fit with a larger standard error, which includes how far the searches differ.
+def _widen_error(fit: Row, rows: Sequence[Row]) -> Row | None:
+    """Return a fit whose standard error also covers how far the searches of each length differ.
 
     None if the searches for some length disagree by more than the factor AGREED.
 

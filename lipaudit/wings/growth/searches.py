@@ -84,6 +84,7 @@ def measure_heights(heights: Heights, x: Float[Tensor, "rows size"]) -> Position
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         height = heights(x)
+        # Rows are independent, so the gradient of the sum has the gradient of each row.
         (slope,) = torch.autograd.grad(height.sum(), x)
     return Position(x.detach(), height.detach(), slope)
 
@@ -125,21 +126,22 @@ def _search_line(heights: Heights, start: Position, step: Tensor, active: Tensor
         step: the step of each row.
         active: which rows move.
     """
-    promised = _dot(step, start.slope)[:, 0]  # the rise that the gradient predicts
+    predicted = _dot(step, start.slope)[:, 0]  # the rise that the gradient predicts
+    # A row is at a maximum if this rise is too small to be seen beside rounding errors.
     rounding = torch.finfo(step.dtype).eps ** 0.5
-    # At a maximum, the predicted rise is too small to be seen beside rounding errors.
-    is_top = promised <= rounding * start.height.abs()
-    rows = (active & ~is_top).nonzero()[:, 0]  # rows that still have to move
+    is_top = predicted <= rounding * start.height.abs()
+    rows = (active & ~is_top).nonzero()[:, 0]  # indices of the rows that still have to move
     position = start
     size = 1.0
     for _ in range(_TRIES):
         if not len(rows):
             break
         tried = measure_heights(heights, start.x[rows] + size * step[rows])
-        required = start.height[rows] + _RISE * size * promised[rows]
+        required = start.height[rows] + _RISE * size * predicted[rows]
         rises = tried.height >= required
+        # The rows that rise enough move: x, height and slope are replaced.
         moved = rows[rises]
-        pairs = zip(position, tried, strict=True)  # of x, of height and of slope
+        pairs = zip(position, tried, strict=True)
         position = Position._make(old.index_copy(0, moved, new[rises]) for old, new in pairs)
         rows = rows[~rises]
         size *= _SHRINK
@@ -240,21 +242,22 @@ def steepest_tokens(
     ends = torch.empty(SEARCHES, 0, parameters, dtype=basis.dtype)
     for n in lengths:
         objective = _Objective(head, radius, n, causal)
-        random_starts = objective.starts(SEARCHES * STARTS, generator)
+        random_starts = objective.draw_starts(SEARCHES * STARTS, generator)
         random_starts = random_starts.view(SEARCHES, STARTS, -1)
         highest = objective.climb_all(torch.cat([random_starts, ends], 1), generator)
-        yield objective.steepest(highest, basis, seed)
+        yield objective.measure_ends(highest, basis, seed)
         ends = highest[:, None]
 
 
 def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
-    """Return the head on the CPU for tokens in fewer coordinates, and the axes of these.
+    """Return a head on the CPU that acts on tokens in fewer coordinates, and their axes.
 
-    The coordinates span all directions of a token on which q, k or v depend; other directions
-    are left out of the search. The axes have the shape (coordinates, D).
+    The axes, (coordinates, D), span all directions of a token on which q, k or v depend. A search
+    for tokens can leave out the other directions.
     """
     projections = affine_projections(heads)
-    weights = [projection.weight[0].cpu() for projection in projections]
+    weights = [projection.weight[0].cpu() for projection in projections]  # (D, d) of q, k and v
+    # The directions are the column space of [W_Q, W_K, W_V].
     left_singular, values, _ = torch.linalg.svd(torch.cat(weights, 1), full_matrices=False)
     rank = int((values > 1e-12 * values[0]).sum())
     basis = left_singular[:, : max(rank, 1)].mT
@@ -273,7 +276,7 @@ def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
         scale=heads.scale[:1].cpu(),
         out=None,
     )
-    # The head must have some tokens: a single zero token, until the search moves the head.
+    # A head needs some tokens: a single zero token, until the search moves the head to others.
     return move_heads(head, basis.new_zeros(1, 1, len(basis))), basis
 
 
@@ -288,7 +291,7 @@ class _Objective:
     - an angle t: each leader has (n / 3)^(sin^2 t) copies, between 1 and n / 3. All other tokens
     are copies of the follower;
     - u, a vector in the outputs of the tokens. Without a mask, u has an output for each of the
-    three points only, whose copies move together (`_measure`).
+    three points only, whose copies move together (`_measure_gain`).
 
     Attributes:
         head: the head, for tokens in the coordinates of `_narrow_head`.
@@ -304,11 +307,12 @@ class _Objective:
     causal: bool
     whole: bool = False
 
-    def starts(self, count: int, generator: torch.Generator) -> Tensor:
+    def draw_starts(self, count: int, generator: torch.Generator) -> Tensor:
         """Return random rows of parameters without u, (count, parameters): where searches start.
 
-        A row is three points z and an angle t for the number of copies of the leaders. The leaders
-        have one copy in rows 0, 2, 4, ... and a random number of copies in the other rows.
+        A row describes n tokens, which are copies of three points: two leaders and a follower. It
+        has a vector z for each point, and an angle t for the number of copies of the leaders. That
+        number is 1 in rows 0, 2, 4, ... and random in the other rows.
 
         Args:
             count: number of rows.
@@ -338,18 +342,19 @@ class _Objective:
         bias = torch.zeros_like(wq[0])
         if to_q.bias is not None:
             bias = to_q.bias[0]
-        # The bias of the queries adds <b_Q, W_K^T x> to the logits of the key of a follower x. The
-        # sign of x is chosen so that this is negative: followers then attend less to each other.
-        towards = (follower @ wk @ bias)[:, None]
-        follower = torch.where(towards > 0, -follower, follower)
-        # The direction of tokens to which the follower x attends: W_K (W_Q^T x + b_Q).
+        # Followers should not attend to each other. The bias of the queries adds <b_Q, W_K^T x> to
+        # the logit of a follower x: choose the sign of x that makes this negative.
+        raised = (follower @ wk @ bias)[:, None]
+        follower = torch.where(raised > 0, -follower, follower)
+        # The direction in which a token's logit grows fastest, for the query of the follower x:
+        # W_K (W_Q^T x + b_Q).
         query = self.radius * follower @ wq + bias
         query = normalize(query @ wk.mT, dim=1)
         # The leaders are opposite each other and orthogonal to this direction, so the follower
-        # attends to both alike. The product with W_V W_V^T makes the values of the leaders differ
-        # more. _TILT moves both leaders a little towards the direction that the follower sees.
+        # attends to both alike. The product with W_V W_V^T makes their values differ more.
         across = across @ wv @ wv.mT
         across = normalize(across - _dot(across, query) * query, dim=1)
+        # Both are moved a little in this direction, so that the follower attends to them.
         leader = normalize(across + _TILT * query, dim=1)
         opposite = normalize(-across + _TILT * query, dim=1)
         return torch.stack([leader, opposite, follower], 1)
@@ -372,13 +377,13 @@ class _Objective:
         """
         rows = starts.flatten(0, 1)
         u = self._start_directions(rows, generator)
-        rough = climb(self._measure, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
+        rough = climb(self._measure_gain, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
         # The best end of each search: one row of parameters, with u.
         highest = _select_highest(rough.x.view(*starts.shape[:2], -1), rough.height)
         # Climb again from this end, once with the copies rounded down and once rounded up.
         rounded = self._round_copies(highest)
         with_whole_copies = replace(self, whole=True)
-        end = climb(with_whole_copies._measure, rounded.flatten(0, 1), steps=_POLISH)
+        end = climb(with_whole_copies._measure_gain, rounded.flatten(0, 1), steps=_POLISH)
         highest = _select_highest(end.x.view_as(rounded), end.height)
         return highest[:, : starts.shape[2]]  # without u
 
@@ -397,7 +402,7 @@ class _Objective:
         size = tokens * self.head.v.shape[3]
         u = normalize(_draw_normal(generator, len(rows), size), dim=1)
         for _ in range(_POWER_STEPS):  # u <- J J^T u
-            position = measure_heights(self._measure, torch.cat([rows, u], 1))
+            position = measure_heights(self._measure_gain, torch.cat([rows, u], 1))
             # The gradient of h = ||J^T u|| / ||u|| in a unit vector u is J J^T u / h - h u.
             image = position.slope[:, -size:] + position.height[:, None] * u
             u = normalize(image, dim=1)
@@ -424,21 +429,22 @@ class _Objective:
             rounded.append(changed)
         return torch.stack(rounded, 1)  # (searches, 2, parameters)
 
-    def steepest(self, rows: Tensor, basis: Tensor, seed: int) -> Steepest:
-        """Return the tokens of rows of parameters, and ||J|| there.
+    def measure_ends(self, rows: Tensor, basis: Tensor, seed: int) -> Steepest:
+        """Return the tokens at which searches ended, and ||J|| there.
 
         Args:
-            rows: the parameters at the end of each search, without u.
+            rows: the parameters at the end of each search, without u: three points, of which the
+                tokens are copies, and an angle for the numbers of copies.
             basis: axes of the coordinates of the search, (coordinates, D).
             seed: seed of the norms.
         """
-        points = self._read_points(rows)
-        copies = replace(self, whole=True)._count_copies(rows)
-        if self.causal:
+        points = self._read_points(rows)  # (searches, points, coordinates)
+        copies = replace(self, whole=True)._count_copies(rows)  # whole numbers
+        if self.causal:  # copies of a token see different keys: every token is needed
             x = points[:, self._point_of_token]
             heads = move_heads(self.head, x, causal=True)
             norm = head_norms(heads, seeds=[seed] * len(x)).norm[:, 0]
-        else:
+        else:  # a closed form in the points and their numbers of copies
             heads = move_heads(self.head, points, causal=False)
             of_searches = []
             for i, counts in enumerate(copies):
@@ -453,14 +459,18 @@ class _Objective:
 
     @property
     def _most_copies(self) -> int:
-        """Return the largest number of copies of a leader."""
+        """Return how often each of the two leaders is repeated among n tokens, at most.
+
+        All tokens are copies of two leaders and of a follower, which has at least as many copies
+        as a leader. Behind a causal mask each leader has a single copy.
+        """
         if self.causal:
             return 1
         return max(self.n // 3, 1)
 
     @property
     def _point_of_token(self) -> Tensor:
-        """Return the point of each token."""
+        """Return which of the three points each token is: 0, 1, 2, 2, ..., 2."""
         return torch.arange(self.n).clamp_max(2)
 
     def _read_points(self, rows: Tensor) -> Tensor:
@@ -491,33 +501,36 @@ class _Objective:
 
     @property
     def _log_most_copies(self) -> float:
-        """Return log(n / 3), the logarithm of the largest number of copies before rounding."""
+        """Return the logarithm of the largest number of copies of a leader, n / 3 or 1.
+
+        Until the end of a search, numbers of copies are not rounded.
+        """
         if self._most_copies > 1:
             return math.log(self.n / 3)
-        return 0.0  # one copy
+        return 0.0  # log 1
 
-    def _measure(self, rows: Tensor) -> Tensor:
+    def _measure_gain(self, rows: Tensor) -> Tensor:
         """Return ||J^T u|| / ||u|| of each row of parameters: what the searches maximise.
 
-        J is the Jacobian at the tokens that a row stands for. The quotient is at most ||J||, with
-        equality at the leading left singular vector u.
-
-        Without a mask, w copies of a point move together and are computed as one token: its key
-        has the bias log w in the softmax, and lengths count every copy, sum w ||x||^2. With
-        R = diag(w^1/2), these are plain lengths of R x. In such coordinates J becomes R J R^-1, so
-        J^T u becomes R^-1 J^T R u. See `weighted_norm`.
+        A row has u and parameters of n tokens, which are copies of three points. J is the Jacobian
+        of the head at these tokens. The quotient is at most ||J||, with equality at the leading
+        left singular vector u.
         """
         x = self._read_points(rows)
-        if self.causal:  # copies of a token see different keys: every token is needed
+        if self.causal:
+            # Copies of a token see different keys: every token is computed.
             x = x[:, self._point_of_token]
             heads = move_heads(self.head, x, causal=True)
-            root = torch.ones_like(x[..., :1])  # R is the identity
+            root = torch.ones_like(x[..., :1])  # R = I
         else:
+            # w copies of a point move together and are computed as one token, with a bias log w of
+            # its key in the softmax. Lengths count every copy: sum w ||x||^2 = ||R x||^2 with
+            # R = diag(w^1/2). In the coordinates R x, J is R J R^-1, and J^T u is R^-1 J^T R u.
             copies = self._count_copies(rows)
             heads = move_heads(self.head, x, causal=False)
             heads = replace(heads, bias=copies.log()[:, None, None])
             root = copies.sqrt()[..., None]  # the diagonal of R, (rows, points, 1)
-        u = rows[:, self._angle_column + 1 :]
+        u = rows[:, self._angle_column + 1 :]  # behind the points and the angle
         u = u.view(*x.shape[:2], -1)
         outputs = (heads.attention() @ heads.v)[:, 0]  # (rows, tokens, d_v)
         (pulled,) = pull_back(outputs, x, root * u, create_graph=True)  # J^T R u

@@ -46,10 +46,10 @@ class Adversary:
 
     @property
     def gamma(self) -> float:
-        """Return gamma in n_max = 1 + exp(2 R^2 gamma): how fast n_max grows with the radius R.
+        """Return gamma in n_max = 1 + exp(2 R^2 gamma), the length at which a head's norm peaks.
 
-        gamma is an eighth of the eigenvalue if the eigenvalue is positive, else minus the
-        eigenvalue ([C24]).
+        R is the norm of the worst-case tokens. For the eigenvalue lambda of s W_K W_Q^T, gamma is
+        lambda / 8 if lambda > 0, else -lambda (Castin, Ablin and Peyré, 2024).
         """
         if self.eigenvalue > 0:
             return self.eigenvalue / 8
@@ -58,28 +58,34 @@ class Adversary:
     def gap(self, radius: float) -> float:
         """Return how far a follower's logit of token 1 is above its logits of all other tokens.
 
-        The result is 2 R^2 gamma + tilt R. Followers are all tokens but the first.
+        The worst-case tokens are token 1, lead R u, and its followers: copies of f R u, with an
+        eigenvector u of s W_K W_Q^T. The query of a follower prefers the key of token 1 by the gap
+        2 gamma R^2 + tilt R.
         """
-        # A follower f R u has the logit s <W_Q^T f R u, W_K^T x> = lambda f R <u, x> of the token
-        # x. Token 1 is lead R u and the other tokens are f R u, so the difference is
-        # lambda R^2 f (lead - f): lambda R^2 / 4 for (lead, f) = (1, 1/2), and -2 lambda R^2 for
-        # (-1, 1).
+        # A follower has the logit s <W_Q^T f R u, W_K^T x> = lambda f R <u, x> of a token x. From
+        # x = f R u to x = lead R u it rises by lambda R^2 f (lead - f): lambda R^2 / 4 for
+        # (lead, f) = (1, 1/2), and -2 lambda R^2 for (-1, 1). Both are 2 gamma R^2. The bias of
+        # the queries adds tilt R.
         return 2 * radius**2 * self.gamma + self.tilt * radius
 
     def n_max(self, radius: float) -> float:
-        """Return n_max = 1 + e^gap; norms at n tokens grow like sqrt n for n well below n_max."""
-        # A follower gives token 1 the weight e^gap / (e^gap + n - 1), one half for n = n_max.
+        """Return n_max = 1 + e^gap: the norm at n tokens grows like sqrt n for n well below n_max.
+
+        Of n tokens of norm up to `radius`, n - 1 are equal. Their logit of token 1 exceeds the
+        other logits by the gap, so they give token 1 the weight e^gap / (e^gap + n - 1): one half
+        for n = n_max.
+        """
         gap = self.gap(radius)
         if gap < 700:  # exp overflows above 709
             return 1 + math.exp(gap)
         return math.inf
 
     def radius(self, n_max: float) -> float:
-        """Return the radius at which `n_max` has a given value above 2: the inverse of `n_max`."""
-        # 2 gamma R^2 + tilt R = log(n_max - 1), solved for R > 0.
-        double = 4 * self.gamma
-        discriminant = self.tilt**2 + 2 * double * math.log(n_max - 1)
-        return (math.sqrt(discriminant) - self.tilt) / double
+        """Return the radius R at which `n_max` has a given value above 2: its inverse function."""
+        # a R^2 + tilt R = log(n_max - 1) with a = 2 gamma, solved for R > 0.
+        a = 2 * self.gamma
+        discriminant = self.tilt**2 + 4 * a * math.log(n_max - 1)
+        return (math.sqrt(discriminant) - self.tilt) / (2 * a)
 
     def points(self, radius: float) -> Float[Tensor, "1 2 D"]:
         """Return the two distinct worst-case tokens of norm at most `radius`."""
@@ -96,10 +102,10 @@ class Adversary:
 def adversary(heads: Heads) -> Adversary | None:
     """Return the worst-case tokens of one head ([C24]); None if no eigenvalue is real.
 
-    lambda_max and lambda_min are the largest and the smallest real eigenvalue of s W_K W_Q^T. The
-    tokens are R (u, u/2, ..., u/2) with the eigenvector u of lambda_max if
-    lambda_max > -8 lambda_min, else R (-u, u, ..., u) with the eigenvector u of lambda_min. R is
-    the norm of the longest token.
+    lambda_max and lambda_min are the largest and the smallest real eigenvalue of s W_K W_Q^T, with
+    the scale s of the logits. If lambda_max > -8 lambda_min, the tokens are R (u, u/2, ..., u/2)
+    with the eigenvector u of lambda_max, else R (-u, u, ..., u) with the eigenvector u of
+    lambda_min. R is the norm of the longest token.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> eye = torch.eye(2, dtype=torch.float64)[None]
@@ -114,7 +120,7 @@ def adversary(heads: Heads) -> Adversary | None:
     wq = to_q.weight[0]
     wk = to_k.weight[0]
     values, vectors = torch.linalg.eig(scale * (wq.mT @ wk))
-    real = torch.where(values.imag == 0, values.real, 0.0)
+    real = torch.where(values.imag == 0, values.real, 0.0)  # complex eigenvalues count as 0
     # Token 1 is lead R u, and every other token is follow R u.
     if real.max() > -8 * real.min():
         index = int(real.argmax())
@@ -125,12 +131,12 @@ def adversary(heads: Heads) -> Adversary | None:
         lead = -1.0
         follow = 1.0
     eigenvalue = float(real[index])
-    if eigenvalue == 0:  # no real eigenvalue but 0: complex ones were replaced by 0
+    if eigenvalue == 0:  # no real eigenvalue, or only 0
         return None
     u = wk @ vectors[:, index].real
     u = u / torch.linalg.vector_norm(u)
-    # By how much the bias of the queries raises the logit of token 1 above the logits of the other
-    # tokens, divided by R.
+    # The bias b of the queries adds s <b, W_K^T x> to the logits of a token x. The tilt is the
+    # difference of this between token 1 and the other tokens, divided by R.
     tilt = 0.0
     if to_q.bias is not None:
         slope = scale * (to_q.bias[0] @ (wk.mT @ u))
@@ -195,8 +201,8 @@ def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> PerHead:
     """
     # sum_i w_i ||x_i||^2 = ||W^1/2 x||^2: the norm is that of W^1/2 J W^-1/2.
     root = weights.sqrt()
-    copied = replace(heads, bias=weights.log()[None, None, None])
-    jacobian = dense_jacobian(copied)
+    bias = weights.log()[None, None, None]  # (sample, head, query, key): one for each key
+    jacobian = dense_jacobian(replace(heads, bias=bias))
     # The same root for all channels of a token: rows of J are outputs, columns inputs.
     outputs = root.repeat_interleave(heads.v.shape[3])[:, None]
     inputs = root.repeat_interleave(heads.x.shape[2])
@@ -206,34 +212,34 @@ def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> PerHead:
 def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> PerHead:
     """Return ||J|| of the long sequence in which token i is repeated counts_i >= 1 times.
 
-    Every move of the tokens is the sum of a move in which all copies of a token move alike, and a
-    move in which the copies of each token sum to 0. Moves of the first kind have the norm
-    `weighted_norm`. In moves of the second kind, a token with two copies or more moves its own
-    output, through its query alone. ||J|| is the larger of the two norms (our result). Domain: as
-    `weighted_norm`.
+    Only the distinct tokens are computed. Any change of the long sequence is the sum of a change
+    in which all copies of a token change alike, and one in which the changes of the copies of each
+    token sum to 0. J maps the two kinds to orthogonal outputs, so ||J|| is the larger one of its
+    norms on both (our result). Domain: as `weighted_norm`.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.ones(1, 1, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)[None]
     >>> duplicated_norm(affine_heads(x, eye, eye, eye), torch.tensor([5.0], dtype=torch.float64))
     tensor([[1.]], dtype=torch.float64)
     """
-    # If the moves of the copies sum to 0, the changes of their keys and values cancel in every
-    # output, and each copy changes its own output through its query alone. The Jacobian with
-    # constant keys and values is block diagonal.
-    bias = counts.log()[None, None, None]
+    alike = weighted_norm(heads, counts)
+    # If the changes of copies sum to 0, those of their keys and values cancel in every output.
+    # Each copy then changes its own output alone, through its query: J is block diagonal.
+    bias = counts.log()[None, None, None]  # (sample, head, query, key): counts_j equal keys
     blocks = dense_jacobian(replace(heads, bias=bias, to_k=None, to_v=None))
-    repeated = (counts > 1).repeat_interleave(heads.v.shape[3])
-    against = spectral_norm(blocks * repeated[:, None])
-    together = weighted_norm(heads, counts)
-    return torch.maximum(together, against)
+    # A token without a second copy has no such change: the rows of its outputs become 0.
+    is_repeated = (counts > 1).repeat_interleave(heads.v.shape[3])
+    cancelling = spectral_norm(blocks * is_repeated[:, None])
+    return torch.maximum(alike, cancelling)
 
 
 def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[float, float]:
     """Return the largest ||J|| at two worst-case points, the second repeated any number of times.
 
     The result is the maximum of `weighted_norm` over the weights (1, m), for log m within 6 of
-    log n_max, and the m of the maximum. The norm grows like R^2 e^{c R^2} with the radius R. n_max
-    is the number of tokens at which a token gives half of its attention to the first one.
+    log n_max, and the m of the maximum. n_max is the number of tokens at which the second token
+    gives half of its attention to the first one. The maximum grows like R^2 e^{c R^2} with the
+    radius R.
 
     Args:
         heads: one head.

@@ -342,5 +342,5 @@ def run(asked: argparse.Namespace) -> None:
             print(subject.name, flush=True)
             models.append(measure(subject))
         STORED.write_text(json.dumps({"models": models}, indent=1) + "\n", encoding="utf-8")
-        reference.list_known.cache_clear()
-    write_page(reference.list_known())
+        reference.list_known_models.cache_clear()
+    write_page(reference.list_known_models())

@@ -87,8 +87,8 @@ class Subject:
     sheet: Document | None = None
 
     def page(self, *, short: bool = False) -> Document:
-        """Return the page, for one screen if it is to be short."""
-        if self.sheet is not None:
+        """Return the page that shows the result, for one screen if it is to be short."""
+        if self.sheet is not None:  # a page that was made with the result, such as of a sample
             return self.sheet
         if isinstance(self.record, Report):
             from lipaudit.report import document
@@ -102,8 +102,8 @@ class Subject:
         """Return the result in the form that a format writes.
 
         Args:
-            form: `page` (chapters for people), `rows` (a table for CSV), `lines` (plain text) or
-                the record itself (for JSON).
+            form: `page` (chapters for people), `rows` (a table for CSV) or `lines` (plain text);
+                any other form is the record itself, for JSON and JUnit.
             short: whether a page has to fit one screen.
         """
         if form == "page":
@@ -116,7 +116,7 @@ class Subject:
 
 
 def of_reports(*reports: Report, by: str | None = None) -> Subject:
-    """Show one report, or several ranked and side by side.
+    """Return what `render` needs to show one report, or several ranked and side by side.
 
     Args:
         reports: the reports.
@@ -133,12 +133,12 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
 
 
 def of_sample(report: Report, name: str, sample: str | None) -> Subject:
-    """Show all figures of one sample; without a sample, the worst ones.
+    """Return what `render` needs to show all figures of one sample, or the worst samples.
 
     Args:
         report: the report.
         name: name of the report in hints.
-        sample: name of the sample.
+        sample: name of the sample; None for the worst samples.
 
     Raises:
         InputError: the report has no results for single samples.
@@ -160,7 +160,7 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
 def of_comparison(
     comparison: Comparison, reports: Sequence[Report], files: Sequence[str] = ()
 ) -> Subject:
-    """Show the changes between reports, then the reports side by side.
+    """Return what `render` needs to show changes between reports, then the reports side by side.
 
     Args:
         comparison: the changes.
@@ -173,7 +173,7 @@ def of_comparison(
 def of_judgement(
     judgement: Judgement, reports: Sequence[Report] = (), files: Sequence[str] = ()
 ) -> Subject:
-    """Show the verdicts of the gate.
+    """Return what `render` needs to show the verdicts of the gate.
 
     Args:
         judgement: the verdicts.
@@ -201,8 +201,8 @@ def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
     elif not isinstance(shown, Subject):
         shown = of_reports(*shown)
     known = find_format(format, shown.forms)
-    # `takes` is the form that the format writes: page, rows, lines or record.
-    return known.render(shown.take(known.takes))
+    form = known.takes  # the form that the format writes, such as a page for HTML
+    return known.render(shown.take(form))
 
 
 def summarize(report: Report) -> str:
@@ -226,23 +226,24 @@ def find_format(wanted: str | Path, forms: Collection[Form]) -> Format:
     Raises:
         UsageError: for an unknown format, or one that cannot show the result.
     """
-    able = [known for known in RENDERERS.values() if known.takes in forms]
+    # The formats that write one of these forms.
+    possible = [known for known in RENDERERS.values() if known.takes in forms]
     if not wanted:
-        return able[0]
-    names: dict[str, Format] = {}
+        return possible[0]
+    names: dict[str, Format] = {}  # by name, or by suffix if a file is given
     if isinstance(wanted, Path):
         name = wanted.suffix.lower()
-        unknown = f"cannot tell the format of {wanted}"
-        for known in able:  # several formats may share a suffix: a file gets the first of them
+        problem = f"cannot tell the format of {wanted}"
+        for known in possible:  # several formats may share a suffix: the first of them counts
             for suffix in known.suffixes:
                 names.setdefault(suffix, known)
     else:
         name = wanted
-        unknown = f"unknown format {wanted!r}"
-        names = {known.name: known for known in able}
+        problem = f"unknown format {wanted!r}"
+        names = {known.name: known for known in possible}
     if name in names:
         return names[name]
     # The format exists, but it cannot show this result.
     if any(name in (known.name, *known.suffixes) for known in RENDERERS.values()):
         raise UsageError(f"{name} is not possible here", suggestion("", names))
-    raise UsageError(unknown, suggestion(name, names))
+    raise UsageError(problem, suggestion(name, names))

@@ -62,15 +62,15 @@ def set_axis(
         known = [v for v in known if v > 0]
     low = min(known, default=1.0)
     high = max(known, default=1.0)
-    # Each margin is 4% of the range; equal values need a range, too.
+    # Each margin is 4% of the range. Equal values have no range, but still need a margin.
     if log:
-        beyond = 1.1
+        factor = 1.1
         if high > low:
-            beyond = (high / low) ** 0.04
-        ends = (low / beyond, high * beyond)
+            factor = (high / low) ** 0.04
+        ends = (low / factor, high * factor)
     else:
-        away = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
-        ends = (low - away, high + away)
+        margin = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
+        ends = (low - margin, high + margin)
     set_ends(axes, which, ends, column, log=log)
 
 
@@ -102,19 +102,20 @@ def set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
     if log:
         places = _list_decades(low, high)
     # A linear axis, or a logarithmic one over too few decades: round numbers.
-    if sum(low <= v <= high for v in places) < 3:
-        whole = column.format == "d"
+    if sum(low <= place <= high for place in places) < 3:
+        whole = column.format == "d"  # counts
         locator = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], min_n_ticks=2, integer=whole)
         places = [*locator.tick_values(low, high)]
-    places = [float(v) for v in places if low <= v <= high]
-    values = places
+    places = [float(place) for place in places if low <= place <= high]
+    # The numbers on the labels: of shares, in percent.
+    numbers = places
     unit = ""
     if column.format.endswith("%"):
-        values = [100 * v for v in places]
+        numbers = [100 * place for place in places]
         unit = "%"
     # One notation for an axis: 10⁴ beside 10⁵, not 10000.
-    plain = all(value == 0 or 1e-4 <= abs(value) < 1e5 for value in values)
-    labels = [_write_tick(value, plain=plain) + unit for value in values]
+    plain = all(number == 0 or 1e-4 <= abs(number) < 1e5 for number in numbers)
+    labels = [_write_tick(number, plain=plain) + unit for number in numbers]
     axis.set_ticks(places, labels=labels)
     axis.set_minor_locator(NullLocator())
 
@@ -130,6 +131,7 @@ def _list_decades(low: float, high: float) -> list[float]:
     decades = [10.0**power for power in range(first, last + 1, step)]
     if len(decades) >= 3:
         return decades
+    # Too few decades: 1, 2 and 5 times each.
     places = []
     for power in range(first - 1, last + 1):
         places += [times * 10.0**power for times in (1, 2, 5)]
@@ -137,15 +139,15 @@ def _list_decades(low: float, high: float) -> list[float]:
 
 
 def _write_tick(value: float, *, plain: bool) -> str:
-    """Write 12.5, or 2×10⁷."""
+    """Return the label of a tick: 12.5 if it is plain, else a power of ten such as 2×10⁷."""
     # 8 digits distinguish ticks that differ by 1e-6, and hide the rounding of 0.1 + 0.2.
     if value == 0 or plain:
         return f"{value:.8g}"
-    digits, power = f"{value:.7e}".split("e")
-    start = ""
-    if float(digits) != 1:
-        start = digits.rstrip("0").rstrip(".") + "×"
-    return f"{start}10{str(int(power)).translate(RAISED)}"
+    mantissa, exponent = f"{value:.7e}".split("e")  # "2.0000000" and "+07"
+    lead = ""
+    if float(mantissa) != 1:
+        lead = mantissa.rstrip("0").rstrip(".") + "×"
+    return f"{lead}10{str(int(exponent)).translate(RAISED)}"  # in raised digits
 
 
 def name_ticks(axis: Any, names: Sequence[str], most: int) -> None:

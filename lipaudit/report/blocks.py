@@ -440,6 +440,7 @@ def _lay_out_card(block: Card) -> Grid:
     if max(map(len, rows)) == 3:
         align = "lrp"
     notes = [block.note] if block.note else []
+    # All columns are keys, which name a row: a terminal never splits a card.
     return Grid("", (), rows, align, notes, keys=len(align))
 
 
@@ -448,7 +449,7 @@ def _tabulate_map(block: Heatmap) -> Table:
 
     The first column of the table has the row names.
     """
-    columns = [Column("\\".join(block.axes), "", format="")]
+    columns = [Column("\\".join(block.axes), "", format="")]  # heading: layer\head
     columns += [replace(block.column, label=name) for name in block.columns]
     rows = [(name, *row) for name, row in zip(block.rows, block.values, strict=True)]
     return Table(block.title, columns, rows)

@@ -59,9 +59,9 @@ def list_footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
     distinct = [text for text in dict.fromkeys(texts) if text]
     if len(distinct) < 2:
         return [""] * len(texts), distinct
-    marks = dict(zip(distinct, MARKS, strict=False))
-    notes = [f"{mark} {text}" for text, mark in marks.items()]
-    return [marks.get(text, "") for text in texts], notes
+    mark_of = dict(zip(distinct, MARKS, strict=False))
+    notes = [f"{mark} {text}" for text, mark in mark_of.items()]
+    return [mark_of.get(text, "") for text in texts], notes
 
 
 # Columns of pages

@@ -76,21 +76,22 @@ def draw_svg(block: Picture) -> str:
 
 
 def _choose_size(block: Picture) -> tuple[float, float]:
-    """Return width and height in inches.
+    """Return width and height of a picture in inches.
 
     A map grows with its number of rows and columns, or with the number of names beside its axes.
+    The constants are the room for axes, and for each row, column or name.
     """
     if isinstance(block, Forest):
         return WIDTH, 1.1 + plots.ROW * len(block.bars)
     if not isinstance(block, Heatmap):
         return WIDTH, HEIGHT
-    if block.square:
-        named = len(block.rows) if len(block.rows) <= MOST_NAMED else 0
-        side = max(HEIGHT, 1.3 + 0.13 * named)
+    if block.square:  # an attention map: few tokens have their names beside the axes
+        names = len(block.rows) if len(block.rows) <= MOST_NAMED else 0
+        side = max(HEIGHT, 1.3 + 0.13 * names)
         return side * 1.25, side
-    wide = 1.5 + 0.44 * len(block.columns)
-    high = 0.9 + 0.31 * len(block.rows)
-    return min(max(wide, WIDTH), 9.5), min(max(high, 2.2), 9.0)
+    width = 1.5 + 0.44 * len(block.columns)
+    height = 0.9 + 0.31 * len(block.rows)
+    return min(max(width, WIDTH), 9.5), min(max(height, 2.2), 9.0)
 
 
 # An SVG file as an element of a page
@@ -111,9 +112,8 @@ def _shorten(file: str) -> str:
     """Return the <svg> element of an SVG file without unused ids and unneeded digits."""
     element = file[file.index("<svg") :]
     element = NEEDLESS.sub("", element)
-    # Pictures of one page share ids, such as axes_1: keep only the ids in use.
+    # Two pictures of a page have ids such as axes_1 in common: keep only the ids in use (#NAME).
     used = set(re.findall(r"#(\w+)", element))
-
     for name in re.findall(r' id="([^"]+)"', element):
         if name not in used:
             element = element.replace(f' id="{name}"', "")
@@ -124,7 +124,11 @@ def _shorten(file: str) -> str:
 
 
 def _round_place(found: re.Match[str]) -> str:
-    """Round the numbers of an attribute, and leave out repeated spaces."""
+    """Return an SVG attribute with rounded numbers and without repeated spaces.
+
+    Args:
+        found: the match of the attribute: its name and its value.
+    """
     value = NUMBER.sub(_round_number, found[2])
     value = " ".join(value.split())
     return f' {found[1]}="{value}"'
@@ -176,6 +180,7 @@ def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
         top = height - max(y0, y1)
         wide = abs(x1 - x0)
         high = abs(y1 - y0)
+        # The element that shows the tooltip, without its brackets.
         shape = f'rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}"'
         if not wide and not high:
             shape = f'circle cx="{left:.1f}" cy="{top:.1f}" r="5"'

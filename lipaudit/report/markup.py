@@ -160,7 +160,7 @@ UNIT = re.compile(r"[^\d.)]*$")
 
 
 def align_numbers(grid: blocks.Grid) -> list[tuple[str, ...]]:
-    """Return the characters that, behind each cell, align the decimal points of a column.
+    """Return the padding of each cell that aligns the decimal points of every column.
 
     The page aligns numbers on the right and prints these characters invisibly behind the number.
 
@@ -171,6 +171,7 @@ def align_numbers(grid: blocks.Grid) -> list[tuple[str, ...]]:
         For each row and column the characters to write; empty if a cell needs no padding.
     """
     columns = []
+    # `zip(*rows)` turns rows into columns, and columns into rows.
     for side, texts in zip(grid.align, zip(*grid.rows, strict=True), strict=False):
         pads = [""] * len(texts)
         if side == "r":  # a column of numbers
@@ -180,12 +181,11 @@ def align_numbers(grid: blocks.Grid) -> list[tuple[str, ...]]:
 
 
 def _align_column(texts: Sequence[str]) -> list[str]:
-    """Return the characters that, behind each number of a column, align the decimal points.
+    """Return for each cell of a column the padding that aligns the decimal points.
 
-    The page writes these characters invisibly: they only take up width. Every number gets what it
-    lacks of the longest part behind an integer part. In a column with 3, 0.5 and 1.25, the number
-    3 gets ".25", as wide as the decimals of 1.25, and 0.5 gets "5". Cells without a number get no
-    characters.
+    The cells are aligned on the right, and the page writes the padding invisibly behind them. In a
+    column with 3, 0.5 and 1.25, the number 3 gets ".25" and 0.5 gets "5": each number then has as
+    many characters behind its integer part. Cells without a number get no padding.
     """
     # By row: the characters of a number behind its integer part, without the unit.
     fractions = {}
@@ -211,11 +211,11 @@ def has_all_columns(chapter: blocks.Chapter) -> bool:
 
 
 def find_passport(opening: blocks.Chapter | None) -> Card | None:
-    """Return the facts on model, data and run in the opening of a page, if it has them."""
+    """Return the card of facts (model, data, run) in the opening of a page, if it has one."""
     if opening is None:
         return None
     for block in opening.blocks:
-        if isinstance(block, Card) and not block.note:  # cards with a note have figures, no facts
+        if isinstance(block, Card) and not block.note:  # a card with a note has figures
             return block
     return None
 
@@ -387,10 +387,10 @@ def _write_character(character: str) -> str:
         return WRITTEN[character]
     if ord(character) < 0x180:  # ASCII and Latin letters with accents, which LaTeX reads as UTF-8
         return character
-    # Of a raised digit such as U+00B2: `<super> 0032`, the code of 2.
-    kind, *parts = unicodedata.decomposition(character).split() or [""]
+    # Unicode describes a raised digit such as U+2074 as `<super> 0034`, where 0034 is the digit 4.
+    kind, *codes = unicodedata.decomposition(character).split() or [""]
     if kind == "<super>":
-        raised = "".join(chr(int(part, 16)) for part in parts)
+        raised = "".join(chr(int(code, 16)) for code in codes)
         return rf"\textsuperscript{{{escape_latex(raised)}}}"
     return f"U+{ord(character):04X}"
 
@@ -398,16 +398,16 @@ def _write_character(character: str) -> str:
 def _write_latex(block: blocks.Block) -> Iterator[str]:
     """Yield the LaTeX lines of a block; pictures, plain prose and folded tables have no lines."""
     match block:
-        case Card(note=""):  # facts
+        case Card(note=""):  # facts on model, data and run become comments
             for row in block.rows:
                 yield f"% {escape_latex(': '.join(row))}"
         case Table(folded=False) | Heatmap(square=False) | Card() | Curve(table=Table()):
             yield from _write_latex_table(blocks.lay_out(block))
-        case Paragraph(tone=tone) if tone:
+        case Paragraph(tone=tone) if tone:  # the answer of the page
             yield _write_remark(block.text)
         case Points():
             for mark, text, _ in block.points:
-                if mark:
+                if mark:  # a warning or note; next steps have no mark
                     yield _write_remark(f"{mark}: {text}")
 
 

@@ -44,9 +44,9 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
     """
     columns = find_columns(sections)
     rows = read_rows(sections)
-    series = []
-    far = []
-    lines = []
+    series = []  # for each bound, the points (norm, bound) of all heads
+    far = []  # labels of bounds that are too large to be drawn
+    lines = []  # of the table
     for bound, column in find_bounds(columns).items():
         points = _list_points(column.label, bound, rows)
         if points.x and min(points.y) > FAR * max(points.x):
@@ -63,7 +63,7 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
     if not series:
         yield table
         return
-    norms = list(chain.from_iterable(each.x for each in series))
+    norms = list(chain.from_iterable(points.x for points in series))
     ends = (min(norms), max(norms))
     series.append(blocks.Series("y = x", ends, ends, guide=True))
     limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
@@ -114,7 +114,10 @@ def _measure_tightness(bound: str, column: Column, model: str, section: Section)
 
 
 def _write_power(exponent: float) -> float | str:
-    """Return 10^exponent; as a text if it is too large for a float."""
+    """Return 10^exponent, how many times a bound is above a norm; as `1e400×` if it is too large.
+
+    Floats end at 1.8e308.
+    """
     if exponent < 300:
         return 10**exponent
     return f"1e{exponent:.0f}×"
@@ -154,13 +157,15 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
     if "" not in sections:  # several reports: rows of all attacks together, if there are any
         rows = [row for row in rows if row.attack == WORST] or rows
     accuracy = replace(columns["robust"], label="accuracy")
-    for norm, group in group_values((str(row.norm), row) for row in rows).items():
-        if len({row.eps for row in group}) < 2:  # a single radius makes no line
+    for norm, of_norm in group_values((str(row.norm), row) for row in rows).items():
+        if len({row.eps for row in of_norm}) < 2:  # a single radius makes no line
             continue
-        series = []
-        lines = group_values((str(row.model or row.attack), row) for row in group)
-        if len(lines) == 2:  # one attack, and "all attacks" with the same figures
+        # The rows of each line, by the name of the model or of the attack.
+        lines = group_values((str(row.model or row.attack), row) for row in of_norm)
+        # The rows of all attacks together (WORST) repeat the figures of a single attack.
+        if len(lines) == 2:
             lines.pop(WORST, None)
+        series = []
         for name, line in lines.items():
             # The line begins at radius 0, with the accuracy without attack.
             start = Row({"eps": 0.0, "robust": line[0].clean})
@@ -169,7 +174,7 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
                 series.append(curve)
         if series:
             title = f"How many samples survive attacks, {norm}"
-            ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
+            ticks = {"0": 0.0} | {row.eps_text: row.eps for row in of_norm}
             radius = replace(columns["eps"], unit=norm)
             yield Curve(title, radius, accuracy, series, ticks=ticks)
 
@@ -182,9 +187,11 @@ def list_classes(sections: Sections) -> Iterator[Table]:
     """
     for model, section in sections.items():
         samples: Mapping[str, Any] = section.samples
-        if "label" not in samples or "loss" in samples:  # scored texts have no classes
+        # A model that scores texts has a loss in place of classes.
+        if "label" not in samples or "loss" in samples:
             continue
-        # The per-sample columns of yes and no: `correct` without attack, and one for each ball.
+        # The columns of the table and the yes-or-no columns of samples from which they are
+        # counted: `correct` without attack, and for each ball such as `robust@worst,linf,2/255`.
         flags = {"clean": "correct"}
         for row in section.rows:
             if row.attack == WORST:
@@ -232,7 +239,7 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
     for label, section in sections.items():
         rows = []
         for row in section.rows:
-            layer = find_layer(row.get("from"))
+            layer = find_layer(row.get("from"))  # 5 of `layer:5`; None for other inputs
             if layer is not None:
                 rows.append(row.replace(layer=layer))
         if len(rows) < 2:
@@ -263,9 +270,11 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
     (pattern), values, the MLP and the skip connection. The height of a part is its mean share over
     the samples: means of the parts add up to 1, medians would not.
     """
+    # The array of each part (its share, by row and sample), and the name of the part.
     names = {"pattern": "pattern", "value": "value", "mlp": "MLP", "rest": "skip"}
     title = "Through which parts the sensitivity passes, step by step (means)"
     for label, section in sections.items():
+        # Without the rows of whole blocks, which join the steps of a block.
         steps = {i: row for i, row in enumerate(section.rows) if row.part != "block"}
         if not steps or not section.arrays.keys() >= names.keys():
             continue
@@ -273,9 +282,10 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
         for name, word in names.items():
             shares = section.arrays[name].numpy()  # (rows, samples)
             parts[word] = [fmean(finite(shares[i].tolist()) or [0.0]) for i in steps]
-        others = [1 - sum(shares) for shares in zip(*parts.values(), strict=True)]
-        if max(map(abs, others)) > VISIBLE:  # another path, such as a gate beside the heads
-            parts["other"] = others
+        # What passes through no part above, such as a gate beside the heads.
+        remainders = [1 - sum(shares) for shares in zip(*parts.values(), strict=True)]
+        if max(map(abs, remainders)) > VISIBLE:
+            parts["other"] = remainders
         places = [f"{row.layer} {row.part}" for row in steps.values()]
         column = replace(section.columns["share"], label="share")
         yield blocks.Stack(add_model(label, title), places, column, parts)
@@ -299,7 +309,9 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
     column = Column("of the largest", "Value of the head over the largest one.", format=".0%")
     norms = {(row.layer, row.head): row.exact for row in bounds.rows}
     carried = {(row.layer, row.head): row.share for row in shares.rows}
-    known = [head for head in norms if head in carried]
+    heads = [head for head in norms if head in carried]
+    if not heads:
+        return
     titles = {
         "How steep is each head? Norm ‖J‖, of the largest": norms,
         "How much does each head carry? Share, of the largest": carried,
@@ -307,17 +319,17 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
     maps = []
     low = 0.0  # start of the scale of both maps
     for title, figures in titles.items():
-        most = max(finite(figures.values()), default=0.0)
-        if not known or most <= 0:
+        largest = max(finite(figures.values()), default=0.0)
+        if largest <= 0:
             return
         values = {}
-        for head in known:
+        for head in heads:
             figure = figures[head]
-            values[head] = None if figure is None else figure / most
+            values[head] = None if figure is None else figure / largest
         low = min([low, *finite(values.values())])  # a share may be negative
         maps.append(map_heads(title, values, column))
-    for each in maps:
-        yield replace(each, scale=blocks.Scale(low, 1.0, log=False))
+    for heatmap in maps:
+        yield replace(heatmap, scale=blocks.Scale(low, 1.0, log=False))
 
 
 # Attention maps, and what they lie over
@@ -376,15 +388,16 @@ def draw_rows(sections: Sections) -> Iterator[blocks.Heatmap]:
 
     The first statistic of an attention row p is the sum of the two largest entries, p(1) + p(2).
     The second is the bound g1 divided by the norm of the softmax Jacobian M = diag(p) - p p^T.
-    CLASSES has the lower ends of the ranges (the columns of the map) in which rows are counted.
+    The columns of a map are ranges of the statistic (classes): CLASSES has their lower ends.
     """
-    titles = {
+    # By the name of the array: the statistic, and the title of its map.
+    statistics = {
         "top_two": ("p(1) + p(2)", "How much of a row do its two largest entries hold?"),
         "tightness": ("g1/||M||", "How close is the bound g1, row by row?"),
     }
     for label, section in sections.items():
         layers = list(dict.fromkeys(str(row.layer) for row in section.rows))
-        for name, (statistic, title) in titles.items():
+        for name, (statistic, title) in statistics.items():
             if f"{name}@layers" not in section.arrays:
                 continue
             shares = section.arrays[f"{name}@layers"].numpy()  # (layers, classes)

@@ -64,7 +64,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     import numpy as np
 
     values = np.array(block.values, dtype=np.float64)
-    if block.square:
+    if block.square:  # an attention map
         values[values == 0] = float("nan")  # of masked keys: such cells stay blank
     scale = blocks.compute_scale(block)
     height, width = values.shape
@@ -224,39 +224,45 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
     most = MOST_TIPS // sum(not series.guide for series in block.series)  # tooltips of a series
     for index, series in enumerate(block.series):
         _draw_series(axes, block, index)
-        if not series.guide:
+        if not series.guide:  # a guide is a line such as y = x, without figures
             shown = [i for i in range(len(series.x)) if _is_drawn(series, i, log=block.log)]
             shown.sort(key=lambda i: -series.y[i])
             for i in shown[:most]:
                 x = series.x[i]
                 y = series.y[i]
                 yield _describe_point(block, series, i), (x, x), (y, y)
-    across: list[float] = []
-    up: list[float | None] = []
+    # The axes show all points, and the ends of all intervals.
+    xs: list[float] = []
+    ys: list[float | None] = []
     for series in block.series:
-        across += series.x
-        up += (*series.y, *series.low, *series.high)
-    frames.set_axis(axes, "x", finite(across), block.x, log=block.log)
+        xs += series.x
+        ys += (*series.y, *series.low, *series.high)
+    frames.set_axis(axes, "x", finite(xs), block.x, log=block.log)
     if block.y.format.endswith("%") and not block.log:  # a share: from 0 to 100%
         frames.set_ends(axes, "y", (0.0, 1.02), block.y)
     else:
-        frames.set_axis(axes, "y", finite(up), block.y, log=block.log)
+        frames.set_axis(axes, "y", finite(ys), block.y, log=block.log)
     if block.ticks:
         axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
     frames.set_legend(axes)
 
 
 def _draw_series(axes: Axes, block: Curve, index: int) -> None:
-    """Draw the points of a series, the lines between them and their intervals."""
+    """Draw the points of a series, the lines between them and their intervals.
+
+    Args:
+        axes: the axes.
+        block: the chart.
+        index: number of the series in the chart; it decides colour and marker.
+    """
     import numpy as np
 
     series = block.series[index]
-    place = index if series.colour is None else series.colour
-    colour = choose_colour(place)
+    colour = choose_colour(index if series.colour is None else series.colour)
     look: Look = {"label": visible(series.label), "color": colour}
     if series.guide:  # a thin line for comparing slopes, such as y = x
         look |= {"color": INK, "linewidth": 0.7, "linestyle": choose_line(index)}
-    elif block.joined:
+    elif block.joined:  # lines join the points
         look["linestyle"] = choose_line(index)
         look["marker"] = ""
         if len(series.x) <= 64:  # more marks overlap and hide the line
@@ -265,38 +271,41 @@ def _draw_series(axes: Axes, block: Curve, index: int) -> None:
         look |= {"linestyle": "", "alpha": 0.8, "markeredgewidth": 0}
         # Colours repeat after seven series; the same colour then gets another marker.
         look["marker"] = MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
-        look["rasterized"] = len(series.x) > MANY
+        look["rasterized"] = len(series.x) > MANY  # an image keeps the page small
     axes.plot(series.x, series.y, **look)
-    if any(end is not None for end in series.low):
+    if any(end is not None for end in series.low):  # some points have intervals
         low = np.array(series.low, dtype=np.float64)
         high = np.array(series.high, dtype=np.float64)
         axes.vlines(series.x, low, high, color=colour, linewidth=0.9)
 
 
 def _is_drawn(series: Series, i: int, *, log: bool) -> bool:
-    """Say whether a point is finite, and positive on logarithmic axes."""
+    """Return whether point i can be drawn: it is finite, and positive on logarithmic axes."""
     x = series.x[i]
     y = series.y[i]
-    if not math.isfinite(x + y):
+    if not math.isfinite(x + y):  # the sum is finite only if both are
         return False
     return not log or min(x, y) > 0
 
 
 def _describe_point(block: Curve, series: Series, i: int) -> str:
-    """Return the tooltip of a point: its name, its series and its figures."""
+    """Return the tooltip of point i: its name, its series and its figures.
+
+    For example: "pgd: eps 2/255, accuracy 62.5% (43.5 to 79.5%)".
+    """
     x = series.x[i]
-    across = cells.format_value(x, block.x)
-    for name, place in block.ticks.items():
-        if place == x:
-            across = name
-    up = cells.format_value(series.y[i], block.y)
+    x_text = cells.format_value(x, block.x)
+    for name, tick in block.ticks.items():  # a tick may have a name, such as 2/255
+        if tick == x:
+            x_text = name
+    y_text = cells.format_value(series.y[i], block.y)
     if series.low:
-        up = cells.format_with_limits(up, series.low[i], series.high[i], block.y)
-    owner = series.label
+        y_text = cells.format_with_limits(y_text, series.low[i], series.high[i], block.y)
+    lead = series.label
     if series.names:
-        owner = join_texts([series.names[i], series.label])
-    figures = cells.write_math(f"{block.x.label} {across}, {block.y.label} {up}")
-    return f"{owner}: {figures}"
+        lead = join_texts([series.names[i], series.label])
+    figures = cells.write_math(f"{block.x.label} {x_text}, {block.y.label} {y_text}")
+    return f"{lead}: {figures}"
 
 
 # Intervals
@@ -310,11 +319,14 @@ LIMIT: Look = {"color": INK, "linestyle": ":", "linewidth": 1.2}
 
 
 def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
-    """Draw a row for each figure: an interval, and above it the name and text of the figure."""
-    known: list[float | None] = [block.centre]
+    """Draw a row for each figure: an interval, and above it the name and text of the figure.
+
+    Yields a tooltip for each row. A vertical line marks the centre, such as "no change".
+    """
+    ends: list[float | None] = [block.centre]
     for bar in block.bars:
-        known += (bar.low, bar.value, bar.high, bar.limit)
-    frames.set_axis(axes, "x", _clip(known, block), block.x, log=block.log)
+        ends += (bar.low, bar.value, bar.high, bar.limit)
+    frames.set_axis(axes, "x", _clip_ends(ends, block), block.x, log=block.log)
     low, high = axes.get_xlim()
     for row, bar in enumerate(block.bars):
         axes.vlines(block.centre, row - 0.22, row + 0.3, INK, linewidth=0.7)
@@ -355,15 +367,15 @@ def _draw_bar(axes: Axes, row: int, bar: Bar) -> None:
     axes.text(1.0, row - 0.3, visible(bar.text), ha="right", **beside)
 
 
-def _clip(known: Sequence[float | None], block: Forest) -> list[float]:
-    """Return the values that an axis has to show, without the far ends of very wide intervals.
+def _clip_ends(ends: Sequence[float | None], block: Forest) -> list[float]:
+    """Return what the axis of a forest plot has to show, with far ends of intervals clipped.
 
     Beside an interval of 100 times the largest value, the values could not be told apart. So each
     end is clipped at ten times the largest distance of a value from the centre; on a logarithmic
     axis, at ten times the largest value and a tenth of the smallest value.
 
     Args:
-        known: the values, the ends of their intervals and the limits of rules.
+        ends: the values, the ends of their intervals and the limits of rules; None if unknown.
         block: the plot.
     """
     values = finite([block.centre, *(bar.value for bar in block.bars)])
@@ -375,7 +387,7 @@ def _clip(known: Sequence[float | None], block: Forest) -> list[float]:
         far = 10 * max(abs(value - block.centre) for value in values)
         low = block.centre - far
         high = block.centre + far
-    return [min(max(end, low), high) for end in finite(known)]
+    return [min(max(end, low), high) for end in finite(ends)]
 
 
 _DRAW: dict[type[Any], Callable[..., Iterator[Tip]]] = {

@@ -37,44 +37,43 @@ ABOUT = (
 
 
 @cache
-def list_known() -> tuple[Mapping[str, Any], ...]:
+def list_known_models() -> tuple[Mapping[str, Any], ...]:
     """Return the known models, each with its name, its kind, its data and its figures."""
     text = files("lipaudit.report").joinpath(FILE).read_text(encoding="utf-8")
     return tuple(json.loads(text)["models"])
 
 
 def compare_with_known(report: Report, summary: Section) -> Iterator[Chapter]:
-    """Yield a chapter with a table of the figures of a report and of known models, if any.
+    """Yield a chapter that compares the figures of a report with those of known models.
 
-    A known model has a row if it reads images as the model of the report does, or neither does,
-    and if it has one of the figures under equal conditions (`where`): in the same ball of attacks,
-    or from the same input to the same output.
+    The first row of its table is the model of the report. A known model has a row if it has one of
+    the figures under equal conditions: in the same ball of attacks, or from the same input to the
+    same output. Models of images and of texts are not compared. Without rows there is no chapter.
 
     Args:
         report: the report.
-        summary: its main figures.
+        summary: the main figures of the report.
     """
     columns = cells.pick_columns("model")
-    own: Cells = {"model": report.run.model.spec}
-    others: dict[str, Cells] = {}
+    audited: Cells = {"model": report.run.model.spec}
+    known: dict[str, Cells] = {}  # the rows of known models
     has_images = "mean" in report.run.preprocess  # only images have a mean
     for row in summary.rows:
         label = COMPARED.get(row.name, "")
-        where = row.ball
+        condition = row.ball
         if row.name == "jacobian_norm":
-            where = row.text.partition(",")[0]  # the input and the output: `pixels to logits`
-        for model in list_known():
+            condition = row.text.partition(",")[0]  # the input and the output: `pixels to logits`
+        for model in list_known_models():
             name = model["name"]
-            # No comparison of images with texts, or of a model with itself.
-            if model["images"] != has_images or name == own["model"]:
+            if model["images"] != has_images or name == audited["model"]:
                 continue
             figure = model["figures"].get(label)
-            if figure and figure["where"] == where:
-                others.setdefault(name, {"model": name})[row.metric] = figure["value"]
-                own[row.metric] = row.value
+            if figure and figure["where"] == condition:
+                known.setdefault(name, {"model": name})[row.metric] = figure["value"]
+                audited[row.metric] = row.value
                 columns[row.metric] = replace(
-                    describe_figure(row), label=join_texts([label, where]), domain=""
+                    describe_figure(row), label=join_texts([label, condition]), domain=""
                 )
-    if others:
-        tables = tabulate_rows(columns, [own, *others.values()], strong={0})
+    if known:
+        tables = tabulate_rows(columns, [audited, *known.values()], strong={0})
         yield Chapter("reference", "Is that much?", (*tables, Paragraph(ABOUT)))

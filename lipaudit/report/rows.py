@@ -42,7 +42,11 @@ def find_columns(sections: Sections) -> dict[str, Column]:
 
 
 def read_rows(sections: Sections) -> list[Row]:
-    """Return the rows of all reports; `head` is LAYER.HEAD, `model` the label of the report."""
+    """Return the rows of all reports, with names for pages: of models, heads and radii.
+
+    The cell `model` is the label of the report, which is empty for a single report; the cell
+    `head` is LAYER.HEAD, and `eps_text` the radius as typed.
+    """
     rows = []
     for label, section in sections.items():
         for row in section.rows:
@@ -111,27 +115,26 @@ def read_change(verdict: Verdict) -> float | None:
 def list_distinct(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Return the verdicts on figures that can be compared, each figure once.
 
-    Several measures have the clean accuracy, for example: the one of most samples counts.
+    Several measures have the clean accuracy, for example: the verdict on most samples counts.
     """
-    found: dict[str, Verdict] = {}
+    distinct: dict[str, Verdict] = {}
     for verdict in verdicts:
-        name, _, stat = verdict.metric.partition(":")
+        name, _, stat = verdict.metric.partition(":")  # `jacobian.norm` and `p95`
+        # The figure on the scorecard, if any: several measures may have the same.
         headline = find_headline(name)
-        if headline is not None:  # equal names of headlines mean equal figures
+        if headline is not None:
             name = headline.name
         figure = f"{name} {stat} {verdict.row}"
         # A verdict with a reason is on a figure that cannot be compared.
-        if not verdict.reason and verdict.samples >= found.get(figure, verdict).samples:
-            found[figure] = verdict
-    return list(found.values())
+        if not verdict.reason and verdict.samples >= distinct.get(figure, verdict).samples:
+            distinct[figure] = verdict
+    return list(distinct.values())
 
 
 def read_verdict(verdict: Verdict) -> dict[str, Any]:
-    """Return the fields of a verdict as cells of a table, with its figures as texts.
-
-    Without a test, the paired change is that of the two values.
-    """
+    """Return the fields of a verdict as cells of a table, with its figures as texts."""
     texts = verdict.texts
+    # Without a test there is no paired change: show the change of the two values.
     texts["paired"] = texts["paired"] or texts["change"]
     return {
         **dict(verdict),
@@ -161,7 +164,8 @@ def tabulate_rows(
         keys: number of leading columns that name the row.
         how: other attributes of the table, such as `folded`.
     """
-    # `model_construct` skips the checks for sections of files: a median of counts may be 2.5.
+    # `model_construct` skips the checks of cells: here, a column of counts may have a median of
+    # 2.5.
     section = Section.model_construct(
         measure="", columns=dict(columns), rows=tuple(map(Row, rows))
     )

@@ -48,10 +48,10 @@ def find_display(section: Section) -> Display:
     samples = section.sample_columns
     required = {name for name, column in columns.items() if column.needed}
     maps: list[str] = []
-    if {"layer", "head"} <= required:  # every row is a head
+    if {"layer", "head"} <= required:  # every row is a head: draw all columns with better values
         maps = [name for name, column in columns.items() if column.better]
-    counted = [n for n, column in samples.items() if column.format not in cells.UNMEASURED]
-    return Display(about="", maps=tuple(maps), histograms=tuple(counted))
+    measured = [n for n, column in samples.items() if column.format not in cells.UNMEASURED]
+    return Display(about="", maps=tuple(maps), histograms=tuple(measured))
 
 
 def show_section(section: Section, shown: Collection[Note] = ()) -> list[Block]:
@@ -59,7 +59,7 @@ def show_section(section: Section, shown: Collection[Note] = ()) -> list[Block]:
 
     Args:
         section: the section; a failed one shows its reason.
-        shown: notes besides warnings that the page already shows.
+        shown: notes at the top of the page, which are left out here. So are all warnings.
     """
     parts = [*show_sections({"": section})]
     if section.failure is not None:
@@ -72,7 +72,6 @@ def show_section(section: Section, shown: Collection[Note] = ()) -> list[Block]:
     settings = list_settings(section)
     if settings:
         result.append(Paragraph(f"Settings: {'; '.join(settings)}."))
-    # The top of the page shows all warnings.
     notes = [note for note in section.notes if note.level != "warning" and note not in shown]
     result += blocks.list_notes(notes)
     return result
@@ -87,9 +86,9 @@ def show_brief(section: Section) -> Iterator[Block]:
         yield from show_section(section)
         return
     display = find_display(section)
-    sections = {"": section}
+    sections = {"": section}  # a single report has no name
     for table in tabulate(sections, display.columns, display.by):
-        yield replace(table, cut=True)
+        yield replace(table, cut=True)  # a terminal leaves out columns that do not fit
     closeness = describe_closeness(section)
     if closeness:
         yield Paragraph(closeness)
@@ -196,20 +195,22 @@ def show_sections(sections: Sections) -> Iterator[Block]:
 
 
 def _tabulate_all(section: Section, tables: Sequence[blocks.Table]) -> Iterator[blocks.Table]:
-    """Yield a folded table of all columns that are not empty, unless a table above has them all.
+    """Yield a folded table with all columns of a section, except columns of empty texts.
+
+    Nothing is yielded if a table above has as many columns and rows already.
 
     Args:
         section: the section.
         tables: the tables above, with the columns that the measure chose.
     """
     rows = section.rows
-    columns = section.columns.items()
-    shown = {n: c for n, c in columns if any(row.get(n) != "" for row in rows)}
-    if tables and len(tables[0].columns) == len(shown) and len(tables[0].rows) == len(rows):
+    described = section.columns.items()
+    columns = {n: column for n, column in described if any(row.get(n) != "" for row in rows)}
+    if tables and len(tables[0].columns) == len(columns) and len(tables[0].rows) == len(rows):
         return
-    lines = [[*map(row.get, shown)] for row in rows]
-    keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
-    yield blocks.Table(blocks.ALL_COLUMNS, [*shown.values()], lines, keys, folded=True)
+    values = [[*map(row.get, columns)] for row in rows]
+    keys = 2 if list(columns)[:2] == ["layer", "head"] else 1  # columns that name a row
+    yield blocks.Table(blocks.ALL_COLUMNS, [*columns.values()], values, keys, folded=True)
 
 
 # Maps of heads, histograms of samples
@@ -227,8 +228,8 @@ def map_column(sections: Sections, name: str) -> Iterator[blocks.Heatmap]:
 
 
 def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
-    """Yield the histogram of a per-sample column over all reports, unless all values are equal."""
-    values = {}
+    """Yield one histogram of a per-sample column for all reports, unless all values are equal."""
+    values = {}  # by the name of the report
     for label, section in sections.items():
         if name in section.samples:
             known = finite(section.samples[name])

@@ -114,6 +114,7 @@ def wrap(text: str, width: int) -> list[str]:
 def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
     """Yield the texts of a block, for a terminal of this width."""
     match block:
+        # Tables and lists come first: pictures (the last case) are only described.
         case Table(folded=True):
             formats = f"{records.JSON}, {MARKDOWN} and {HTML}"
             yield Text(f"\n{block.title}: in the {formats} formats", DIM)
@@ -122,11 +123,11 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
         case Table() | Curve(table=Table()):
             cut = isinstance(block, Table) and block.cut
             yield from _write_grid(blocks.lay_out(block), width, cut=cut)
-        case Heatmap(square=False):
+        case Heatmap(square=False):  # of layers and heads, not an attention map
             yield from _write_grid(_add_bars(block), width)
         case Paragraph(tone=""):
             yield _prose(block.text, width, DIM)
-        case Paragraph():
+        case Paragraph():  # the answer of the page
             yield _prose(block.text, width, "bold")
             yield Text("")
         case Points():
@@ -213,11 +214,13 @@ def _write_grid(grid: Grid, width: int, *, cut: bool = False) -> Iterator[Render
         cut: whether to write only the first piece, and to name all columns that are left out.
     """
     if grid.heads:
+        # Without a title, a blank line separates the table from the text above.
         yield _title(grid.title, width) if grid.title else Text("")
     rows = [list(row) for row in grid.rows]
-    for i in grid.strong:
+    for i in grid.strong:  # emphasised rows begin with a mark
         rows[i][0] = STRONG + rows[i][0]
     widths = _choose_widths(grid, rows, width)
+    # The indices of the columns of each piece.
     first, *others = split_columns(widths, keys=grid.keys, width=width)
     yield _write_piece(grid, rows, widths, first)
     left_out = []

@@ -78,23 +78,28 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
 
     Compound names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`) give a topic for each
     part, except radii and other values.
+
+    Args:
+        text: the name.
+        known: all topics.
     """
     # Without the limit of a rule (<= +5%), and without the arguments in `module input (x, y)`.
     name = ARGUMENTS.sub("", LIMIT.sub("", text)).strip() or text
     # A name may contain signs (g1/||M||): try the whole before its parts.
-    whole = _find_named(text, known) or _find_named(name, known)
-    if whole:
-        return whole
-    first, *more = map(str.strip, PIECES.split(name))
-    bare = NUMBER.sub("", first)
-    if more or bare != first:
-        found = _find_named(bare, known)
-        if found:
-            for piece in more:
+    topics = _find_named(text, known) or _find_named(name, known)
+    if topics:
+        return topics
+    # The parts between signs such as @ and :. The first may have a number, such as `layer 3`.
+    first, *others = map(str.strip, PIECES.split(name))
+    word = NUMBER.sub("", first)
+    if others or word != first:
+        topics = _find_named(word, known)
+        if topics:
+            for part in others:
                 # Later parts count only if they name a topic in full: a short name that several
                 # columns share would not say which column is meant.
-                found += [t for t in _find_named(piece, known) if t.name == t.title]
-            return list(dict.fromkeys(found))
+                topics += [t for t in _find_named(part, known) if t.name == t.title]
+            return list(dict.fromkeys(topics))
     # A status and a domain in the form of footnotes: `exact at X`.
     status, _, domain = name.partition(" ")
     domains = _find_named(domain, known)
@@ -104,14 +109,17 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
 
 
 def _find_named(name: str, known: Sequence[Topic]) -> list[Topic]:
-    """Return the topics with a name, spelled exactly, else without case, spaces and signs."""
-    found = [topic for topic in known if name in topic.names]
-    if not found:
+    """Return the topics with this name, those with the name as title first.
+
+    If no topic has exactly this name, names are compared without case, spaces and signs.
+    """
+    topics = [topic for topic in known if name in topic.names]
+    if not topics:
         plain = strip_name(name)
-        found = [topic for topic in known if plain in map(strip_name, topic.names)]
-    # Values of options are not in the index: they count only if no other topic has the name.
-    found = [topic for topic in found if topic.group] or found
-    return sorted(found, key=lambda topic: topic.title != name)
+        topics = [topic for topic in known if plain in map(strip_name, topic.names)]
+    # Values of options have no group: they count only if no other topic has the name.
+    topics = [topic for topic in topics if topic.group] or topics
+    return sorted(topics, key=lambda topic: topic.title != name)
 
 
 @cache
@@ -129,7 +137,8 @@ def _list_measures() -> Iterator[Topic]:
         # Paragraphs with indented lines are examples and lists, which are left out.
         paragraphs = [each.replace("\n", " ") for each in text.split("\n\n") if "\n " not in each]
         meaning, *more = paragraphs
-        yield Topic(group, name, name, meaning, (" ".join(more),) if more else ())
+        details = [" ".join(more)] if more else []
+        yield Topic(group, name, name, meaning, tuple(details))
     for section, layout in layouts().items():
         title = layout.title or section
         details = [layout.display.about] if layout.display else []
@@ -151,7 +160,15 @@ def _list_columns() -> Iterator[Topic]:
 
 
 def _describe_column(group: str, section: str, name: str, column: Column) -> Topic:
-    """Return the topic of a column: how to read it, what it does not say, and its formula."""
+    """Return the topic of a column: how to read it, what it does not say, and its formula.
+
+    Args:
+        group: heading of the topic in the index.
+        section: name of the section that has the column.
+        name: name of the column.
+        column: its description. The text `reading` has lines on how to read the column, and for a
+            bound a line with its source, which the topic shows last.
+    """
     lines = column.reading.splitlines()
     sources = [line for line in lines if line.startswith(SOURCE)]
     reading = [line for line in lines if line not in sources]
@@ -179,7 +196,7 @@ def _list_attacks() -> Iterator[Topic]:
         meaning = known.get(name, f"An attack of the package {kind.package}.")
         norms = f"Norms: {', '.join(kind.norms)}."
         yield Topic(group, name, name, meaning, (norms,))
-    for name in sorted(RESERVED):
+    for name in sorted(RESERVED):  # words of --attack that name several attacks, or none
         yield Topic(group, name, name, known[name])
 
 
@@ -206,16 +223,16 @@ def _list_headlines() -> Iterator[Topic]:
 def _list_words() -> Iterator[Topic]:
     """Yield the words that no other topic explains; words of wings (plug-ins) come last."""
     headings = {label: column.meaning for label, column in cells.HEADINGS.items()}
-    of_pages = {"How far a figure is proven": cells.STATUS, "Words of pages": headings}
-    sources = [
-        of_pages,
+    # Each glossary has groups of words, and each group the meaning of every word.
+    glossaries = [
+        {"How far a figure is proven": cells.STATUS, "Words of pages": headings},
         cells.read_words()["words"],
         *(wing.topics for wing in load_wings().values()),
     ]
-    for groups in sources:
-        for group, meanings in groups.items():
-            for name, meaning in meanings.items():
-                yield Topic(group, name, name, meaning)
+    for glossary in glossaries:
+        for group, meanings in glossary.items():
+            for word, meaning in meanings.items():
+                yield Topic(group, word, word, meaning)
 
 
 def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:

@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs/reference.md"
 def test_stored_figures_are_those_that_an_audit_measures():
     report = lipaudit.measure("demo", "bounds", samples=8)
     found = yardstick.read_figures(report)
-    (stored,) = [model for model in reference.list_known() if model["name"] == "demo"]
+    (stored,) = [model for model in reference.list_known_models() if model["name"] == "demo"]
     assert {"steepest attention head, ||J||", "median attention head, ||J||"} < {*found}
     for label, figure in found.items():
         assert figure["value"] == pytest.approx(stored["figures"][label]["value"], rel=1e-3)
@@ -53,7 +53,7 @@ def test_a_page_has_the_figures_of_other_models_with_equal_ends_and_balls(report
 
 
 def test_only_figures_that_tell_a_robust_demo_from_another_are_compared():
-    known = {model["name"]: model["figures"] for model in reference.list_known()}
+    known = {model["name"]: model["figures"] for model in reference.list_known_models()}
     robust = known["demo:robust"]
     different = []
     for label, figure in known["demo"].items():
@@ -81,9 +81,9 @@ def test_the_page_of_the_docs_has_every_stored_figure():
     text = PAGE.read_text("utf-8")
     rows = dict(re.findall(r"^\| \*\*(.+?)\*\*: (.*)$", text, re.MULTILINE))
     yardsticks = {each.label: each for each in yardstick.YARDSTICKS}
-    assert len(rows) == len(reference.list_known()) >= 7
+    assert len(rows) == len(reference.list_known_models()) >= 7
     assert "| 78.1% (linf 0.1) |" in rows["demo:robust"]
-    for model in reference.list_known():
+    for model in reference.list_known_models():
         line = rows[model["name"]]
         assert model["data"] in line
         for label, figure in model["figures"].items():

@@ -127,7 +127,7 @@ def prove(model: nn.Module, x: Tensor, y: int, eps: float, limits: dict[str, flo
     form = ball(x, eps, box=(0.0, 1.0), dtype=torch.float32)
     first, out = timed(lambda: bound(model, form, y))
     left = limits | {"seconds": max(0.0, limits["seconds"] - first)}
-    second, verdict = timed(lambda: branch.decide(out, **left))
+    second, verdict = timed(lambda: branch.prove_positive(out, **left))
     return {
         "certified": verdict.certified,
         "nodes": verdict.nodes,

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.shared import planted
 from benchmarks.shared.balls import draw_symbols, excess, inputs_at
 from benchmarks.shared.hostile import MAKERS, Draw, Layer, fit
-from lipaudit.wings.certificates.branch import decide
+from lipaudit.wings.certificates.branch import prove_positive
 from lipaudit.wings.certificates.form import Form, UnboundedError, find_name
 from lipaudit.wings.certificates.prove import RULES, ball, hull, margins
 from lipaudit.wings.certificates.prove import run as passed
@@ -207,7 +207,7 @@ def check(case: Case) -> tuple[str, str]:
         logits = out.reshape(-1)
         low, high = logits.range()
         gaps = margins(passed(f, start).reshape(-1), label)
-        certified = decide(gaps, nodes=NODES).certified
+        certified = prove_positive(gaps, nodes=NODES).certified
     except UnboundedError:
         return "unbounded", ""
     if not (torch.isfinite(low) & torch.isfinite(high)).all():

@@ -208,7 +208,7 @@ class Commands(Mapping[str, Any]):
         taken = {*self.own, *load_measures()}
         return collect(tuple, "commands", taken, check=_find_fault)
 
-    def find(self, name: str) -> tuple[str, Any]:
+    def find_entry(self, name: str) -> tuple[str, Any]:
         """Return the heading of a command in the help, and its function or its group.
 
         Raises:
@@ -227,7 +227,7 @@ class Commands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         """Return the command with a name, or the group of commands with this name."""
         if name not in self.cache:
-            _, function = self.find(name)
+            _, function = self.find_entry(name)
             if not isinstance(function, Group):
                 function = make_command(name, function)
             self.cache[name] = function
@@ -297,7 +297,7 @@ class Group(typer.core.TyperGroup):
         first = [name for name in FIRST if name in names]
         rows = []
         for name in dict.fromkeys([*first, *names]):
-            panel, function = self.commands.find(name)
+            panel, function = self.commands.find_entry(name)
             if name in first:
                 panel = START
             if isinstance(function, Group):
@@ -430,6 +430,7 @@ def _describe_all(version: Version = False) -> None:
 
     Start with: lipaudit audit demo
     """
+    # Typer shows this docstring as the help of `lipaudit`. --version ends by its callback.
 
 
 def make_command(name: str, function: Callable[..., None]) -> Any:
@@ -541,6 +542,7 @@ def _parse_values(
         given = {
             option: typed[option] for option in kind.options() if typed.get(option) is not None
         }
+        # The configuration file sets options of every run. The command line takes precedence.
         configured = read_defaults(typed["config"]) if kind is RunOptions else {}
         only_configured = configured.keys() - given.keys()
         values[name] = kind.parse({**configured, **given}, configured=only_configured)

@@ -384,7 +384,7 @@ def _measure_again(
     return report, path
 
 
-def _repeat_run(baseline: Report, remeasure: Remeasure) -> RunOptions:
+def _merge_run_options(baseline: Report, remeasure: Remeasure) -> RunOptions:
     """Return the options of the baseline's run, replaced by options that are typed now."""
     before = baseline.run
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
@@ -435,7 +435,7 @@ def _plan_again(
         settings = {**kind.older_defaults, **section.settings}
         measures[section.measure] = kind.parse(settings | moved.get(section.measure, {}))
         counts[section.measure] = len(section.ids) or baseline.run.data.samples
-    options = _repeat_run(baseline, remeasure)
+    options = _merge_run_options(baseline, remeasure)
     place = launcher.find_place()
     return Request(model, measures, options, counts, command=typed_command(), place=place)
 

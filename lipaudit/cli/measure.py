@@ -267,7 +267,7 @@ def _measure_models(
                 for format in ("json", "html"):
                     files.write(folder_of_model / f"report.{format}", render(report, format))
             except EvaluationError:
-                observer.silence.close()
+                observer.silence.close()  # from here on, stdout gets the result
                 with suppress(EvaluationError):
                     emit(of_reports(*reports.values()), output, details=extent.details)
                 raise

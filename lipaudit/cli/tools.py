@@ -131,6 +131,7 @@ def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
         values = [value]
         if isinstance(value, list):
             values = value
+        # The map of modules to devices has the key "" for all modules without an entry.
         elif isinstance(value, dict):
             values = [f"{key or 'all else'}: {inner}" for key, inner in value.items()]
         first = name.ljust(width)  # in front of the first value only

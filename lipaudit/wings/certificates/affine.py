@@ -88,11 +88,11 @@ def cast_form(x: Form, *targets: Any, **options: Any) -> Form:
     A cast of torch copies, or returns the same memory. `Form` counts all casts as views of the
     same memory: after a write to one of the two forms, the use of the other is refused.
     """
-    require_real(*targets, *options.values())
+    require_floating_point(*targets, *options.values())
     return x.copy()
 
 
-def require_real(*targets: Any) -> None:
+def require_floating_point(*targets: Any) -> None:
     """Raise `NoRuleError` if a cast is not to a floating-point type, such as x.to(torch.long).
 
     `targets` are the arguments of the cast: a dtype, a tensor of this dtype, a Python type, or the
@@ -194,7 +194,7 @@ def add_stacks(x: Tensor, y: Tensor) -> Tensor:
     A form has no rows for symbols that were created later: missing rows count as zero.
     """
     if len(x) < len(y):
-        x, y = y, x
+        x, y = y, x  # x is the longer stack
     if not len(y):
         return x
     total = torch.empty_like(x)
@@ -233,7 +233,8 @@ def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
     Args:
         x: a form, centre + coefficients . symbols +- slack.
         weight: the constant.
-        roundings: number of roundings that the constant had before.
+        roundings: number of roundings of the constant: one for the cast to the dtype of the
+            coefficients, plus those that it had before.
     """
     weight = as_constant(weight, x)
     # A normalisation that is not multiplied out yet, numerator / root + constant, stays so.
@@ -363,12 +364,14 @@ def _multiply_patches(
         groups: number of groups of channels.
     """
     height, width = w.shape[-2:]
+    # (images, channels, h, w, ...): a window for each position h x w, of all its pixels. With a
+    # dilation, a kernel sees only every n-th of them.
     patches = images.unfold(2, dilations[0] * (height - 1) + 1, strides[0])
     patches = patches.unfold(3, dilations[1] * (width - 1) + 1, strides[1])
     patches = patches[..., :: dilations[0], :: dilations[1]]
     patches = torch.unflatten(patches, 1, (groups, -1))
     kernels = torch.unflatten(w, 0, (groups, -1))
-    # r images, g groups, c input and o output channels, h x w positions, i x j kernel entries.
+    # r images, g groups, c input and o output channels, i x j entries of a kernel.
     out = torch.einsum("rgchwij,gocij->rgohw", patches, kernels)
     return out.flatten(1, 2)
 
@@ -400,7 +403,7 @@ def reduce_axes(
 
     A sum is a linear map: it is applied to the centre and to all coefficients.
     """
-    require_real(dtype)
+    require_floating_point(dtype)
     axes = read_axes(axis if dim is None else dim, input.ndim)
     count = torch.Size(input.shape[axis] for axis in axes).numel()
 

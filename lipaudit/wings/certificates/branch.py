@@ -125,11 +125,10 @@ def join_nodes(groups: list[Nodes]) -> Nodes:
 def bound_nodes(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
     """Return a lower bound of the margin on every part, and the coefficients of the symbols.
 
-    A part of the ball is given by signs of ReLUs, with a multiplier for each constraint (weak
-    duality). Margin + multipliers . constraints is affine in the symbols, and its minimum is the
-    bound.
-    The bounds (b,) do not include the rounding errors of this computation. The coefficients are
-    (b, columns).
+    A node is a part of the ball, given by signs of ReLUs, with a multiplier for each constraint on
+    a ReLU. Margin + multipliers . constraints is affine in the symbols, and its minimum is the
+    bound (weak duality). The bounds (b,) do not include the rounding errors of this computation.
+    The coefficients are (b, columns).
     """
     evaluation = _evaluate(
         problem, nodes.which, nodes.clip_multipliers(), _find_effects(problem, nodes.state)
@@ -200,8 +199,9 @@ def ascend(
     effects = _find_effects(problem, nodes.state)
     floor = nodes.find_smallest_multipliers()
     y = nodes.clip_multipliers()
-    best = y.new_full(y.shape[1:2], -torch.inf)
+    best = y.new_full(y.shape[1:2], -torch.inf)  # (b,)
     best_y = y
+    # Adam's running means of the gradient and of its square, with decay rates _DECAY.
     mean_gradient = torch.zeros_like(y)
     mean_square = torch.zeros_like(y)
     for step in range(steps + 1):
@@ -351,8 +351,8 @@ class Decision:
         relus: number of ReLUs of unknown sign.
         limit: why the search ended without a proof: "nodes", "seconds" or "signs" (the signs of
             all ReLUs are fixed); empty if certified.
-        leaves: if certified by branching, the parts with their multipliers: `decide` can prove
-            them again without a search.
+        leaves: if certified by branching, the parts with their multipliers. `prove_positive` can
+            check them again without a search.
     """
 
     bound: float
@@ -367,7 +367,7 @@ class Decision:
         return not self.limit
 
 
-def decide(
+def prove_positive(
     margins: Form,
     *,
     nodes: int = NODES,
@@ -508,7 +508,7 @@ class BranchAndBound:
             batch = queue[first]
             # A part with known signs of all ReLUs cannot be split: its multipliers get more steps.
             has_all_signs = (batch.state != 0).all(1)
-            if self._stays_open(batch[has_all_signs]):
+            if not self._prove_unsplit(batch[has_all_signs]):
                 return "signs", float(queue_bounds.min())
             queue = queue[later]
             queue_bounds = queue_bounds[later]
@@ -519,18 +519,19 @@ class BranchAndBound:
                 queue_bounds = torch.cat([queue_bounds, bounds])
         return "", self.smallest
 
-    def _stays_open(self, parts: Nodes) -> bool:
-        """Return whether a part stays unproven after many more steps of its multipliers.
+    def _prove_unsplit(self, parts: Nodes) -> bool:
+        """Try to prove parts in which no ReLU can be split; return whether all are proven.
 
-        In these parts the signs of all ReLUs are known, so they cannot be split. Several learning
-        rates are tried in turn on the parts that are not proven yet.
+        The signs of all ReLUs are known in these parts, so only their multipliers can change, by
+        many more steps. Several learning rates are tried in turn on the parts that are not proven
+        yet.
         """
         for factor in _LAST_RATE_FACTORS:
             if not len(parts):
-                return False
+                return True
             _, coefficients = bound_nodes(self.rough, parts)
             parts, _ = self._bound_parts(coefficients, parts, LAST_STEPS, factor * self.rate)
-        return len(parts) > 0
+        return not len(parts)
 
     def _split(self, batch: Nodes) -> tuple[Nodes, Tensor]:
         """Split every part at its most promising ReLU; return the unproven halves with bounds.

@@ -29,7 +29,7 @@ from lipaudit.models.endpoints import find_tokens
 from lipaudit.models.net import Net, watch_modules
 from lipaudit.models.requirements import agree
 from lipaudit.theory import NODES
-from lipaudit.wings.certificates.branch import Nodes, decide
+from lipaudit.wings.certificates.branch import Nodes, prove_positive
 from lipaudit.wings.certificates.form import Form, UnboundedError
 from lipaudit.wings.certificates.prove import ball, bound_margins, hull, run
 from lipaudit.wings.certificates.symbols import Norm
@@ -151,11 +151,13 @@ def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) 
     """Try to prove that the model gives the label to every input of a form.
 
     `start` is a form (centre + coefficients . symbols) that stands for all inputs of a ball.
-    `decide` may split the ball by the signs of ReLUs to prove that all margins are positive.
+    `prove_positive` may split the ball by the signs of ReLUs to prove all margins positive.
     """
     try:
         margins = bound_margins(lambda z: net.forward(z, sample), start, label, module=net.module)
-        decision = decide(margins, nodes=proof.nodes, seconds=proof.seconds, leaves=proof.leaves)
+        decision = prove_positive(
+            margins, nodes=proof.nodes, seconds=proof.seconds, leaves=proof.leaves
+        )
     except UnboundedError:
         return Certificate(why="unbounded")
     # `limit` is the reason why the search ended: "nodes", "seconds" or "signs" (all ReLUs were

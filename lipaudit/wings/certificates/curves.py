@@ -59,7 +59,7 @@ class SmoothFunction:
     third: Callable[[Tensor, Tensor], Tensor]
     offset: Function = torch.zeros_like
 
-    def find_slopes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def find_derivatives(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return f'(x) and f''(x), (*shape) each, by autograd.
 
         The derivatives only choose the parabola next to f, so their rounding does not matter.
@@ -101,7 +101,7 @@ def relax(
     require_finite(low, high)
     if positive and not (low > 0).all():
         raise UnboundedError
-    slope, bend = f.find_slopes((low + high) / 2)
+    slope, bend = f.find_derivatives((low + high) / 2)
     parabola = _choose_parabola(z, f, low, high, slope, bend)
     require_finite(*parabola)
     least, largest = _bound_at_points(z.shifted_centre, f, low, high, parabola)

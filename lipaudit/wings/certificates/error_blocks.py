@@ -36,9 +36,7 @@ class ErrorBlock:
 
     @property
     def end(self) -> int:
-        """Return one more than the largest number of a symbol of the block; 0 without symbols."""
-        if not self.numbers.numel():
-            return 0
+        """Return one more than the largest number of a symbol of the block."""
         return int(self.numbers.max()) + 1
 
     def map_coefficients(self, op: Callable[[Tensor], Tensor]) -> ErrorBlock:
@@ -166,7 +164,7 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     as the fullest row has positive entries.
 
     Args:
-        radius: (*shape), the coefficient of each new symbol.
+        radius: (*shape), the coefficient of each new symbol; at least one is positive.
         first: number of the first new symbol.
         dtype: dtype of the coefficients, which holds `radius` exactly.
     """
@@ -181,14 +179,13 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     # before it in its row.
     row, column = positive.nonzero(as_tuple=True)
     layer = (positive.cumsum(1) - 1)[row, column]
-    layers = 0
-    if len(row):
-        layers = int(positive.sum(1).max())
+    layers = int(positive.sum(1).max())
     coefficients = torch.zeros(layers, *radius.shape, dtype=dtype, device=device)
     coefficients[layer, row, column] = radius[row, column].to(dtype)
     # The number of the symbol in each layer and row; -1: none.
     numbers = torch.full((layers, len(radius)), -1, device=device)
     numbers[layer, row] = first + torch.arange(len(row), device=device)
+    # The group of an entry is its row.
     group = torch.arange(len(radius), device=device)
     group = group[:, None].expand(radius.shape)
     return ErrorBlock(coefficients.view(layers, *shape), group.reshape(shape), numbers, first)

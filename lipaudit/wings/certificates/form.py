@@ -115,6 +115,7 @@ VIEWS = frozenset(
 def find_name(function: Callable[..., Any]) -> str:
     """Return the name of a function, operator, method or attribute of tensors."""
     name = function.__name__
+    # Reading x.shape calls `__get__` of an object, `__self__`, whose name is "shape".
     if name == "__get__":
         return str(function.__self__.__name__)  # type: ignore[attr-defined]
     if name == "__set__":

@@ -103,7 +103,7 @@ def log_softmax(
 ) -> Form:
     """Return the form of the logarithm of the softmax over an axis."""
 
-    def take_rows(rows: Form) -> Form:
+    def apply_to_rows(rows: Form) -> Form:
         """Return log softmax over the last axis."""
         log_p, is_masked = _log_softmax(rows)
         if not is_masked.any():
@@ -114,7 +114,7 @@ def log_softmax(
         log_of_masked = affine.sub(rows, _log_sum(rows, log_p))
         return affine.where(is_masked, log_of_masked, log_p)
 
-    return _apply_along(input, dim, take_rows)
+    return _apply_along(input, dim, apply_to_rows)
 
 
 def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) -> Form:
@@ -304,7 +304,7 @@ def _subtract_mean(s: Form, p: Tensor) -> Form:
     weights p, rounded to the dtype of the coefficients.
     """
     centred = Form(torch.zeros_like(p), s.dense, s.slack, s.symbols, blocks=s.blocks)
-    centred.radii = s.radii
+    centred.radii = s.radii  # cached: the coefficients are the same
     return affine.linear_map(
         centred,
         lambda t, w: t - _sum_row(t * w),

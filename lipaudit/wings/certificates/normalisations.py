@@ -140,6 +140,7 @@ def _mean_square(y: Form) -> Form:
     of_symbols = bound_rounding(2 * n + 16, dtype) * _average_row(radius_of_square)
     of_centre = bound_rounding(n + 8, DOUBLE) * (centre + shift)
     underflow = 8 * n * y.symbol_count * tiny(dtype) * (1 + y_size.amax())
+    # The slack of 2 mean(c dy), and the radius of mean(dy^2).
     slack = _average_row(2 * y_size * y.slack) + radius
     slack = round_up(slack + of_symbols + of_centre + underflow, n + 16)
     return Form(centre + shift, dense, slack, symbols, blocks=blocks)
@@ -170,23 +171,25 @@ def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
     """
     n = y.shape[-1]
     linear, rest = bound_lengths(y, -1)
-    none = torch.zeros_like(reach, dtype=torch.bool)
-    # An interval [0, 2 h] is h +- h: half of the upper end is both shift and radius.
+    nowhere = torch.zeros_like(reach, dtype=torch.bool)
+    # Two bounds without squares. [0, 2 h] is h +- h: half of the end is both shift and radius.
     by_entries = _average_row(reach.square()) / 2
     by_lengths = round_up((linear + rest).square() / n) / 2
     choices = [
-        SquareBound(by_entries, by_entries, none),
-        SquareBound(by_lengths, by_lengths, none),
+        SquareBound(by_entries, by_entries, nowhere),
+        SquareBound(by_lengths, by_lengths, nowhere),
     ]
+    # Two bounds with squares L^2, which are kept where that pays off, or everywhere. What is left,
+    # (L + R)^2 - L^2, is in [-first, first + second]: second / 2 +- (first + second / 2).
     if y.symbols.order == 2:
         keeps = curves.is_worth_squaring(y)
-        # (L + R)^2 - L^2 is in [-first, first + second]: second / 2 +- (first + second / 2).
         first, second = curves.bound_square_rest(y.radii.linear, y.nonlinear_radius)
         shift = torch.where(keeps, second, reach.square()) / 2
         radius = torch.where(keeps, first + second / 2, reach.square() / 2)
         choices.append(SquareBound(_average_row(shift), _average_row(radius), keeps))
         first, second = curves.bound_square_rest(linear, rest)
-        choices.append(SquareBound(second / n / 2, (first + second / 2) / n, ~none))
+        choices.append(SquareBound(second / n / 2, (first + second / 2) / n, ~nowhere))
+    # Each row takes the bound with the smallest radius.
     shift, radius, keeps_squares = choices[0]
     for choice in choices[1:]:
         is_better = choice.radius < radius
@@ -283,5 +286,6 @@ def normalize(
     smallest_square, _ = affine.reduce_axes(curves.square(rows), -1).range()
     if not (smallest_square > eps**2).all():
         raise UnboundedError
+    # Roundings of 1 / sqrt(n): two for the power in float64, and one for its cast.
     unit = affine.scale(rms_norm(rows, n, None, 0.0), n**-0.5, roundings=3)
     return unit.transpose(dim, -1)  # type: ignore[return-value]

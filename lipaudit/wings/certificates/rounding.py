@@ -117,6 +117,7 @@ def _bound_row_norms(rows: Tensor) -> Tensor:
     terms = rows.shape[1]
     dtype = rows.dtype
     norms = vector_norm(rows, dim=1).to(DOUBLE)
+    # Roundings: the squares, their sum and the root, fewer than terms + 8.
     norms = norms * (1 + bound_rounding(terms + 8, dtype))
     # Squares may underflow to zero.
     return round_up(norms + (terms * tiny(dtype)) ** 0.5)

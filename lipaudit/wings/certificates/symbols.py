@@ -382,6 +382,7 @@ class Symbols:
         rows = torch.Size(lead).numel()
         self.count += layers * rows
         numbers = torch.arange(first, self.count, device=coefficients.device).view(layers, rows)
+        # Every row is one group.
         group = torch.arange(rows, device=coefficients.device).view(*lead, 1)
         return ErrorBlock(coefficients, group.expand(*lead, width), numbers, first)
 

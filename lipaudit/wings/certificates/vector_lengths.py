@@ -122,7 +122,7 @@ def _bound_norm(entries: Tensor, axis: int, weight: Tensor | None) -> Tensor:
         entries = entries * weight
     terms = entries.shape[axis]
     norm = entries.square().sum(axis, keepdim=True).sqrt()
-    # Squares may underflow to zero.
+    # The second term: squares may underflow to zero.
     return round_up(norm, terms + 8) + (terms * tiny(DOUBLE)) ** 0.5
 
 

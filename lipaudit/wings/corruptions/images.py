@@ -142,7 +142,7 @@ def blur_glass(x: Pixels, rng: Generator, sigma: Number, reach: int, repetitions
     return _soften(moved, sigma)
 
 
-def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
+def blur_along_line(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
     """Blur along a line, as ImageMagick's MotionBlurImage does.
 
     Each pixel becomes a weighted mean of the pixels along a line that starts at this pixel. The
@@ -178,7 +178,7 @@ def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
 def blur_motion(x: Pixels, rng: Generator, radius: Number, sigma: Number) -> Pixels:
     """Blur along a line in a random direction."""
     degrees = rng.uniform(-45, 45)
-    return drag(x, radius, sigma, degrees)
+    return blur_along_line(x, radius, sigma, degrees)
 
 
 def enlarge(x: Pixels, factor: Number) -> Pixels:
@@ -234,7 +234,7 @@ def add_snow(
         scale: standard deviation of this noise.
         zoom: factor by which the flakes are enlarged.
         least: flakes darker than this are removed.
-        radius: radius of the motion blur of the flakes, see `drag`.
+        radius: radius of the motion blur of the flakes, see `blur_along_line`.
         sigma: standard deviation of this motion blur.
         share: share of the original image in the whitened one.
     """
@@ -243,7 +243,7 @@ def add_snow(
     flakes = enlarge(flakes, zoom)
     flakes = np.where(flakes < least, 0, flakes)
     degrees = rng.uniform(-135, -45)  # the direction in which the flakes fall
-    flakes = drag(flakes.clip(0, 1), radius, sigma, degrees)
+    flakes = blur_along_line(flakes.clip(0, 1), radius, sigma, degrees)
     if channels == 3:
         grey = x @ GREY
     else:
@@ -343,7 +343,9 @@ def _interpolate(x: Pixels, positions: Float[np.ndarray, "2 height width"], mode
     return np.dstack(channels)
 
 
-def bend(x: Pixels, rng: Generator, alpha: Number, sigma: Number, most: Number) -> Pixels:
+def warp_elastically(
+    x: Pixels, rng: Generator, alpha: Number, sigma: Number, most: Number
+) -> Pixels:
     """Transform an image elastically: by a random affine map, and by smooth noise.
 
     Args:
@@ -411,7 +413,7 @@ def compress_jpeg(x: Pixels, _: Generator, quality: int) -> Pixels:
 NOISE = add_gaussian_noise, add_shot_noise, add_impulse_noise
 BLUR = blur_defocus, blur_glass, blur_motion, blur_zoom
 WEATHER = add_snow, add_fog, brighten
-DIGITAL = lower_contrast, bend, pixelate, compress_jpeg
+DIGITAL = lower_contrast, warp_elastically, pixelate, compress_jpeg
 CORRUPTIONS: dict[str, Callable[..., Pixels]] = dict(
     zip(read_corruptions(), (*NOISE, *BLUR, *WEATHER, *DIGITAL), strict=True)
 )

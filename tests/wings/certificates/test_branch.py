@@ -12,9 +12,9 @@ from lipaudit.wings.certificates.branch import (
     Nodes,
     ascend,
     bound_nodes,
-    decide,
     make_problem,
     prove_bounds,
+    prove_positive,
     restrict_to_face,
     start_nodes,
 )
@@ -160,8 +160,8 @@ def test_branching_settles_relu_networks(seed):
         middle = (low + high) / 2
         low, high = (middle, high) if least(middle) > 0 else (low, middle)
     model, x, label = _plane(seed)
-    below = decide(_pass(model, x, label, 0.9 * low, "linf")[1])
-    above = decide(_pass(model, x, label, 1.02 * low + 1e-3, "linf")[1], nodes=500)
+    below = prove_positive(_pass(model, x, label, 0.9 * low, "linf")[1])
+    above = prove_positive(_pass(model, x, label, 1.02 * low + 1e-3, "linf")[1], nodes=500)
     assert below.certified
     assert not above.certified
     assert below.bound <= least(0.9 * low) + 1e-9
@@ -172,10 +172,10 @@ def test_every_one_of_many_open_margins_is_proven():
     out = _pass(model, x, label, 2.5, "linf")[1]
     assert out.range()[0].max() < 0
     many = out.repeat(20)  # more margins than have faces of their own
-    decision = decide(many)
+    decision = prove_positive(many)
     assert decision.certified
     assert set(decision.leaves.which.tolist()) == set(range(40))
-    assert decide(many, leaves=decision.leaves).certified
+    assert prove_positive(many, leaves=decision.leaves).certified
 
 
 def test_lines_prove_more_than_forms_and_branching_more_than_lines():
@@ -185,7 +185,7 @@ def test_lines_prove_more_than_forms_and_branching_more_than_lines():
         assert _pass(model, x, label, 0.95 * limit, "linf")[1].range()[0].min() > 0
         for more in (1.0, 1.03, 1.06):
             out = _pass(model, x, label, more * limit, "linf")[1]
-            root, branched = (decide(out, nodes=nodes) for nodes in (0, 100))
+            root, branched = (prove_positive(out, nodes=nodes) for nodes in (0, 100))
             assert out.range()[0].min() <= min(0, root.bound) <= root.bound <= branched.bound
             assert root.certified == (root.bound > 0)
             assert branched.certified == (branched.bound > 0)
@@ -229,22 +229,23 @@ def test_nothing_is_certified_where_an_attack_succeeds(points):
             if (_mixer(seed)[0].double()(inputs).argmax(1) != label).any():
                 attacked += 1
                 out = _pass(model, x, label, eps, "linf", torch.float32)[1]
-                assert not decide(out, nodes=100).certified
+                assert not prove_positive(out, nodes=100).certified
     assert attacked >= 4
 
 
 def test_limits_are_reported_and_margins_without_relus_need_no_search():
     model, x, label = _mixer(1)
     out = _pass(model, x, label, 0.5, "linf")[1]
-    verdict = decide(out, nodes=50)
+    verdict = prove_positive(out, nodes=50)
     assert (verdict.certified, verdict.limit) == (False, "nodes")
-    assert decide(out, seconds=0.0).limit == "seconds"
+    assert prove_positive(out, seconds=0.0).limit == "seconds"
     assert verdict.bound <= 0
     assert verdict.relus > 0
     linear = nn.Linear(4, 3).requires_grad_(requires_grad=False)
     x = torch.randn(1, 4)
     small, large = (
-        decide(margins(run(linear, ball(x, eps)), int(linear(x).argmax()))) for eps in (1e-6, 1e3)
+        prove_positive(margins(run(linear, ball(x, eps)), int(linear(x).argmax())))
+        for eps in (1e-6, 1e3)
     )
     assert (small.certified, small.nodes, large.certified) == (True, 0, False)
 
@@ -354,7 +355,7 @@ def test_branching_bounds_words_by_their_largest_few(most):
         lift = share * (float(gaps.min()) - low) - float(gaps.min())
         out = run(lambda z: model(z) + torch.tensor([lift, 0.0]), hull(x, moves, [4, 4, 4], most))
         form = margins(out.reshape(-1), 0)
-        return float(form.range()[0]) > 0, decide(form, nodes=200).certified
+        return float(form.range()[0]) > 0, prove_positive(form, nodes=200).certified
 
     assert prove(1.01) == (True, True)
     assert prove(0.7) == (False, True)

@@ -517,7 +517,7 @@ def _read_parameters(function: Callable[..., None]) -> _CommandParameters:
     parameters = plain + options
     if RunOptions in groups.values():  # only options of a run can be configured
         parameters.append(inspect.Parameter("config", KEYWORD, default=None, annotation=Config))
-    # A command without rare options shows all options in --help.
+    # Without rare options, --help shows all options, and the command needs no --help-all.
     if rare & {p.name for p in parameters}:
         parameters.append(inspect.Parameter(HELP_ALL, KEYWORD, default=False, annotation=HelpAll))
     return _CommandParameters(groups, parameters, frozenset(rare))

@@ -367,7 +367,7 @@ def _measure_again(
     path = remeasure.report
     if path:
         files.require_writable(path)
-    request = _plan_again(model, baseline, file, remeasure, terminal)
+    request = _plan_remeasurement(model, baseline, file, remeasure, terminal)
     with OnStderr(terminal) as observer, open_job(model, request) as job:
         ids = job.samples.batch.ids
         # Each measure takes the first samples, as many as in the baseline.
@@ -398,7 +398,7 @@ def is_report(given: str) -> bool:
     return given.endswith(".json")
 
 
-def _plan_again(
+def _plan_remeasurement(
     model: str, baseline: Report, file: Path, remeasure: Remeasure, terminal: Terminal
 ) -> Request:
     """Return the request to measure a model as the baseline was measured, on the same samples.

@@ -60,7 +60,7 @@ def linear_map(
     symbols = x.symbols
     if absolute_op is None:
         absolute_op = op
-    # W c, in float64 with the weights as stored.
+    # W c, in float64 with the weights as stored. For `op` the centre is a stack of one row.
     exact = [weight.detach().to(DOUBLE) for weight in weights]
     centre = op(x.centre[None], *exact)[0]
     # W g_i, in the dtype of the coefficients.

@@ -262,10 +262,11 @@ def _find_effects(problem: Problem, state: Tensor) -> Effects:
         problem: has a and m of every ReLU.
         state: (b, k), signs of the ReLUs: 0 unknown, 1 for z >= 0, -1 for z <= 0.
     """
+    # -h is -a z - m (1 + eps), and z - h is (1 - a) z - m (1 + eps).
     a = problem.slope
     first_on_z = torch.where(state == 1, -1.0, -a)
     second_on_z = torch.where(state == -1, 1.0, 1 - a)
-    # The constraints -z and z contain no h, and so no eps.
+    # -z and z contain no h, and so no eps.
     has_h = torch.stack([state != 1, state != -1])
     return Effects(torch.stack([first_on_z, second_on_z]), has_h * -problem.offset)
 

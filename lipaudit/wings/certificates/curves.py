@@ -168,17 +168,19 @@ def _choose_parabola(
     w = (high - low) / 2
     at_low = f.value(low)
     at_high = f.value(high)
-    is_wide = w > 1e-6 * m.abs() + 1e-12  # below this width, differences are only rounding
+    # In a narrow range, the difference of f at the ends is only rounding: take f'(m).
+    is_wide = w > 1e-6 * m.abs() + 1e-12
     chord = torch.where(is_wide, (at_high - at_low) / (2 * w), slope)
     if z.symbols.order == 1:
         a = round_to(chord, dtype)
         return Parabola(a, torch.zeros_like(a))
+    # A second difference cancels more digits, so the limit of the width is larger.
     second_difference = (at_high - 2 * f.value(m) + at_low) / (2 * w.square())
     is_wide = w > 1e-4 * m.abs() + 1e-6
     b = torch.where(is_wide, second_difference, bend / 2) * is_worth_squaring(z)
     # The slope at m is 3/4 of the way from f'(m) to the chord; without a square it is the chord.
-    part = torch.where(b == 0, 1.0, 0.75)
-    a = slope + part * (chord - slope)
+    share = torch.where(b == 0, 1.0, 0.75)
+    a = slope + share * (chord - slope)
     # So far a is the slope of the parabola at m. The formula a (z - c) + b (z - c)^2 needs the
     # slope at c.
     a = a - 2 * b * (m - c)

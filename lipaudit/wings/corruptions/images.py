@@ -273,6 +273,7 @@ def draw_plasma(rng: Generator, size: int, decay: Number) -> Float[np.ndarray, "
     while step >= 2:
         half = step // 2
         count = size // step
+        # Noise up to noise^2, as in the published scripts.
         in_middle, on_rows, on_columns = noise * rng.uniform(-noise, noise, (3, count, count))
         corners = field[::step, ::step]
         # Sums of each corner and the corner below, and of each corner and the corner to its right.
@@ -371,8 +372,7 @@ def warp_elastically(
     linear = affine[:2]
     shift = affine[2]
     grid = np.indices(size)
-    turned = np.tensordot(linear.T, grid, 1)
-    positions = turned + shift[:, None, None]
+    positions = np.tensordot(linear.T, grid, 1) + shift[:, None, None]  # (2, height, width)
     x = _interpolate(x, positions, "mirror")
     noise = rng.uniform(-1, 1, grid.shape)
     noise = ndimage.gaussian_filter(noise, scale * sigma, truncate=3, axes=(1, 2))

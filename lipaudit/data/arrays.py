@@ -81,14 +81,14 @@ def holds_arrays(path: Path) -> bool:
 
 
 def _find_array(
-    names: Sequence[str], arrays: Mapping[str, Tensor], texts: Mapping[str, str], advice: str
+    names: Sequence[str], arrays: Mapping[str, Tensor], faults: Mapping[str, str], advice: str
 ) -> Tensor | None:
     """Return the first array with one of these names; None if there is no such array.
 
     Args:
         names: the usual names.
         arrays: the arrays of numbers in a file, by name.
-        texts: for each array of the file without numbers, an error message, by name.
+        faults: an error message for each other array of the file, such as one of texts, by name.
         advice: the hint for such an error.
 
     Raises:
@@ -98,8 +98,8 @@ def _find_array(
         if name in arrays:
             return arrays[name]
     for name in names:
-        if name in texts:
-            raise InputError(texts[name], advice)
+        if name in faults:
+            raise InputError(faults[name], advice)
     return None
 
 
@@ -112,17 +112,17 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
     Raises:
         InputError: the file is damaged, or has no samples.
     """
-    texts = dict[str, str]()
+    faults = dict[str, str]()  # arrays without numbers
     advice = "Copy it again, or save plain numbers: numpy.savez(FILE, x=..., y=...)."
     with explain_failure(f"{path} is not a readable array file", advice, Exception):
         if path.suffix == ".safetensors":
             arrays = load_file(path)
         elif path.suffix == ".npz":
-            arrays, texts = _read_npz(path)
+            arrays, faults = _read_npz(path)
         else:
             arrays = _read_mnist(path)
-    x = _find_array(INPUTS, arrays, texts, advice)
-    y = _find_array(LABELS, arrays, texts, advice)
+    x = _find_array(INPUTS, arrays, faults, advice)
+    y = _find_array(LABELS, arrays, faults, advice)
     if x is None:
         raise InputError(
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
@@ -139,15 +139,15 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
 def _read_npz(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the arrays of numbers in an .npz file, and an error message for each other array."""
     arrays = {}
-    texts = {}
+    faults = {}
     # ZipFile raises an error if the file is no archive: numpy would read it as a pickle.
     with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
         for name, array in file.items():
             if array.dtype.kind in "uifb":  # integers, floats and booleans
                 arrays[name] = _make_native(array)
             else:  # texts, such as names of classes: an error only for x or y
-                texts[name] = f"{name} of {path} holds {array.dtype}"
-    return arrays, texts
+                faults[name] = f"{name} of {path} holds {array.dtype}"
+    return arrays, faults
 
 
 def _read_mnist(path: Path) -> dict[str, Tensor]:
@@ -155,6 +155,7 @@ def _read_mnist(path: Path) -> dict[str, Tensor]:
 
     A file of labels alone gives only `labels`.
     """
+    # train-images-idx3-ubyte -> train-labels-idx1-ubyte. The digit is the number of axes.
     label_name = re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
     label_file = path.with_name(label_name)
     if label_file == path:
@@ -291,7 +292,7 @@ def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
 
 
 def _order_axes(x: Tensor, net: Net, origin: str) -> Tensor:
-    """Return images (samples, channels, height, width) and sequences (samples, tokens, width).
+    """Return samples in the order of axes that the model takes: images with their channels first.
 
     Raises:
         InputError: the shape of a sample is not that of the model's inputs.
@@ -300,7 +301,7 @@ def _order_axes(x: Tensor, net: Net, origin: str) -> Tensor:
     shape = tuple(x.shape[1:])
     if net.kind == "image" and shape != input_shape:
         channels, *size = input_shape
-        if shape == (*size, channels):
+        if shape == (*size, channels):  # channels last
             x = x.movedim(-1, 1)
         elif (1, *shape) == input_shape:  # grey images without an axis of channels: add it
             x = x[:, None]
@@ -406,10 +407,12 @@ def _note_unnamed_padding(x: Tensor, net: Net) -> Notes:
     """Return a warning if texts seem to be padded, but the model declares no pad id."""
     if net.pad_id is not None:
         return ()
-    for ids in (x, x.flip(1)):  # padding at the end, or at the beginning
+    # Padding may be at the end or, read from the right, at the beginning.
+    for ids in (x, x.flip(1)):
         usual_end = int(ids[:, -1].mode().values)  # the most frequent last id
         is_usual = ids == usual_end
-        # How many times `usual_end` stands at the end of each text, (samples,).
+        # How often `usual_end` is repeated at the end of each text, (samples,): from the last
+        # token to the left, the product is 1 up to the first other id.
         repeats = is_usual.flip(1).cumprod(1).sum(1)
         # The id is probably padding if it occurs only at the ends, and more often in some texts.
         elsewhere = int(is_usual.sum() - repeats.sum())
@@ -480,8 +483,7 @@ def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
         # Values outside [0, 1] are not pixels: then the samples are sequences.
         are_pixels = not x.is_complex() and bool(((x >= 0) & (x <= 1)).all())
         return SampleForm("tokens", shape), SampleForm("image", grey, fits=are_pixels)
-    if len(shape) == 1 and x.is_floating_point():
-        return (SampleForm("tokens", shape),)
     if len(shape) == 1:
-        return (SampleForm("text", shape),)
+        kind: batch.SampleKind = "tokens" if x.is_floating_point() else "text"
+        return (SampleForm(kind, shape),)
     return ()

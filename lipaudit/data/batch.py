@@ -92,7 +92,7 @@ class Batch:
         )
 
     def rows_without_ids(self, index: Tensor) -> Batch:
-        """Return the samples at these positions with x and mask only.
+        """Return the samples at these positions with x and mask only, for a forward pass.
 
         Selecting ids, which are Python objects, would copy the index from the GPU to the CPU.
         """
@@ -401,15 +401,16 @@ def match_labels(
     Raises:
         LabelError: a label is not a class; the message gives its place.
     """
-    # -1 marks samples without a label: it is not a class, and `require_classes` refuses it below.
+    # `words`: the label of each sample as text. `names`: the different labels.
     if classes is None or min(values, default=0) < 0:
+        # -1 marks a sample without a label. It stays in `words`, and `require_classes` refuses it.
         words = [str(value).strip() for value in values]
         names = sorted(set(words))
-        are_rows = True  # labels as written in the rows, not numbers of `classes`
+        are_typed = True  # somebody wrote these labels, as numbers or names
     else:
         words = [classes[value] for value in values]
         names = list(classes)
-        are_rows = False
+        are_typed = False
     numbers = {name: _read_number(name) for name in names}  # None: the name is no number
     class_of = _match_names(numbers, net)
     notes: Notes = ()
@@ -418,8 +419,8 @@ def match_labels(
     if all(number is None for number in class_of.values()):
         are_classes = set(numbers.values()) <= set(range(net.classes or 0))
         are_numbers = None not in numbers.values()
-        # Numbers in rows are never matched by order: a number that is not a class is an error.
-        if are_classes or (are_rows and are_numbers):
+        # A typed number that is no class is never matched by order: below, it is an error.
+        if are_classes or (are_typed and are_numbers):
             class_of = numbers
         elif net.classes == len(names):
             class_of, notes = _match_by_order(names, net)
@@ -427,7 +428,7 @@ def match_labels(
 
 
 def _match_by_order(names: Sequence[str], net: Net) -> tuple[dict[str, int | None], Notes]:
-    """Return the classes of names by their order, and a warning that lists these classes."""
+    """Return the place of each name in order as its class, and a warning that lists them."""
     ordered = names
     # Names that are all numbers are sorted by size: 2.0 < 10.0.
     with suppress(ValueError):
@@ -455,11 +456,12 @@ def _match_names(numbers: Mapping[str, int | None], net: Net) -> dict[str, int |
         for i in range(net.classes or 0):
             classes[f"label {i}"] = i
     for i, label in enumerate(net.labels or ()):
-        for name in (*label.split(","), label):  # "tench, Tinca tinca"
+        for name in (*label.split(","), label):  # "tench, Tinca tinca": both names, and the whole
             classes.setdefault(_normalise(name), i)
     matches = {}
     for name, number in numbers.items():
-        by_number = classes.get(str(number))  # 7.0 in the data is the class named 7
+        # By its text, else by its number: "7.0" in the data is the class named "7".
+        by_number = classes.get(str(number))
         matches[name] = classes.get(_normalise(name), by_number)
     return matches
 

@@ -78,7 +78,10 @@ class QuestionForm:
         return (*self.prompts, *filter(None, (self.follows, self.label)))
 
     def read_question(self, row: Mapping[str, Any]) -> Question:
-        """Return the question of a row of the table, whose columns this form names.
+        """Return the question in a row of a table: prompt, continuations, and which is right.
+
+        This form names the columns, and the kind of question: a prompt with one continuation, with
+        choices, or with a label, where the names of all labels are the continuations.
 
         Args:
             row: values by column.
@@ -86,9 +89,10 @@ class QuestionForm:
         Raises:
             InputError: the row has no question; the message describes its fault.
         """
-        for name in self.needed:  # columns that may not be empty
+        for name in self.needed:
             if is_empty(row.get(name)):
                 raise InputError(f"has no {name!r}")
+        # In columns of texts, a list is a fault.
         texts = self.needed if self.kind == "continuation" else self.prompts
         if fault := tables.find_fault(row, texts):
             raise InputError(fault)
@@ -100,8 +104,8 @@ class QuestionForm:
             return Question(prompt, choices, _find_answer(row[self.label], choices))
         if fault := tables.find_fault(row, (self.label,)):
             raise InputError(fault)
+        # `values` has the label of each word as the table writes it: a class number, or the word.
         label = row[self.label]
-        # `values` has the class numbers of the labels, or the labels as words.
         for value in (label, str(label)):
             if value in self.values:
                 return Question(prompt, self.words, self.values.index(value))
@@ -131,16 +135,16 @@ class Packer:
         characters. White space between prompt and continuation is part of the continuation. If
         there is none, a blank is added.
         """
-        start = prompt.rstrip()
-        space = prompt[len(start) :]
-        of_start = self.tokenize(start, WHOLE)  # WHOLE is a huge limit: texts are not cut here
+        stripped = prompt.rstrip()
+        space = prompt[len(stripped) :]
+        ids_alone = self.tokenize(stripped, WHOLE)  # WHOLE is a huge limit: texts are not cut here
         splits = []  # (ids of the prompt, ids of the continuation)
         for text in continuations:
             separator = space
             if not space and not text[:1].isspace():
                 separator = " "
-            of_both = self.tokenize(start + separator + text, WHOLE)
-            splits.append(_split_ids(of_start, of_both))
+            ids_together = self.tokenize(stripped + separator + text, WHOLE)
+            splits.append(_split_ids(ids_alone, ids_together))
         prompt_ids, _ = splits[0]
         return prompt_ids, [continuation for _, continuation in splits]
 
@@ -199,10 +203,10 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         advice = "Put tokenizer.json beside config.json."
         raise InputError(f"{table.origin} holds text, and the model has no tokenizer", advice)
     packer = Packer(net.tokenize, net.vocabulary, limit)
-    table.require_rows(options)  # before columns: unreadable rows have none
+    table.require_rows(options)  # first, as a table of unreadable rows has no columns
     rows = {i: table.rows[i] for i in table.sound}  # only readable rows
     form = _choose_form(table, rows, options)
-    questions, choices, faults = _read_questions(form, rows)
+    questions, choice_count, faults = _read_questions(form, rows)
     table = replace(table, faults={**table.faults, **faults})  # these rows are not drawn
 
     def pack_row(i: int) -> _PackedQuestion:
@@ -224,13 +228,13 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         limit=limit,
         continuations=tuple(question.continuations for question in drawn),
     )
-    places = map(table.name, rows_drawn)
+    places = map(table.name_row, rows_drawn)
     return Samples(
         batch,
         skipped + notes,
         origins=tuple(map(SampleOrigin, places, map(shorten, prompts))),
         # Choices of a question have no names of their own: they are called A, B, C, ...
-        task=Task(form.kind, form.words or tuple(LETTERS[:choices])),
+        task=Task(form.kind, form.words or tuple(LETTERS[:choice_count])),
     )
 
 
@@ -320,7 +324,7 @@ def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]
 
 
 def _choose_form(table: SampleTable, rows: _Rows, options: DataOptions) -> QuestionForm:
-    """Return the kind of question that a table has, and its columns, by the names of the columns.
+    """Return which kind of question a table has, and in which columns, from the columns' names.
 
     Raises:
         InputError: a column is missing, or labels are numbers without known names.
@@ -330,7 +334,7 @@ def _choose_form(table: SampleTable, rows: _Rows, options: DataOptions) -> Quest
     if choices:
         label_names = (*ANSWERS, *label_names)
     label = tables.choose_column(table, options.label_column, label_names)
-    # A prompt and its continuation.
+    # First kind: a prompt and its continuation.
     pair = _find_pair(table, label, options)
     if not choices and pair is not None:
         prompt, continuation = pair
@@ -344,10 +348,10 @@ def _choose_form(table: SampleTable, rows: _Rows, options: DataOptions) -> Quest
             "choices and answer (--label-column); or a text and a label.",
         )
     prompts = tables.choose_text_columns(table, options, usual=PROMPTS)
-    # A question, its choices, and which of them is right.
+    # Second kind: a question, its choices, and which of them is right.
     if choices:
         return QuestionForm("choices", prompts, choices, label)
-    # A text and its label: the number of a class with a name, or a word.
+    # Third kind: a text and its label, which is the number of a class with a name, or a word.
     classes = table.classes.get(label)
     if classes is not None:
         words = tuple(classes)
@@ -361,8 +365,8 @@ def _find_pair(
 ) -> Sequence[str] | None:
     """Return the columns of a prompt and its continuation; None for another kind of question.
 
-    Without --text-column and --label-column, the columns have usual names (`CONTINUED`). With
-    --text-column, it names the two, and the table has no column of labels.
+    They have usual names (`CONTINUED`), or are the two columns that --text-column names. In a
+    table with labels, these two are a pair of texts with a label instead.
 
     Args:
         table: the table.
@@ -410,7 +414,11 @@ def _list_words(
 
 
 def _read_choices(value: Any) -> tuple[str, ...]:
-    """Return the choices of a question as texts."""
+    """Return the choices of a question as texts.
+
+    Raises:
+        InputError: there is no list of choices; the message describes the fault of the row.
+    """
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     most = len(LETTERS)
     if not is_list or not 2 <= len(value) <= most or any(map(is_empty, value)):
@@ -421,18 +429,21 @@ def _read_choices(value: Any) -> tuple[str, ...]:
 def _find_answer(value: Any, choices: Sequence[str]) -> int:
     """Return the index of the right choice.
 
-    An answer may be an index from 0; if it is not a number, also the text or letter of a choice.
+    A number, such as 1, is an index from 0. A text, such as "1", may be an index, the text of a
+    choice, or its letter.
+
+    Raises:
+        InputError: the answer is none of the choices, or may mean several.
     """
     text = str(value).strip()
-    # The number 1 is an index; the text "1" may be an index or the text of a choice.
     count = len(choices)
-    # Ways to name the choices: the answer must be found in one, or in several at the same index.
-    namings = [list(map(str, range(count)))]
+    # Lists of names of all choices. The answer must be in one list, or in several at one index.
+    names_of_choices = [list(map(str, range(count)))]
     is_index = isinstance(value, int) and not isinstance(value, bool)
     if not is_index:
-        namings.append([choice.strip() for choice in choices])
-        namings.append(list(LETTERS[:count]))
-    matches = {names.index(text) for names in namings if text in names}
+        names_of_choices.append([choice.strip() for choice in choices])
+        names_of_choices.append(list(LETTERS[:count]))
+    matches = {names.index(text) for names in names_of_choices if text in names}
     if len(matches) != 1:
         which = "may mean more than one" if matches else "is none"
         raise InputError(f"has the answer {value!r}, which {which} of its {count} choices")

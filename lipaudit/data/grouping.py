@@ -34,16 +34,16 @@ def group_by_column(samples: Samples, table: SampleTable, name: str) -> Samples:
         InputError: the table has no such column, the column is empty, or a cell is not a single
             value.
     """
-    tables.choose_column(table, name, ())  # raises an error if the column is missing
-    values = table.column(name)
+    tables.require_column(name, table)
+    values = table.read_column(name)
     names = table.classes.get(name)  # class names, if the column has class numbers
-    rows = {place: row for row, place in enumerate(table.places)}
+    row_of_place = {place: row for row, place in enumerate(table.places)}
     groups = []
     for origin in samples.origins:
         place = origin.place
-        if place not in rows:  # the place of a sample may end in its id: "line 7, id 31"
+        if place not in row_of_place:  # the place of a sample may end in its id: "line 7, id 31"
             place, _, _ = place.partition(", id ")
-        value = values[rows[place]]
+        value = values[row_of_place[place]]
         if isinstance(value, (list, tuple, dict, bytes)):
             kind = type(value).__name__
             raise InputError(

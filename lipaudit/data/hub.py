@@ -84,7 +84,8 @@ def explain_refusal(error: Exception, repository: Repository) -> InputError:
         error: the exception of the Hub's client.
         repository: the repository.
     """
-    facts = {**vars(repository), "page": repository.page}  # what the messages may mention
+    # What the messages may mention: "{name}", "{revision}", "{page}"...
+    facts = {**vars(repository), "page": repository.page}
     facts["what"] = f"the {KINDS[repository.kind]} {repository.name}"
     facts["option"] = ""
     if repository.kind == "dataset":
@@ -181,8 +182,10 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     """
     from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
 
+    # Why the Hub did not name the commit, in words, and the exception to raise if the cache does
+    # not have it, either. At first: of a run that must not contact the Hub.
     no_answer = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
-    refusal: Exception = OfflineModeIsEnabled(OFFLINE)  # raised if the cache has no commit
+    refusal: Exception = OfflineModeIsEnabled(OFFLINE)
     with explain_refusals(repository):
         cache = repository.cache  # raises an error if the name is malformed
         try:
@@ -276,13 +279,16 @@ FORM = "hf:ORG/NAME[SPLIT], hf:ORG/NAME/CONFIGURATION[SPLIT] or hf:ORG/NAME[SPLI
 def parse_reference(text: str) -> tuple[Repository, str, str]:
     """Read `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`; a revision may precede or follow the split.
 
+    "nyu-mll/glue/sst2[test[:10%]]@abc" names the data set nyu-mll/glue at revision abc, the
+    configuration sst2, and a part of the split test, in the syntax of `datasets`.
+
     Returns:
-        The data set, its configuration (empty: the default one), and a split, or a part of one in
-        the syntax of `datasets`: test[:10%].
+        The data set, its configuration (empty: the default one), and the split (default: test).
 
     Raises:
         InputError: the text names no data set.
     """
+    # Groups: before the split; the split in brackets; a revision behind it.
     match = re.fullmatch(r"([^\[\]]+)(?:\[(.+)\])?(?:@([^\[\]]+))?", text)
     if match is None:
         raise InputError(f"hf:{text} names no data set", f"Write {FORM}.")
@@ -404,9 +410,10 @@ def _require_known(what: str, name: str, known: Any, place: str) -> None:
     if name in names:
         return
     listed = ", ".join(names) or "none"
-    fault = f"several {what}s: {listed}"
     if name:
         fault = f"no {what} {name!r} (it has: {listed})"
+    else:
+        fault = f"several {what}s: {listed}"
     advice = f"Write {FORM}."
     suggestions = errors.similar(name, names) or names
     if suggestions:

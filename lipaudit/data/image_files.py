@@ -79,7 +79,9 @@ def list_pictures(folder: Path) -> tuple[list[Path], Notes]:
         if deeper:
             advice = f"Images are deeper, such as {deeper[0]}: try --data {deeper[0].parents[1]}."
         raise InputError(f"{folder} holds no images, nor do its folders", advice)
-    if len({file.parent == folder for file in pictures}) > 1:
+    # {True} if all pictures are beside the sub-folders, {False} if all are inside of them.
+    are_beside = {file.parent == folder for file in pictures}
+    if len(are_beside) > 1:
         raise InputError(
             f"{folder} holds images both beside and inside sub-folders",
             "Put all images into one folder, or into one sub-folder per class.",
@@ -227,9 +229,10 @@ def _require_readable(image: Image.Image, name: str) -> None:
         InputError: the file holds signed bytes; or 16 bits per colour, in separate planes (all of
             red, then all of green, ...) without compression.
     """
-    tags = getattr(image, "tag_v2", {})  # of TIFF files
-    is_signed = image.mode == "L" and 2 in tags.get(SAMPLE_FORMAT, ())  # 2: signed integers
-    # 2: one plane after another; 1: no compression.
+    # The tags of a TIFF file are numbers. SAMPLE_FORMAT 2: signed integers. PLANES 2: one plane
+    # after another. COMPRESSION 1: none. DEPTHS: the bits of each channel.
+    tags = getattr(image, "tag_v2", {})
+    is_signed = image.mode == "L" and 2 in tags.get(SAMPLE_FORMAT, ())
     is_planar = tags.get(PLANES) == 2 and tags.get(COMPRESSION) == 1
     if is_signed or (is_planar and 16 in tags[DEPTHS]):
         raise InputError(
@@ -328,7 +331,8 @@ class Resizing:
                 f"{height}",
                 "Resize the images first, or leave --preprocess none out.",
             )
-        # By default (None) the model's own steps are used only for pictures of another size.
+        # By default a picture of another size is resized by the model's own steps, if it has some.
+        # With --preprocess model, its steps apply to every picture; with resize, those below.
         if self.choice == "model" or (self.choice is None and self.steps and not has_size):
             return self._follow_model(image, done)
         if not has_size:

@@ -215,11 +215,11 @@ def _note_unknown(samples: Samples, net: Net) -> Notes:
         return ()
     if mask is None:
         mask = torch.ones_like(x, dtype=torch.bool)
-    # Special tokens around a text are not counted. An empty text consists of them alone, so its
-    # length is their number.
+    # The number of special tokens around each text: an empty text consists of them alone. They are
+    # not counted.
     special = len(net.tokenize("", SOME_TOKENS))
     count = int((mask.sum(1) - special).clamp_min(0).sum())
-    # Continuations are packed as id + i * vocabulary: the remainder is the id.
+    # Token `id` of continuation i of a prompt is stored as id + i * vocabulary.
     ids = x % (net.vocabulary or 1)
     unknown = int((mask & (ids == net.unknown_id)).sum())
     if unknown <= MOST_UNKNOWN * count:
@@ -278,11 +278,13 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
 
 def _draw_token_ids(net: Net, options: DataOptions, rng: torch.Generator) -> Tensor:
     """Draw random token ids (samples, tokens) for a model without a tokenizer."""
-    size = net.vocabulary or 1
+    vocabulary = net.vocabulary or 1
     length = min(options.max_tokens, *net.input_shape)
-    ids = torch.randint(size, (options.samples, length), generator=rng)
-    if net.end_id is not None:  # once, at the end, where tokenizers put it
-        ids[ids == net.end_id] = (net.end_id + 1) % size
+    ids = torch.randint(vocabulary, (options.samples, length), generator=rng)
+    if net.end_id is not None:
+        # The end token stands once in a text, at the end, where tokenizers put it. Where it was
+        # drawn by chance, take the next id.
+        ids[ids == net.end_id] = (net.end_id + 1) % vocabulary
         ids[:, -1] = net.end_id
     return ids
 

@@ -101,7 +101,7 @@ class SampleTable:
             first = min(self.faults)
             self.refuse(first, self.faults[first])
 
-    def column(self, name: str) -> list[Any]:
+    def read_column(self, name: str) -> list[Any]:
         """Return the values of all rows in one column."""
         # A data set of the Hub decodes all columns of a row, even images: select one column first.
         rows: Any = self.rows
@@ -109,8 +109,8 @@ class SampleTable:
             rows = rows.select_columns([name])
         return [row.get(name) for row in rows]
 
-    def name(self, i: int) -> str:
-        """Return the place of a row, with its id if the table has ids."""
+    def name_row(self, i: int) -> str:
+        """Return the place of a row, with its id if the table has ids: "line 7, id 31"."""
         place = self.places[i]
         if "id" not in self.columns:
             return place
@@ -192,14 +192,16 @@ def _read_separated(path: Path) -> Iterator[_Line]:
         separator = next((mark for mark in separators if mark in first_line), separators[0])
         lines.seek(0)
         table = csv.DictReader(lines, delimiter=separator, strict=True)
-        names = next(filter(None, table.reader), [])  # the first line that is not empty
+        # The names are in the first line that is not empty. DictReader would take the first line.
+        names = next(filter(None, table.reader), [])
         table.fieldnames = names
         _require_unique(filter(None, names), path)
         for row in table:
-            surplus = len(row.pop(None, ()))  # DictReader puts further fields under None
+            surplus = len(row.pop(None, ()))  # DictReader puts fields without a name under None
             fault = ""
+            # Lines of separators alone, which spreadsheets write at the end, are skipped.
             if not surplus and not any(row.values()):
-                continue  # only separators: spreadsheets write such lines at the end
+                continue
             if surplus:
                 fault = (
                     f"has {surplus} more than the columns' {len(names)} fields: put texts with "
@@ -250,7 +252,10 @@ def _read_parquet(path: Path) -> Iterator[_Line]:
 
 
 def _read_classes(path: Path) -> dict[str, list[str]]:
-    """Return the class names of label columns, from the metadata that `datasets` writes."""
+    """Return the class names of label columns, from the metadata that `datasets` writes.
+
+    It writes JSON: {"info": {"features": {"label": {"names": ["cat", "dog"], ...}, ...}}}.
+    """
     from pyarrow import parquet
 
     metadata = parquet.read_schema(path).metadata or {}
@@ -260,7 +265,9 @@ def _read_classes(path: Path) -> dict[str, list[str]]:
 
 
 def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | None = None) -> str:
-    """Return why a row cannot be used, or "": a text or the label is empty or has another type.
+    """Return why a row cannot be used, such as "has no 'text'"; "" if it can be used.
+
+    It cannot be used if a text or the label is empty, or is not a single value.
 
     Args:
         values: the row.
@@ -344,7 +351,7 @@ def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
         InputError: the table lacks a column or has labels unknown to the model, or a row cannot be
             read; with `skip_bad`, none can.
     """
-    table.require_rows(options)  # before columns: unreadable rows have none
+    table.require_rows(options)  # first, as a table of unreadable rows has no columns
     inputs = _choose_inputs(table, net, options)
     table, labels, notes = _read_labels(table, inputs, net, options)
     draw = _draw_texts if net.kind == "text" else _draw_images
@@ -384,7 +391,7 @@ def _read_labels(
     if net.classes is None:
         text = f"the labels of {table.origin} ({label}) are not used: the model has no classes"
         return table, None, (Note.info("labels-unused", text),)
-    labels = table.column(label)
+    labels = table.read_column(label)
     faults = dict(table.faults)
     for i, value in enumerate(labels):
         fault = find_fault({label: value}, (), label)
@@ -415,14 +422,14 @@ def _draw_images(
     (column,) = inputs
 
     def read(i: int) -> Picture:
-        # The image of row i, in the range of pixels that the model takes.
+        """Return the image of row i of the table, in the range of pixels that the model takes."""
         values = table.rows[i]
         table.refuse(i, find_fault(values, inputs))
         pixels, steps = read_image(values[column], table.places[i], net)
         return Picture(to_box(pixels, net.box), steps)
 
     rows, pictures, skipped = draw_rows(table, options, read, what="images")
-    places = [table.name(i) for i in rows]
+    places = [table.name_row(i) for i in rows]
     steps = [picture.steps for picture in pictures]
     pixels = [picture.pixels for picture in pictures]
     return Samples(
@@ -463,12 +470,12 @@ def _draw_texts(
     limit, notes = limit_tokens(net, options)
 
     def read(i: int) -> _EncodedTexts:
-        # The token ids of row i, cut to the limit, and whether they were cut.
+        """Return the texts of row i of the table, their token ids, and whether these were cut."""
         values = table.rows[i]
         table.refuse(i, find_fault(values, inputs))
         texts = tuple(str(values[name]) for name in inputs)
         origin = table.locate(i)
-        # With one token more than allowed, a text of exactly `limit` tokens is not taken for cut.
+        # The tokenizer cuts. One token more than allowed shows whether the text is longer.
         tokens = encode(texts, net, limit + 1, origin)
         if len(tokens) <= limit:
             return _EncodedTexts(texts, tokens, is_cut=False)
@@ -479,7 +486,7 @@ def _draw_texts(
     tokens = [row.tokens for row in encoded]
     texts = tuple(row.texts for row in encoded)
     samples = make_batch(tokens, net, _select_labels(labels, rows))
-    places = map(table.name, rows)
+    places = map(table.name_row, rows)
     return Samples(
         replace(samples, texts=texts, limit=limit),
         skipped + notes,
@@ -525,7 +532,7 @@ def choose_text_columns(
                 f"--text-column names {len(names)} columns",
                 "Give one column, or two for pairs of texts.",
             )
-        return tuple(_require_column(name, table) for name in names)
+        return tuple(require_column(name, table) for name in names)
     for pair in PAIRS:
         if set(pair) <= set(columns):
             return pair
@@ -545,11 +552,11 @@ def choose_column(table: SampleTable, requested: str | None, usual: Sequence[str
         InputError: the requested column is missing.
     """
     if requested is not None:
-        return _require_column(requested, table)
+        return require_column(requested, table)
     return next((name for name in usual if name in table.columns), None)
 
 
-def _require_column(name: str, table: SampleTable) -> str:
+def require_column(name: str, table: SampleTable) -> str:
     """Return the name; raise an error if the table has no column of this name."""
     if name not in table.columns:
         raise InputError(f"{table.origin} has no column {name!r}", suggestion(name, table.columns))

@@ -473,13 +473,14 @@ def note_repeats(parts: Sequence[Part]) -> Iterator[Note]:
 
 
 def class_names(net: Net, *columns: Values) -> dict[str, str]:
-    """Return the names of the classes whose numbers occur; classes without a name are left out."""
-    known = dict(enumerate(net.labels or ()))
+    """Return the names of the classes whose numbers occur in columns, by number as text.
+
+    Classes without a name are left out. The numbers are texts because facts are stored as JSON.
+    """
     numbers = set()
     for column in columns:
         numbers.update(column.tolist())
-    # Text as keys: facts are stored as JSON.
-    return {str(number): known[number] for number in sorted(numbers) if number in known}
+    return {str(i): name for i, name in enumerate(net.labels or ()) if i in numbers}
 
 
 def join_facts(parts: Sequence[Part], name: str) -> dict[Any, Any]:

@@ -156,16 +156,17 @@ def _make_head_section(
         converged=~measured["missed"].any(0),
     )
     exact = measured["exact"]
-    bounds = {name: measured[name] for name in load_bounds()}
+    bounds = {}
+    arrays = {"exact": exact}  # in the report, (samples, heads)
+    for name, bound in load_bounds().items():
+        bounds[name] = measured[name]
+        if bound.stored:
+            arrays[name] = measured[name]
     notes = [*_write_notes(parts, measured, options)]
     places = _name_heads(facts["heads"])
     notes += note_rounding(places, base.sample_ids(parts), exact, bounds)
     # The largest norm of a head on each sample; `fmax` skips NaN.
     largest = {"exact_max": np.fmax.reduce(exact, 1).tolist()}
-    arrays = {"exact": exact}
-    for name, bound in load_bounds().items():
-        if bound.stored:
-            arrays[name] = bounds[name]
     return base.make_section(
         BOUNDS_TABLE, parts, options, rows, notes, samples=largest, arrays=arrays
     )

@@ -230,9 +230,9 @@ def measure_shares(
             # `compute_shares` numbers the rows of a piece from 0, and `at.f` numbers the rows of
             # the whole batch: shift the numbers.
             f = _number_from(at.f, rows.start)
-            x = at.x[rows]
-            shares = compute_shares(net, sites, f, x, directions[rows], counted[rows])
-            shares_of_pieces.append(shares)
+            shares_of_pieces.append(
+                compute_shares(net, sites, f, at.x[rows], directions[rows], counted[rows])
+            )
     except (LipauditError, RuntimeError) as error:
         # The norm does not need shares, so the run continues without them. For example, an
         # operation of the model may have a first derivative but no second one. An error of the

@@ -110,15 +110,20 @@ def root(t: Tensor) -> object:
     """Return an object that identifies the tensor of which t is a view or a part.
 
     Two tensors with the same object are views of one tensor, not only equal by value. A graph node
-    cannot serve as this object, because a stored node keeps its whole graph in memory.
+    cannot serve as this object, because a stored node keeps its whole graph in memory. So a new
+    `object()` is stored with the tensor, at the first call.
     """
     node = t.grad_fn
     # Back through ops that only move numbers. A concatenation makes a new tensor.
     while node is not None and op(node) in SHAPE_OPS - {"Cat"}:
         node = _find_operand(node)
-    if node is None or hasattr(node, "variable"):  # views of a leaf, or of a tensor without graph
-        return _roots.setdefault(getattr(node, "variable", t), object())
-    marks = cast("dict[str, object]", node.metadata)  # torch declares a method, but it is a dict
+    # A view of a leaf (the `variable` of its node), or a tensor without a graph.
+    if node is None or hasattr(node, "variable"):
+        leaf = getattr(node, "variable", t)
+        return _roots.setdefault(leaf, object())
+    # A view of the result of an op: store the object in the metadata of the op's node, which is a
+    # dictionary, although torch declares a method.
+    marks = cast("dict[str, object]", node.metadata)
     return marks.setdefault("root", object())
 
 
@@ -138,15 +143,15 @@ def divides_channels(t: Tensor) -> bool:
     """
     width = t.shape[-1]
     node = t.grad_fn
-    joined = False  # whether a later op puts parts together again
+    # A split or stack alone does not count, because q, k and v are often split from one tensor. It
+    # counts if its parts are joined again, by an op that this walk has already passed.
+    are_parts_joined = False
     # Walk back through the views, to the first op whose operand has longer rows.
     while node is not None and op(node) in SHAPE_OPS | _PARTS:
         name = op(node)
         if name in {"Stack", "Cat"}:
-            joined = True
-        # A split alone does not count, as it may divide q, k and v. It counts if a later op joins
-        # the parts again.
-        if name in _RESIZING and (joined or name not in _PARTS):
+            are_parts_joined = True
+        if name in _RESIZING and (are_parts_joined or name not in _PARTS):
             operand_shape = getattr(node, "_saved_self_sym_sizes", None)
             if operand_shape and operand_shape[-1] > width:
                 return operand_shape[-1] % width == 0
@@ -293,7 +298,8 @@ def label_affected(source: Probed, label: Tensor, *, rows: bool) -> Tensor | Non
     """
     axis = 1 if rows else 0  # the axis of y that is reduced
     takes_part = _assign_probes(int(label.max()) + 1).to(label.device)  # (labels, probes)
-    masks = takes_part[label].to(source.random.dtype)  # (*label, probes)
+    # For each probe, 1 at the entries of t whose label takes part: (*shape of label, probes).
+    masks = takes_part[label].to(source.random.dtype)
     hits = []
     for mask in masks.unbind(-1):
         pulled = source.pull(source.random * mask)
@@ -301,7 +307,7 @@ def label_affected(source: Probed, label: Tensor, *, rows: bool) -> Tensor | Non
     is_hit = torch.stack(hits, -1)  # (rows or columns of y, probes)
     count = is_hit.sum(-1)
     half = takes_part.shape[1] // 2
-    if ((count > 0) & (count != half)).any():
+    if ((count > 0) & (count != half)).any():  # a row affects several labels
         return None
     # The label of a row is the label whose probes are the hits of the row. No other label has as
     # many probes in common with the hits.
@@ -391,11 +397,11 @@ def compute_map(
 ) -> Tensor:
     """Return the Jacobian of each vector of t by the entries of y behind it.
 
-    One backward pass differentiates one channel of every vector. Vectors along the `shared` axes
-    have the same Jacobian. In one pass, each of them differentiates another channel, so that few
-    passes are enough. If their Jacobians differ after all, the result mixes rows of several.
-    Example: 3 tokens with the same Jacobian of width 6. In the first pass, they differentiate the
-    channels 0, 1 and 2, and in the second pass 3, 4 and 5.
+    A backward pass differentiates one channel of every vector: one row of each Jacobian. Vectors
+    along the `shared` axes have the same Jacobian. In one pass, each of them differentiates
+    another channel, so that few passes are enough. Example: 3 tokens share a Jacobian of 6
+    channels. In the first pass they differentiate the channels 0, 1 and 2, and in the second pass
+    3, 4 and 5. If their Jacobians differ after all, the result mixes rows of several.
 
     Args:
         source: t, (windows, heads, tokens, d), as a function of y.
@@ -406,28 +412,30 @@ def compute_map(
     Returns:
         (windows, heads, tokens, d, e), with size 1 along the `shared` axes.
     """
-    *vectors, width = source.t.shape
-    sharing = [1, 1, 1]  # number of vectors with the same Jacobian, by axis
-    different = list(vectors)  # number of different Jacobians, by axis
+    *vectors, width = source.t.shape  # vectors: (windows, heads, tokens)
+    # By axis: how many vectors share a Jacobian, and how many different Jacobians there are.
+    sharing = [1, 1, 1]
+    different = list(vectors)
     for axis in shared:
         sharing[axis] = vectors[axis]
         different[axis] = 1
     count = prod(sharing)
-    # Number the vectors with the same Jacobian. In a pass, vector n takes channel n + shift.
+    # Number the vectors that share a Jacobian: n = 0, ..., count - 1.
     number = torch.arange(count, device=rows.device).view(sharing)
     jacobian = source.t.new_zeros(*different, width, columns.shape[1])
+    # The indices (window, head, token) of the Jacobian of each vector.
     ranges = [torch.arange(size, device=rows.device) for size in different]
-    maps = torch.meshgrid(*ranges, indexing="ij")  # indices of the Jacobian of each vector
-    # One backward pass for every `count` channels.
+    indices = torch.meshgrid(*ranges, indexing="ij")
+    # One backward pass for every `count` channels: vector n differentiates channel n + shift.
     for shift in range(0, width, count):
-        channel = ((number + shift) % width).expand(vectors)  # of each vector in this pass
-        unit = torch.zeros_like(source.t)  # a cotangent with 1 at that channel
-        unit.scatter_(-1, channel[..., None], 1.0)
-        pulled = source.pull(unit)
-        gradient = take_entries(pulled, rows, columns)
-        if shared:  # each vector gives another row
-            jacobian[*maps, channel] = gradient
-        else:  # all vectors give the same row
+        channel = ((number + shift) % width).expand(vectors)
+        one_channel = torch.zeros_like(source.t)  # a cotangent: 1 at this channel of each vector
+        one_channel.scatter_(-1, channel[..., None], 1.0)
+        pulled = source.pull(one_channel)
+        gradient = take_entries(pulled, rows, columns)  # (windows, heads, tokens, e)
+        if shared:  # row `channel` of the Jacobian of each vector
+            jacobian[*indices, channel] = gradient
+        else:  # the same row of all Jacobians
             jacobian[..., shift, :] = gradient
     return jacobian
 

@@ -75,33 +75,29 @@ def add_inputs(
         part = projections.project(form, t, call.origins.leaves(t), len(batch))
         # Set padded tokens to 0: bounds contain norms of X, and must not count padding.
         if batch.mask is not None and batch.mask.shape[1] == part.index.length:
-            is_real = part.index.pick(batch.mask)
+            is_real = part.index.pick(batch.mask)  # (windows, tokens)
             part = replace(part, x=part.x * is_real[..., None])
         parts[name] = part
-    memory = parts["k"].x  # the input of keys and values: both read the same tensor
-    out = None
-    if structure.out is not None:
-        out = structure.out.divide(call.q.shape[1])
+    x_kv = parts["k"].x  # keys and values always read the same tensor
+    windows, heads, queries, _ = call.q.shape
     if "q" in parts:
         x = parts["q"].x
         to_q = parts["q"].projection
     else:  # constant queries: nothing reads their X, so zeros of the right shape will do
-        windows, _, queries, _ = call.q.shape
-        x = memory.new_zeros(windows, queries, memory.shape[2])
+        x = x_kv.new_zeros(windows, queries, x_kv.shape[2])
         to_q = None
-    heads = replace(
+    layer = replace(
         attention,
         x=x,
-        # `joint`: queries, keys and values read the same tensor x. None says the same of x_kv.
-        x_kv=None if structure.joint else memory,
+        x_kv=None if structure.joint else x_kv,  # None: x, in self-attention
         to_q=to_q,
         to_k=parts["k"].projection,
         to_v=parts["v"].projection,
-        out=out,
+        out=None if structure.out is None else structure.out.split_heads(heads),
     )
-    if relative is not None:
-        heads = replace(heads, pairs=read_position_terms(heads, relative, parts))
-    return heads, parts
+    if relative is not None:  # position vectors, from the logits and the projections
+        layer = replace(layer, pairs=read_position_terms(layer, relative, parts))
+    return layer, parts
 
 
 Result = TypeVar("Result")
@@ -241,17 +237,16 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     """
     with torch.enable_grad():  # `Layer.heads` walks the graph of these tensors
         call = call.arrange(site.layout, len(batch))
-    # The call from which `Layer.attention` is read. Only P is needed.
-    for_map = call
+    # A call with the same P, from which `read_product` reads the attention. For a written-out
+    # softmax, its logits are the mask of a fused call with q k^T = 0: q and k have width 0.
+    same_p = call
     if isinstance(call.form, Explicit):
-        # The logits of a written-out softmax give P. Make them the mask of a fused call whose q
-        # and k have width 0, so that q k^T is 0 and the logits are the mask.
         logits = call.form.logits.detach()  # (windows, heads, queries, keys)
         q = logits[..., :0]
         k = logits.mT[..., :0]
-        for_map = replace(call, q=q, k=k, v=k, form=Fused(0.0, logits, causal=False))
+        same_p = replace(call, q=q, k=k, v=k, form=Fused(0.0, logits, causal=False))
     form_of_q = site.structure.q if site.structure else None
-    attention, _ = read_product(for_map, batch, form_of_q)
+    attention, _ = read_product(same_p, batch, form_of_q)
     heads = attention.q.shape[1]
     if heads != site.heads:  # the survey took an axis of tokens for heads
         raise InputError(
@@ -267,8 +262,8 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     if not scopes:
         return Layer(site, call, batch, attention, None, [])
     frame = scopes[-1]  # the innermost one
-    own = [address for address in site.addresses if address in frame.attentions]
-    numbers = [frame.attentions.index(address) for address in own]
+    addresses = [address for address in site.addresses if address in frame.attentions]
+    numbers = [frame.attentions.index(address) for address in addresses]
     return Layer(site, call, batch, attention, frame, numbers)
 
 
@@ -294,7 +289,7 @@ class OutputMap:
     order: Tensor
     gain: Tensor
 
-    def divide(self, heads: int) -> Tensor:
+    def split_heads(self, heads: int) -> Tensor:
         """Return W_O of each head, (heads, d_v, channels out)."""
         # The rows of the weight in the order of the heads' channels, times the factor of each.
         weight = read_weight(self.reference)[self.order] * self.gain[:, None]
@@ -448,14 +443,14 @@ SKETCH = 16  # number of directions in an input's channels in which gradients ar
 def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: AttentionCall) -> bool:
     """Say whether the closed form of J^T u equals autograd's on a batch, for one random u.
 
-    J is the Jacobian of all heads' outputs with respect to the input of the projections. In each
-    head and window u is scaled such that ||J^T u|| = 1. Gradients of several heads and windows
-    cancel only by chance. So the norm of the whole difference is at least about as large as the
-    relative error of any head. A head with large rounding errors (`forward_error`) gets a smaller
-    u, so that these errors do not count as a difference.
+    J is the Jacobian of all heads' outputs O with respect to the layer's input: x, or x of queries
+    and x_kv of keys and values. The gradients J^T u are compared in some random directions R of
+    the input's channels. This costs one backward pass through the attention, and about as much
+    again for the closed form.
 
-    Gradients are compared in some random directions of the input's channels. This costs one
-    backward pass through the attention, and about as much again for the closed form.
+    In each head and window u is scaled such that ||J^T u|| = 1. Gradients of several heads and
+    windows cancel only by chance. So the norm of the whole difference is at least about as large
+    as the relative error of any head.
 
     Args:
         heads: the layer in closed form.
@@ -464,32 +459,32 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     """
     u = _draw_cotangent(heads, call.output)
     queries = [parts["q"]] if "q" in parts else []
-    memory = [parts["k"], parts["v"]]
-    # The closed form: u, scaled, and R^T J^T u for each input, where R are the random directions.
-    # There are two inputs, x of queries and x_kv of keys and values, in cross-attention.
-    sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(memory[0].x)}
+    keys_and_values = [parts["k"], parts["v"]]
+    # The closed form: J^T u R of each input, by the names "x" and "x_kv", and the scaled u. Heads
+    # with large rounding errors (`forward_error`) get a smaller u, so that these do not count.
+    sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(keys_and_values[0].x)}
     size = 1 / (1 + forward_error(heads).to(u) / AGREES)
     u, pulled = sketched_vjp_x(heads, u, size, sketches)
     u = u.to(call.output)
-    # For each input: its gradient z, and the first projection that reads the input. The rows of z
-    # are the tokens of this projection.
-    readers = {"x": queries, "x_kv": memory}
-    closed_form = [(readers[name][0], z) for name, z in pulled.items()]
-    # By autograd, for each input: the group of projections that read the input. If one linear map
-    # serves both queries and keys, there is one group.
-    groups = [queries, memory]
-    if heads.x_kv is None or not queries or _share_leaf(queries, memory):
-        groups = [queries + memory]
+    # Each J^T u R with the first projection that reads the input: its rows are the tokens of this
+    # projection.
+    readers = {"x": queries, "x_kv": keys_and_values}
+    closed_form = [(readers[name][0], gradient) for name, gradient in pulled.items()]
+    # Projections that read one input: all of them in self-attention, or if one linear map serves
+    # both queries and keys.
+    groups = [queries, keys_and_values]
+    if heads.x_kv is None or not queries or _share_leaf(queries, keys_and_values):
+        groups = [queries + keys_and_values]
     differences = []
     for group in groups:
-        difference = _pull_to_inputs(group, call, u)
-        for part, z in closed_form:
+        difference = _pull_to_inputs(group, call, u)  # J^T u R by autograd
+        for part, gradient in closed_form:
             if any(part is other for other in group):
-                # Subtract each row of z, a token of the attention, at its row of the input.
+                # Subtract each token of the attention from its row of the input.
                 samples = len(difference) // part.index.length
                 rows = part.index.rows(samples).flatten()
-                z = z.flatten(0, 1).to(difference)
-                difference = difference.index_add(0, rows, z, alpha=-1)
+                gradient = gradient.flatten(0, 1).to(difference)
+                difference = difference.index_add(0, rows, gradient, alpha=-1)
         differences.append(torch.linalg.vector_norm(difference))
     return bool(torch.stack(differences).norm() <= AGREES)
 
@@ -513,11 +508,11 @@ def _share_leaf(one: Sequence[Projected], other: Sequence[Projected]) -> bool:
 
 
 def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) -> Tensor:
-    """Return G S: the gradient G of <O, u> in a layer's input, times random directions S.
+    """Return G R: autograd's gradient G of <O, u> in a layer's input X, times random directions R.
 
     The caller compares G with the gradient from a closed form, and needs only the norm of the
-    difference. Products with a few random directions S of the channels give this norm to some per
-    cent, and cost less than the whole gradients. Autograd computes the gradient.
+    difference. Products with a few random directions R of the channels give this norm to some per
+    cent, and cost less than the whole gradients.
 
     Args:
         group: the projections (of q, k, v) that read this input.
@@ -527,22 +522,20 @@ def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) 
     Returns:
         (tokens of the input, directions).
     """
-    # The outputs of the linear maps, each a leaf of the graph. A leaf that two projections read
-    # counts once.
+    # The outputs Y of the linear maps, each a leaf of the graph. A leaf that two projections read
+    # counts once. Every leaf has a linear map: the condition is for the type checker.
     leaves = {id(leaf.tensor): leaf for part in group for leaf in part.leaves}.values()
-    # The condition leaves out no leaf (`zip` below is strict): every projection starts at linear
-    # maps.
     linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
     outputs = [leaf.tensor for leaf in leaves]
     gradients = pull_back(call.output, outputs, u, retain_graph=True, materialize_grads=True)
-    sketch = _draw_sketch(group[0].x)
-    # If y = x W, a gradient g with respect to y becomes g W^T with respect to x. In the directions
-    # S this is (g W^T) S = g (W^T S), where W^T S has few columns.
+    sketch = _draw_sketch(group[0].x)  # R, (channels, directions)
+    # For Y = X W, the gradient H in Y is H W^T in X. So G R = sum_maps H W^T R, where the product
+    # W^T R comes first, because it has few columns.
     products = []
     for linear, gradient in zip(linears, gradients, strict=True):
         mapped_sketch = linear.weight.T @ sketch
-        # `outputs` puts the gradient into rows: one token per row.
-        products.append(linear.outputs(gradient) @ mapped_sketch)
+        rows = linear.outputs(gradient)  # H with one token per row
+        products.append(rows @ mapped_sketch)
     return torch.stack(products).sum(0)
 
 

@@ -153,18 +153,11 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     slope = _read_slopes(form, product, keys, largest)
     if not _is_unchanged(form, keys):
         raise NotClosedForm("P is changed between the softmax and the values")
-    sink = None
-    if keys.start is not None:
-        # The last column (-1) if the keys start at 0, else column 0.
-        sink = form.logits.detach()[..., keys.start - 1]
-    # No known model has both a sink and position terms. The position terms would have to leave the
-    # column of the sink out.
-    if form.has_other_inputs and sink is not None:
-        raise NotClosedForm(f"it has sinks, and {BESIDE}")
+    sink = _find_sink(form, keys)
     logits = form.logits.detach()[..., keys]
     p = form.p.detach()[..., keys]
-    # Pairs with P_ij > 0: the slopes of other pairs do not matter for the output. Rows in which
-    # all slopes are 0 are left out, too: all their keys are masked.
+    # Live pairs have P_ij > 0: the slopes of other pairs do not matter for the output. Rows in
+    # which all slopes are 0 have no live pairs: all their keys are masked.
     is_live = (p > 0) & (slope != 0).any(-1, keepdim=True)
     masked = (slope == 0) & ~is_live
     sizes = slope.where(is_live, 0.0).abs()
@@ -179,19 +172,38 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
             shifted = sink is None and bool(largest)
             bias = _read_bias(logits, scale * product, masked, shifted=shifted)
         return fields | {"bias": bias}, None
-    # S is another function of q and k: keep S itself, and its slopes.
+    # S is another function of q and k: keep S itself, and its slopes relative to s.
     fields["bias"] = logits.masked_fill(masked, -torch.inf)
-    # The slopes relative to s. `read_position_terms` adds the position vectors, if there are any.
     fields["pairs"] = Pairs(slope=_divide_slopes(form, slope, scale, is_live))
     if form.has_other_inputs:
         return fields, form.logits
     return fields, None
 
 
-def _divide_slopes(form: Explicit, slope: Tensor, scale: Tensor, is_live: Tensor) -> Tensor | None:
-    """Return f, the slope of each logit relative to s of its head, or None for f = 1 on all data.
+def _find_sink(form: Explicit, keys: slice) -> Tensor | None:
+    """Return the logit of the sink in each row, (windows, heads, queries), or None without a sink.
 
-    f is 0 for pairs that do not change the output.
+    A sink is a column of the logits without a key.
+
+    Args:
+        form: the logits.
+        keys: the columns of the keys: all columns, all but the last one, or all but the first one.
+    """
+    if keys.start is None:  # all columns
+        return None
+    # No known model has both a sink and position terms. The position terms would have to leave the
+    # column of the sink out.
+    if form.has_other_inputs:
+        raise NotClosedForm(f"it has sinks, and {BESIDE}")
+    # The last column (-1) if the keys start at 0, and column 0 if they start at 1.
+    return form.logits.detach()[..., keys.start - 1]
+
+
+def _divide_slopes(form: Explicit, slope: Tensor, scale: Tensor, is_live: Tensor) -> Tensor | None:
+    """Return f, the slope of each logit over the scale s of its head; None if f is always 1.
+
+    The slope of a logit is dS_ij / d<q_i, k_j> = f_ij s. f is 0 for pairs that do not change the
+    output.
 
     Args:
         form: the logits.
@@ -203,9 +215,8 @@ def _divide_slopes(form: Explicit, slope: Tensor, scale: Tensor, is_live: Tensor
     f = (slope / scale).where(is_live, 0.0).nan_to_num(0.0)
     rounding = _ROUNDING * torch.finfo(slope.dtype).eps
     is_one = _is_close(f.where(is_live, 1.0), torch.ones_like(f), rounding)
-    # Only logits that depend on q or k beyond q k^T (relative positions) may have f = 1 on all
-    # data. If an op is not affine (a cap on logits), f may be 1 at this sample and another number
-    # at other samples.
+    # f = 1 at this sample. If the logits are q k^T plus relative positions, f is 1 at all samples.
+    # If an op is not affine (a cap on logits), f may be another number at other samples.
     if is_one and form.has_other_inputs:
         return None
     return f
@@ -265,8 +276,8 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
     def pull(cotangent: Tensor) -> Tensor:
         """Return J^T u of the logits by q k^T, for a cotangent u of the keys' logits.
 
-        The cotangent of the sink is minus the sum of u in the row. If the sink depends on q k^T,
-        the result is then not the slopes times u, and the test below fails.
+        A sink (a column without a key) gets minus the sum of u in its row. So if the sink depends
+        on q k^T, the result is not the slopes times u, which the caller tests.
         """
         whole = cotangent
         if keys.start is not None:
@@ -355,16 +366,17 @@ def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool)
     """
     bias = (logits - linear).masked_fill(masked, -torch.inf)
     # B is known up to a constant per row, on which P does not depend: let the maximum of B be 0.
+    # A row that is all -inf stays as it is.
     if shifted:
         bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     largest = linear.abs().amax(-1, keepdim=True)
     eps = torch.finfo(logits.dtype).eps
+    # At most `_NEGLIGIBLE`: a larger B would change P.
     rounding = (_ROUNDING * eps * largest).clamp_max(_NEGLIGIBLE)
-    rows = (bias.abs() > rounding).any(-1, keepdim=True)
-    has_no_bias = ~rows.any(-2, keepdim=True)  # of each head
-    if has_no_bias.all():
+    has_bias = (bias.abs() > rounding).any((-2, -1), keepdim=True)  # of each head
+    if not has_bias.any():
         return None
-    return bias.masked_fill(has_no_bias, 0.0)
+    return bias.where(has_bias, 0.0)
 
 
 def _is_close(a: Tensor, b: Tensor, relative: float) -> bool:
@@ -421,16 +433,18 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
             too large.
     """
     assert heads.pairs is not None
+    # S must depend on no other linear maps than those of q and k.
     parts_of_qk = [part for name, part in parts.items() if name != "v"]
     leaves_of_qk = {id(leaf.tensor) for part in parts_of_qk for leaf in part.leaves}
     inputs, _ = leaves(logits)
-    if any(id(leaf) not in leaves_of_qk for leaf in inputs):  # S reads a further linear map
+    if any(id(leaf) not in leaves_of_qk for leaf in inputs):
         raise NotClosedForm(BESIDE)
     slope = heads.pairs.slope
     is_live = heads.attention() > 0  # pairs with P_ij = 0 do not change the output
     s = heads.scale[..., None, None]
-    samples = int(heads.sample[-1]) + 1
+    samples = int(heads.sample[-1]) + 1  # `sample` has the number of each window's sample
     r = None
+    # Without r, the gradient of S_ij is s k_j with respect to q_i, and s q_i with respect to k_j.
     if "q" in parts:
         r = _read_vectors(logits, parts["q"], samples, s * heads.k, slope, is_live)
     # For t, the same with queries and keys swapped.
@@ -472,33 +486,35 @@ def _read_vectors(
     """
     source = _probe_logits(logits, part, samples)
     channels = list[Tensor]()  # r of each channel, (heads, queries, keys)
-    # The largest entries in each head: of r's deviation between windows, of the gradients, of r.
-    largest_spread = largest_gradient = largest = product_gradients.new_zeros(is_live.shape[1])
+    # The largest absolute entry in each head: of the difference of r between windows, of the
+    # gradients dS_ij / dq_i, and of r.
+    largest_spread = largest_gradient = largest_r = product_gradients.new_zeros(is_live.shape[1])
     for c, gradient in enumerate(_differentiate_channels(source, part)):
         product_gradient = product_gradients[..., None, :, c]  # f_ij s k_j, channel c
         if slope is not None:
             product_gradient = slope * product_gradient
-        r = (gradient - product_gradient).where(is_live, 0.0)
-        # The mean over the windows in which the pair is live; at least 1 avoids 0 / 0.
-        mean = r.sum(0) / is_live.sum(0).clamp_min(1)
-        spread = (r - mean).where(is_live, 0.0)
+        # r_ij = dS_ij / dq_i - f_ij s k_j in each window, and its mean over the windows in which
+        # the pair is live (at least 1 window avoids 0 / 0).
+        r_of_windows = (gradient - product_gradient).where(is_live, 0.0)
+        r = r_of_windows.sum(0) / is_live.sum(0).clamp_min(1)
+        spread = (r_of_windows - r).where(is_live, 0.0)
         largest_spread = torch.maximum(largest_spread, graph.find_largest(spread))
         largest_gradient = torch.maximum(largest_gradient, graph.find_largest(gradient))
-        largest = torch.maximum(largest, graph.find_largest(mean[None]))
-        channels.append(mean)
+        largest_r = torch.maximum(largest_r, graph.find_largest(r[None]))
+        channels.append(r)
     if not (largest_spread <= graph.LINEAR_TOLERANCE * largest_gradient).all():
         raise NotClosedForm(BESIDE)
     eps = torch.finfo(largest_gradient.dtype).eps
     rounding = _GRADIENT_ROUNDING * eps * largest_gradient
-    if not (largest > rounding).any():  # r is only rounding error of the difference
+    if not (largest_r > rounding).any():  # r is only rounding error of the difference
         return None
     return torch.stack(channels, -1)[None]
 
 
 def _probe_logits(logits: Tensor, part: Projected, samples: int) -> Probed:
-    """Return the logits as a function of the output y of the linear map behind q.
+    """Return the logits S as a function S(y) of the output y of the linear map behind q.
 
-    The function takes only the columns of y that q reads, in the order of heads.
+    Gradients with respect to y have only the columns that q reads, in the order of heads.
 
     Args:
         logits: S with its graph, (windows, heads, queries, keys).
@@ -516,7 +532,7 @@ def _probe_logits(logits: Tensor, part: Projected, samples: int) -> Probed:
     size = logits[0].numel() * columns.shape[1]
     if size > LARGEST:
         raise NotClosedForm(f"its position terms have {size:.1e} numbers")
-    all_columns = columns.flatten()
+    all_columns = columns.flatten()  # of all heads, (heads * e,)
     source = Probed(
         logits,
         tuple(leaf.tensor for leaf in part.leaves),
@@ -527,12 +543,14 @@ def _probe_logits(logits: Tensor, part: Projected, samples: int) -> Probed:
 
 
 def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]:
-    """Yield dS_ij / dq_ic for one channel c of q after the other, (windows, heads, queries, keys).
+    """Yield the gradients dS_ij / dq_i of logits S, one channel c of q after the other.
+
+    Each item has the shape of S, (windows, heads, queries, keys).
 
     Args:
-        source: the logits S as a function of the outputs y of the linear map behind q: of the
-            columns that q reads, in the order of heads.
-        part: how q is computed from the input: q = M y with a matrix M for each head.
+        source: S as a function of the output y of the linear map behind q: of the columns that q
+            reads, in the order of heads.
+        part: how q is computed from y: q = M y with a matrix M for each head.
 
     Raises:
         NotClosedForm: M is not square.
@@ -549,9 +567,9 @@ def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]
     else:
         raise NotClosedForm(f"{BESIDE}, behind a map to another width")
     changes = inverse.permute(2, 0, 1).flatten(1)
-    # With J = dS/dy, the change of S is J times the change of y. J^T u is linear in u, so this
-    # product is the gradient of <J^T u, change> with respect to u. S_ij depends on no other query
-    # than q_i. So entry ij of the product is dS_ij / dq_ic, and d products give all gradients.
+    # With J = dS/dy, the change of S is J times the change of y. S_ij depends on no other query
+    # than q_i, so entry ij of this product is dS_ij / dq_ic, and d products give all gradients.
+    # A product J m is the gradient of <J^T u, m> with respect to u, because J^T u is linear in u.
     u = torch.zeros_like(source.t, requires_grad=True)
     pulled = pull_back(source.t, source.leaves, u, create_graph=True)
     rows = source.as_rows(*pulled)
@@ -572,19 +590,19 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
         width: number of columns of each head.
     """
     windows, heads, tokens, _ = source.t.shape
-    # Each row of y must affect the logits of its own token alone, or no logits (-1).
+    # Which token's logits each row of y affects (-1: none), and which token reads the row.
     token = torch.arange(windows * tokens, device=rows.device)
-    token_of_row = graph.label_affected(source, token.view(windows, 1, tokens, 1), rows=True)
-    if token_of_row is None:  # a row affects several tokens
+    affected_token = graph.label_affected(source, token.view(windows, 1, tokens, 1), rows=True)
+    if affected_token is None:  # a row affects several tokens
         raise NotClosedForm(BESIDE)
-    own_token = torch.full_like(token_of_row, -1)
+    own_token = torch.full_like(affected_token, -1)
     own_token[rows.flatten()] = token
-    # Each column of y must affect the logits of its own head alone, or no logits (-1).
+    # Which head's logits each column of y affects (-1: none), and which head reads the column.
     head = torch.arange(heads, device=rows.device)
     own_head = head.repeat_interleave(width)
-    head_of_column = graph.label_affected(source, head.view(1, heads, 1, 1), rows=False)
-    if head_of_column is None:  # a column affects several heads
+    affected_head = graph.label_affected(source, head.view(1, heads, 1, 1), rows=False)
+    if affected_head is None:  # a column affects several heads
         raise NotClosedForm(BESIDE)
-    for found, own in ((token_of_row, own_token), (head_of_column, own_head)):
-        if not ((found == own) | (found == -1)).all():
+    for affected, own in ((affected_token, own_token), (affected_head, own_head)):
+        if not ((affected == own) | (affected == -1)).all():
             raise NotClosedForm(BESIDE)

@@ -181,8 +181,8 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     source, columns, repeat = _find_heads(source)
     index = attribute_rows(rows, samples, linears[0].inputs.shape[0])
     addresses = tuple(origin.address for origin in origins)
-    if columns is None:  # heads share columns, as if a norm runs over all heads: kind cross-head
-        all_columns = (source.read != 0).any(0).nonzero().T  # (1, e)
+    if columns is None:  # heads share columns, as after a norm over all heads
+        all_columns = (source.read != 0).any(0).nonzero().T  # those that any head reads, (1, e)
         form = ProjectionForm("cross-head", addresses, index, all_columns, repeat)
         _refuse_large(source.join_heads(), form)
         return form
@@ -193,17 +193,20 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
 def _classify(
     form: ProjectionForm, source: Probed, rows: Tensor, columns: Tensor
 ) -> ProjectionForm:
-    """Return the form with its kind: how each vector t_i depends on the entries y_i behind it.
+    """Return the form of q, k or v with its kind: which function of a linear map's output it is.
 
-    affine: t_i = M y_i + c with constants M and c. rotation: t_i = G_i y_i with an orthogonal G_i
-    that depends on the position i (RoPE). linear-pos: t_i = G_i y_i with a G_i that is not
-    orthogonal. local: any other function, such as a normalisation of queries.
+    Let y_i be the entries of this output that the vector t_i of token i depends on. The kinds are
+
+        affine      t_i = M y_i + c with constants M and c
+        rotation    t_i = G_i y_i with an orthogonal G_i that depends on the position i (RoPE)
+        linear-pos  t_i = G_i y_i with a G_i that is not orthogonal
+        local       any other function of y_i, such as a norm of queries
 
     Args:
-        form: the form of t, as if it were affine.
-        source: t as a function of the output y of the linear map.
-        rows: the row of y that each token reads, (windows, tokens).
-        columns: the columns of y that each head reads, (heads, e).
+        form: the form with the kind affine, M the identity and c = 0.
+        source: t, which is q, k or v, as a function of the output of the linear map.
+        rows: the row of the output that each token reads, (windows, tokens).
+        columns: the columns of the output that each head reads, (heads, e).
     """
     if not is_affine(source.t):  # judged by the ops in the graph
         _refuse_large(source, form)
@@ -223,7 +226,8 @@ def _classify(
     if local is None:
         _refuse_large(source, form)
         local = graph.compute_map(source, rows, columns)
-        if not graph.is_linear(source, local, rows, columns):  # a constant at each position
+        # t_i = G_i y_i + c_i, with a constant at each position, has no kind of its own.
+        if not graph.is_linear(source, local, rows, columns):
             return replace(form, kind="local")
     kind = "rotation" if graph.is_orthogonal(local) else "linear-pos"
     return replace(form, kind=kind, shared=shared)
@@ -311,15 +315,15 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
     for repeat in (1, *range(heads, 1, -1)):
         if heads % repeat:
             continue
-        part = source
+        one_of_each = source  # the first head of each group of `repeat` heads
         if repeat > 1:
-            part = replace(source, t=t[:, ::repeat])
-        if not torch.equal(part.t.repeat_interleave(repeat, 1), t):
+            one_of_each = replace(source, t=t[:, ::repeat])
+        if not torch.equal(one_of_each.t.repeat_interleave(repeat, 1), t):
             continue
-        columns = _find_columns(part)
+        columns = _find_columns(one_of_each)
         if columns is not None or repeat > 1:
-            return part, columns, repeat
-    return source, None, 1
+            return one_of_each, columns, repeat
+    return source, None, 1  # heads share columns, and none is repeated
 
 
 def _find_columns(source: Probed) -> Tensor | None:
@@ -393,7 +397,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     Raises:
         NotClosedForm: t is computed in another way than in `decode`.
     """
-    leaves, linears = _require_same_maps(form, leaves)
+    leaves, linears = _find_same_maps(form, leaves)
     # Maps of one input act like one map with all their columns side by side.
     linear = join_linears(linears)
     outputs = tuple(leaf.tensor for leaf in leaves)
@@ -402,27 +406,28 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     # t together with the tensors that it is computed from: its gradients show what it reads.
     source = Probed(t, outputs, linear.outputs)
     total = linear.inputs.shape[0]  # rows of X: the tokens of all samples
-    # Which token of X each token of t reads, from `decode`. At another length of texts this may be
-    # unknown: then gradients show it.
+    # Which token of X each token of t reads, from `decode`; None if a text of another length may
+    # have another order. `rows` has the row of X of each token of t.
     index = form.index.resize(total // samples, t.shape[2])
-    is_known = index is not None
-    if index is None:
-        index = attribute_rows(find_token_rows(source), samples, total)
-    rows = index.rows(samples)
-    # If `decode` found the tokens, check by gradients that t reads no others on this batch. An
-    # affine map needs no such check: `_read_projection` compares it with t at all tokens.
-    if is_known and form.kind != "affine" and not graph.reads_only(source, rows):
-        raise NotClosedForm("reads other tokens than in the first pass", "changed")
+    if index is None:  # find it by gradients
+        rows = find_token_rows(source)
+        index = attribute_rows(rows, samples, total)
+    else:
+        rows = index.rows(samples)
+        # Check by gradients that t reads no other tokens on this batch. An affine map needs no
+        # such check: `_read_projection` compares it with t at all tokens.
+        if form.kind != "affine" and not graph.reads_only(source, rows):
+            raise NotClosedForm("reads other tokens than in the first pass", "changed")
     projection = _read_projection(form, source, linear, rows)
     projection = _repeat_heads(projection, form.repeat)
     x = graph.take(linear.inputs, rows, 0)
     return Projected(form, projection, x, index, linear, leaves)
 
 
-def _require_same_maps(
+def _find_same_maps(
     form: ProjectionForm, leaves: Sequence[Leaf]
 ) -> tuple[tuple[Leaf, ...], list[Linear]]:
-    """Return the linear maps behind q, k or v: their outputs, in the order of the form, and them.
+    """Return the outputs of the linear maps behind q, k or v in the form's order, and the maps.
 
     Args:
         form: how q, k or v was computed in the first pass.
@@ -432,12 +437,12 @@ def _require_same_maps(
         NotClosedForm: the maps differ from the maps of the first pass, or read several inputs.
     """
     by_address = {leaf.origin.address: leaf for leaf in leaves}
-    decoded = tuple(by_address[address] for address in form.source if address in by_address)
-    linears = [leaf.origin.linear for leaf in decoded if leaf.origin.linear is not None]
-    is_same = len(linears) == len(leaves) == len(form.source)
-    if not is_same or not all(other.reads_same(linears[0]) for other in linears[1:]):
+    in_order = tuple(by_address[address] for address in form.source if address in by_address)
+    linears = [leaf.origin.linear for leaf in in_order if leaf.origin.linear is not None]
+    has_same_maps = len(linears) == len(leaves) == len(form.source)
+    if not has_same_maps or not all(other.reads_same(linears[0]) for other in linears[1:]):
         raise NotClosedForm("comes from other linear maps than in the first pass", "changed")
-    return decoded, linears
+    return in_order, linears
 
 
 def _read_projection(
@@ -452,9 +457,9 @@ def _read_projection(
 
     Args:
         form: how q, k or v is computed.
-        source: q, k or v as a function of the output of the linear map.
+        source: q, k or v as a function t(y) of the output of the linear map.
         linear: the linear map x W + b.
-        rows: the row of the map that each token reads, (windows, tokens).
+        rows: the row of y that each token reads, (windows, tokens).
     """
     # W and b of the columns that each head reads, (heads, D, e) and (heads, e).
     weight = graph.take(linear.weight, form.columns, 1).transpose(0, 1)
@@ -471,7 +476,7 @@ def _read_projection(
     # all heads, and `form.columns` has one row with all of them, (1, e). So every head gets all
     # columns, and its own rows of the joint Jacobian.
     heads = source.t.shape[1]
-    # (windows, tokens, heads d, e): with all heads joined, the axis of heads has size 1.
+    # The joint Jacobian, (windows, tokens, heads * d, e), without its axis of one joint head.
     local = _compute_local_map(form, source.join_heads(), rows)[:, 0]
     local = local.reshape(*local.shape[:2], heads, -1, local.shape[3])
     local = local.transpose(1, 2)  # (windows, heads, tokens, d, e)

@@ -32,26 +32,30 @@ def find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:
 
 
 def _is_complete(frame: Frame, call: AttentionCall, origins: Sequence[Origin]) -> bool:
-    """Say whether an attention depends only on arguments of a module call and on its submodules.
+    """Say whether a module call computes a whole attention, projections included.
+
+    All tensors behind q, k, v and the logits must be arguments of the call, or be made by its
+    submodules.
 
     Args:
         frame: the module call.
         call: the attention call.
-        origins: the linear maps behind q, k and v of the call.
+        origins: the linear maps behind q, k and v of the attention.
     """
-    # Walk back from q, k and v to the arguments of the module call.
+    # Walk back from q, k and v. Each walk ends at leaves, and at graph nodes of the arguments.
     inputs = [*frame.inputs.values()]
     stop = [t.grad_fn for t in inputs if t.grad_fn is not None]
     walks = [graph.leaves(t, stop) for t in (call.q, call.k, call.v)]
-    # If the module contains no linear map, it gets q, k and v as arguments. Such a module only
-    # multiplies them, unless all three are made from one argument.
+    # A module without linear maps, with q, k and v as its arguments, only multiplies them: the
+    # projections are in an outer module. But if all three come from one argument, there are no
+    # other projections.
     has_map = any(frame.holds(origin.address.module) for origin in origins if origin.linear)
-    arguments_met = {node for _, hits in walks for node in hits}
-    if origins and not has_map and len(arguments_met) != 1:
+    argument_nodes = {node for _, nodes in walks for node in nodes}
+    if origins and not has_map and len(argument_nodes) != 1:
         return False
     if isinstance(call.form, Explicit):
         walks.append(graph.leaves(call.form.logits, stop))
-    # All leaves that are no arguments must be made inside of the module.
+    # Every leaf that is no argument must be made inside of the module.
     input_ids = {id(t) for t in inputs}
     others = [t for leaves, _ in walks for t in leaves if id(t) not in input_ids]
     other_origins = [call.origins.by_leaf.get(t) for t in others]
@@ -70,8 +74,8 @@ def _list_projection_modules(call: AttentionCall, maps: Sequence[Origin]) -> lis
     modules = []
     for t in (call.q, call.k, call.v):
         leaves = call.origins.leaves(t)
-        # If the maps of queries or keys read t itself (values without a projection), the map that
-        # has made t belongs to an earlier layer.
+        # v without a projection is the input of the layer, which the maps of q and k read. The
+        # linear map behind it is then no projection, but a map of an earlier layer.
         is_input = any(origin.root is graph.root(t) for origin in maps)
         if len(leaves) == 1 and leaves[0].origin.linear and not is_input:
             modules.append(leaves[0].origin.address.module)

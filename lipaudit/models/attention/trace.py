@@ -223,13 +223,14 @@ class Tracer(AttentionMode):
         return result
 
     def _find_map(self, product: Contraction, address: Address) -> tuple[Linear, Address] | None:
-        """Return a product as the linear map at which to cut, and the map's address, or None.
+        """Return a product as a linear map with its address, if the graph is to be cut there.
 
-        Either factor may be the weight: x W, or W x.
+        None if it is a product of two activations, or a map at which not to cut.
 
         Args:
-            product: the product of two factors.
-            address: its address, if the right factor is the weight.
+            product: the product of two factors, x W or W x.
+            address: its address, if the right factor is the weight. If it is the left one, the
+                address has another `op`.
         """
         for op, factors in product.read_both_ways():
             address = address._replace(op=op)
@@ -240,7 +241,7 @@ class Tracer(AttentionMode):
         return None
 
     def _make_origin(self, linear: Linear, address: Address) -> Origin:
-        """Return what is noted about a linear map, for the leaf that replaces its output."""
+        """Return the data of a linear map to keep with the leaf that replaces its output."""
         bias = linear.bias
         if bias is not None:
             bias = bias.detach()
@@ -295,12 +296,12 @@ class Tracer(AttentionMode):
         if factors.is_linear_layer:  # F.linear and the like; otherwise a matmul or einsum
             return True
         # A matmul may also multiply the queries or keys of one head by a constant, such as a
-        # rotation or position vectors. Then x is an affine function of a part of the columns of
-        # one linear map. Do not cut there: q or k must start at that linear map. A second linear
-        # map in sequence (LoRA, a latent) reads all columns of the first map: cut there.
+        # rotation or position vectors. Do not cut there: q or k must start at the earlier linear
+        # map. x is then an affine function of a part of the columns of that map. If x has all of
+        # its columns (LoRA, a latent), the product is a second linear map: cut there.
         behind = self.origins.leaves(x)
-        linear = behind[0].origin.linear if len(behind) == 1 else None
-        if linear is None or factors.width >= linear.parameter.shape[1]:
+        earlier = behind[0].origin.linear if len(behind) == 1 else None
+        if earlier is None or factors.width >= earlier.parameter.shape[1]:
             return True
         return not is_affine(x)
 
@@ -322,13 +323,13 @@ class Tracer(AttentionMode):
     def _release_output(self, output: Tensor, address: Address) -> Tensor:
         """Return the output of an attention call without its graph, so that the graph is freed.
 
-        The result is a new leaf of the autograd graph if a later layer needs gradients with
-        respect to it. The first pass, the survey, finds where layers begin, so it makes every
-        output a leaf. Later passes make a leaf only where the survey found the start of a layer.
+        The result is a new leaf of the autograd graph if a later layer may need gradients with
+        respect to it. In the first pass, the survey, any layer may start at any output. It finds
+        the ops at which layers start (`cut_at`), and later passes make leaves only there.
         """
-        if self.cut_at is None:  # a survey; without a gradient, no sample changes the output
-            is_new_leaf = output.requires_grad
-        else:  # the survey has found that a layer starts here
+        if self.cut_at is None:  # a survey
+            is_new_leaf = output.requires_grad  # if not, the output is the same for all samples
+        else:
             is_new_leaf = address in self.cut_at
         if is_new_leaf:
             return self._cut(output, Origin(address))
@@ -390,12 +391,13 @@ def watch_embeddings(
     The same happens to the outputs of every embedding module with the same weight (encoder and
     decoder). If `change` returns None, the output stays. Models of other inputs are not changed.
     """
-    tied: list[tuple[str, nn.Module]] = []  # with a name, which nothing reads
+    embeddings: list[nn.Module] = []
     if net.kind == "text" and net.entry is not None:
         table = getattr(net.entry, "weight", None)
         for part in net.module.modules():
             if isinstance(part, nn.Embedding) and part.weight is table:
-                tied.append(("", part))
-        if not tied:
-            tied = [("", net.entry)]
-    return watch_modules(tied, lambda _name, _args, out: change(out))
+                embeddings.append(part)
+        if not embeddings:
+            embeddings.append(net.entry)
+    unnamed = (("", module) for module in embeddings)  # `change` needs no names
+    return watch_modules(unnamed, lambda _name, _args, out: change(out))

@@ -82,7 +82,7 @@ def describe_gradients(
     if gradient.ndim < 3 or batch.x.ndim < 2 or gradient.shape[:2] != batch.x.shape[:2]:
         return {}
     # The mask of the tokens that may change: without padding and, of a prompt, continuations.
-    batch = replace(batch, mask=net.free(batch))
+    batch = replace(batch, mask=net.find_free_tokens(batch))
     tokens_of_samples = name_tokens(net, batch)
     shares_of_samples = share_squares(batch, gradient)
     described = {}

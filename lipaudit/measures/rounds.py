@@ -155,7 +155,7 @@ def _make_chunk(net: Net, batch: Batch, options: AttackOptions, reader: Reader |
     if options.transfer:
         files = [read_examples(path, batch.ids, x.shape[1:]) for path in options.transfer]
         saved = torch.cat([examples.to(x) for examples in files], 1)
-    return Chunk(batch.start // CHUNK, x, y, net.free(batch), drafts, saved)
+    return Chunk(batch.start // CHUNK, x, y, net.find_free_tokens(batch), drafts, saved)
 
 
 @dataclass

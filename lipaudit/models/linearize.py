@@ -111,7 +111,8 @@ def _run_batch_norm(
     # Statistics of the input do not mix samples in two cases. The input is made from parameters
     # only (a standardised weight). Or the input has a single row with the channels of all samples,
     # as in F.instance_norm. A row that mixes samples in its last axes is refused by `linearize`.
-    depends_on_samples = not all(isinstance(leaf, nn.Parameter) for leaf in leaves(input)[0])
+    input_leaves, _ = leaves(input)  # the tensors from which autograd's graph has made the input
+    depends_on_samples = not all(isinstance(leaf, nn.Parameter) for leaf in input_leaves)
     mixes_samples = len(input) > 1 and depends_on_samples
     if training and (running_mean is not None or mixes_samples):
         raise InputError(
@@ -218,7 +219,8 @@ def explain_errors() -> Iterator[None]:
     try:
         yield
     except (AssertionError, RuntimeError) as error:
-        # An assertion comes from a backward pass that the model's authors have written.
+        # `_CAUSES` are parts of autograd's messages. An assertion comes from a backward pass that
+        # the model's authors have written.
         known = isinstance(error, AssertionError) or any(part in str(error) for part in _CAUSES)
         if of_machine(error) or not known:
             raise
@@ -314,7 +316,7 @@ class Linearization:
         units = make_identity(self.outputs, self.output)
         units = units.view(-1, 1, *self.output.shape[1:])
         units = units.expand(-1, *self.output.shape)
-        # As many rows at a time as have about `TOGETHER` entries.
+        # In parts of as many rows as have about `TOGETHER` entries, to bound the memory.
         parts = torch.split(units, max(1, TOGETHER // self.x.numel()))
         rows = torch.cat([self._pull_rows(part) for part in parts])  # (outputs, batch, *in)
         return rows.flatten(2).transpose(0, 1)

@@ -19,7 +19,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.hub import Commit
 from lipaudit.data.image_files import Preprocessing
 from lipaudit.errors import UsageError
-from lipaudit.models.precision import borrow_gradient, deploy, devices, precision
+from lipaudit.models.precision import borrow_gradient, deploy, find_dtype, list_devices
 from lipaudit.tables import Note, Notes
 from lipaudit.tables.trials import Norm
 
@@ -314,12 +314,12 @@ class Net(ModelSpec):
     @property
     def device(self) -> torch.device:
         """Return the device of samples: that of the first parameter when the model reads it."""
-        return next(devices(self.module))
+        return next(list_devices(self.module))
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the floating-point dtype in which the model reads its parameters."""
-        return precision(self.module)
+        return find_dtype(self.module)
 
     @property
     def patch(self) -> tuple[int, int] | None:
@@ -384,7 +384,7 @@ class Net(ModelSpec):
             return self.embedding(batch)
         return batch.x.detach()
 
-    def free(self, batch: Batch) -> Tensor | None:
+    def find_free_tokens(self, batch: Batch) -> Tensor | None:
         """Return a mask of the tokens that an attack may change, (batch, tokens); None: all.
 
         In images and float tokens, everything may change. In texts, padding may not change. In

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, explain_failure, few, of_machine
 from lipaudit.models.net import Call, ModelSpec, Net, NextToken, OutputForm, Read, watch_modules
-from lipaudit.models.precision import HALF, devices, exact_arithmetic, precision
+from lipaudit.models.precision import HALF, exact_arithmetic, find_dtype, list_devices
 from lipaudit.tables import Note, Notes
 
 # The sample of loading for texts.
@@ -269,8 +269,8 @@ class EntrySearch:
     def _may_embed(self, name: str, part: nn.Module) -> bool:
         """Say whether a module may embed the input: patches of an image, or ids of a text."""
         if self.spec.kind == "image":
-            own_name = name.rpartition(".")[2]
-            return "PatchEmbed" in type(part).__name__ or "patch_embed" in own_name
+            attribute = name.rpartition(".")[2]  # the last part of the path
+            return "PatchEmbed" in type(part).__name__ or "patch_embed" in attribute
         if self.spec.kind == "text":
             return part is self.spec.entry or isinstance(part, nn.Embedding)
         return False
@@ -327,8 +327,8 @@ def probe_model(spec: ModelSpec, call: Call, read: Read) -> Probe:
     Raises:
         InputError: the model cannot run, or its output is no tensor of floats.
     """
-    device = next(devices(spec.module))
-    samples = make_probes(spec, device, precision(spec.module))
+    device = next(list_devices(spec.module))
+    samples = make_probes(spec, device, find_dtype(spec.module))
     search = EntrySearch(spec, samples[0])
     check = "--input-size and --model-kwargs" if spec.kind == "image" else "--model-kwargs"
     explained = explain_failure(

@@ -252,7 +252,7 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
     kind = device.type if seeded else "cuda"  # `fork_rng` wants a type, also for no device
     with torch.random.fork_rng(seeded, device_type=kind), ExitStack() as undo:
         undo.callback(np.random.set_state, np.random.get_state())
-        np.random.seed(seed % 2**32)
+        np.random.seed(seed % 2**32)  # numpy takes 32 bits
         torch.default_generator.manual_seed(seed)
         for accelerator in seeded:
             backend = torch.get_device_module(accelerator)
@@ -372,8 +372,8 @@ def convert_on_read(
         device = None
         if place is not None:
             device = place(path)
-        # Recurrent layers give their weights to torch without the lookup that would convert them:
-        # convert these weights now.
+        # Recurrent layers do not look their weights up in the table that converts them (below).
+        # So convert these weights now.
         if isinstance(part, nn.RNNBase):
             part.to(device=device, dtype=dtype)
         for name, buffer in part._buffers.items():
@@ -390,8 +390,8 @@ def convert_on_read(
     return {p.dtype for p in module.parameters() if _is_narrower(p, dtype)}
 
 
-def precision(module: nn.Module) -> torch.dtype:
-    """Return the floating-point dtype in which a module reads its parameters."""
+def find_dtype(module: nn.Module) -> torch.dtype:
+    """Return the floating-point dtype of a module's parameters, as the module reads them."""
     for part in module.modules():
         # After `convert_on_read`, the table of parameters has the dtype of the converted copies.
         if isinstance(part._parameters, _Parameters):
@@ -399,8 +399,8 @@ def precision(module: nn.Module) -> torch.dtype:
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
 
-def devices(module: nn.Module) -> Iterator[torch.device]:
-    """Yield the device on which each parameter of a module is when the module reads it."""
+def list_devices(module: nn.Module) -> Iterator[torch.device]:
+    """Yield the device of each parameter of a module, as the module reads it."""
     for part in module.modules():
         table = part._parameters
         # After `convert_on_read`, the table gives copies of the weights, maybe on another device.

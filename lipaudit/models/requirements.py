@@ -393,7 +393,7 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
     """
     x = net.point(batch)
     generator = torch.Generator().manual_seed(0)
-    u, length = _draw_direction(x, net.free(batch), generator)
+    u, length = _draw_direction(x, net.find_free_tokens(batch), generator)
     axes = tuple(range(1, x.ndim))
     with torch.enable_grad():
         point = x.clone().requires_grad_()

@@ -122,6 +122,7 @@ def _is_sum(node: Node) -> bool:
     """Say whether a node adds two tensors that both depend on the input."""
     if op(node) != "Add":
         return False
+    # An operand that does not depend on the input is no parent in the graph.
     return len(_list_parents(node)) == 2
 
 

@@ -122,7 +122,7 @@ def test_the_prompt_moves_and_nothing_else():
     batch, scored = batch_of(net, ROWS), score_continuations(net, CHOICES, "sum")
     z = scored.point(batch).requires_grad_()
     scored.forward(z, batch)[:, 1].sum().backward()
-    free = scored.free(batch)
+    free = scored.find_free_tokens(batch)
     assert free.tolist() == [[i < len(prompt) for i in range(z.shape[1])] for prompt, _ in ROWS]
     assert not z.grad[~free].any()
     table = net.module.get_input_embeddings()

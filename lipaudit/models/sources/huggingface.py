@@ -245,21 +245,21 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, Notes]:
     # Wav2Vec2ForSequenceClassification.
     if auto == SEQUENCES and not has_class(SEQUENCES):
         auto = CLASSIFIERS["ForAudioClassification"]
-    added: Notes = ()
-    trained_classes = None
+    notes: Notes = ()
+    trained_classes = None  # None: the model has no classifier
     if auto in CLASSIFIERS.values():
         trained_classes = len(config.id2label or ())
     if classes not in (None, trained_classes):
         config.id2label = {i: f"LABEL_{i}" for i in range(classes)}
         config.label2id = {label: i for i, label in config.id2label.items()}
-        if trained_classes is None:
+        if trained_classes is None:  # take the first kind of classifier that has this model
             auto = next(filter(has_class, CLASSIFIERS.values()), SEQUENCES)
-        added = (new_classifier(classes),)
+        notes = (new_classifier(classes),)
     # If the auto class does not have the model, the model's own class loads it.
     architecture = getattr(transformers, name, None)
     if not has_class(auto) and isinstance(architecture, type):
-        return architecture, added
-    return getattr(transformers, auto), added
+        return architecture, notes
+    return getattr(transformers, auto), notes
 
 
 def _read_formats(path: Path) -> dict[str, str]:

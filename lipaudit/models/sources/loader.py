@@ -109,7 +109,7 @@ def _require_known_options(name: str, source: str, options: LoadOptions) -> None
 def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     """Return the source of a MODEL argument, and the model with its description."""
     prefix, colon, name = model.partition(":")
-    form = prefix if colon or model == "demo" else ""
+    form = prefix if colon or model == "demo" else ""  # a path has no prefix
     if form == "demo":
         return form, load_demo(name or "standard")
     if form == "timm":
@@ -217,7 +217,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         next_token=scorer,
         vocabulary=spec.vocabulary or getattr(probe.entry, "num_embeddings", None),
     )
-    classes = None
+    classes = None  # None: the output is features
     if spec.classifier and probe.output.ndim == 2:
         classes = probe.output.shape[1]
     if options.labels:

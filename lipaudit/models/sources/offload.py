@@ -129,10 +129,10 @@ class Placement:
         A module computes on the device of its weights. If the weights are on the CPU or the disk,
         the module computes on `main`: an accelerator if there is one.
         """
-        place = self.devices.get(self.place(path), self.main)
-        if place.type == CPU:
+        device = self.devices.get(self.place(path), self.main)  # `main` for the disk
+        if device.type == CPU:
             return self.main
-        return place
+        return device
 
     def move(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         """Put every parameter in its place: a device, or the disk.

@@ -54,11 +54,12 @@ class Dequantising(NamedTuple):
 
 
 def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool) -> Dequantising:
-    """Prepare to dequantise a checkpoint of transformers, by a way that depends on its method.
+    """Decide how a checkpoint of transformers is dequantised, and prepare this.
 
-    GPTQ and AWQ are dequantised here, by `read_codes`: the result then has their weights. torchao
-    and bitsandbytes are dequantised after loading, by `dequantise`, and a float checkpoint is not
-    dequantised: the result is then empty. All other methods are dequantised by transformers.
+    - A float checkpoint is not dequantised: the result is empty.
+    - GPTQ and AWQ are dequantised by `read_codes`: the result has their weights.
+    - torchao and bitsandbytes are dequantised after loading, by `dequantise`: the result is empty.
+    - All other methods are dequantised by transformers itself: the result only describes this.
 
     Args:
         config: the configuration of the model; its `quantization_config` is removed, or changed so
@@ -166,7 +167,7 @@ class Codes:
     later: bool
 
     def transpose(self) -> Codes:
-        """Return the weight transposed."""
+        """Return this quantised weight transposed, still without computing its values."""
 
         def compute() -> Tensor:
             return self.compute().T.contiguous()

@@ -327,9 +327,8 @@ def pad_inputs(
     with patch.object(config, "pad_token_id", fill) if needs_name else nullcontext():
         if mask is not None:
             yield x.masked_fill(~mask, fill), mask.long()
-        elif (
-            module.config.model_type in READS_IDS
-        ):  # otherwise, it looks for padding among the ids
+        # Without a mask, these models would look for padding among the ids.
+        elif module.config.model_type in READS_IDS:
             yield x, torch.ones_like(x)
         else:
             yield x, None
@@ -410,7 +409,7 @@ def _count_ids(module: Any, config: Any) -> int:
 
 
 def _describe_tokenizer(feed: Feed) -> dict[str, Any]:
-    """Return the fields of a `ModelSpec` that a tokenizer gives."""
+    """Return the fields of a `ModelSpec` that need a tokenizer, by name."""
     facts: dict[str, Any] = {
         "tokenize": lambda text, most: feed.tokenize(text, most=most),
         "tokenize_pair": lambda first, second, most: feed.tokenize(first, second, most=most),
@@ -422,7 +421,11 @@ def _describe_tokenizer(feed: Feed) -> dict[str, Any]:
 
 
 def _describe_next_token(module: Any, feed: Feed | None) -> dict[str, Any]:
-    """Return the fields of a `ModelSpec` about the next token of a causal language model."""
+    """Return the fields of a `ModelSpec` about the next token of a causal language model.
+
+    `next_logits` is left out if the model takes no embeddings, and `next_token` without an output
+    layer.
+    """
     facts: dict[str, Any] = {}
     if "inputs_embeds" in inspect.signature(module.forward).parameters:
         facts["next_logits"] = partial(_score_next, module, feed)

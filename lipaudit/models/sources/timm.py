@@ -301,7 +301,10 @@ def _load(module: Any, state: State, path: Path) -> Notes:
 
 
 def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
-    """Return class names and aliases (ImageNet synsets) known to timm."""
+    """Return the class names of a model, None if timm has none, and other names with their class.
+
+    Other names are ImageNet synsets: {"n01440764": 0, ...}, where class 0 is tench.
+    """
     import timm.data
 
     names = module.pretrained_cfg.get("label_names")
@@ -375,8 +378,10 @@ class EncoderBlock(nn.Module):
         self.attn = Attention()
         self.norm2 = nn.LayerNorm(WIDTH, eps=1e-6)
         # Named as in timm (mlp.fc1.weight), so that timm can load the weights, too.
-        parts = {"fc1": nn.Linear(WIDTH, HIDDEN), "act": nn.GELU()}
-        self.mlp = nn.Sequential(OrderedDict(parts | {"fc2": nn.Linear(HIDDEN, WIDTH)}))
+        parts = OrderedDict[str, nn.Module](
+            fc1=nn.Linear(WIDTH, HIDDEN), act=nn.GELU(), fc2=nn.Linear(HIDDEN, WIDTH)
+        )
+        self.mlp = nn.Sequential(parts)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""
@@ -431,6 +436,7 @@ class DigitsViT(nn.Module):
             return positions
         old_side = SIZE // PATCH
         side = math.isqrt(patches)
+        # The embeddings of the patches as an image, (1, width, side, side).
         grid = positions[:, 1:].mT.reshape(1, WIDTH, old_side, old_side)
         grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
         return torch.cat([positions[:, :1], grid.flatten(2).mT], 1)

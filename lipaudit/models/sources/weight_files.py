@@ -251,9 +251,10 @@ def _read_pickle(path: Path) -> Any:
 def list_weight_files(names: Iterable[str]) -> list[str]:
     """Return the files of a directory that hold its weights.
 
-    The first of the usual names that exists is taken, as one file or as shards with their index.
-    Without a usual name, all safetensors files are taken, or else all pickled files, but not files
-    of a training state.
+    The first of the usual names that exists is taken, as one file or as shards with their index,
+    such as `model-00001-of-00002.safetensors` and `model.safetensors.index.json`. Without a usual
+    name, all safetensors files are taken, or else all pickled files, but not files of a training
+    state.
     """
     top = {name for name in names if "/" not in name}
     for name in PREFERRED:

@@ -204,7 +204,7 @@ class Bracket:
         """
         y = torch.tensor([self.label_to_prove], device=self.sample.x.device)
         point = self.net.point(self.sample)
-        free = self.net.free(self.sample)
+        free = self.net.find_free_tokens(self.sample)
         chunk = Chunk(0, point, y, free, self.texts)
         model = self.net.make_classifier(self.sample)
         box = self.net.box

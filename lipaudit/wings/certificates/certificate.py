@@ -131,7 +131,7 @@ def certify_ball(
         return _prove_places(net, sample, label, int(eps), proof)
     if texts is not None:
         return _prove_words(net, sample, label, int(eps), proof, texts)
-    moving = net.free(sample)
+    moving = net.find_free_tokens(sample)
     if moving is not None:
         moving = moving[..., None]  # all entries of the embedding of a token that may change
     # A form (centre + coefficients . symbols) that represents all inputs of the ball.
@@ -341,7 +341,7 @@ def choose_order(order: str, inputs: int) -> int:
 
 def count_entries(net: Net, sample: Batch) -> int:
     """Count the entries of a sample that may change: pixels, or entries of token embeddings."""
-    free_tokens = net.free(sample)  # a mask; None: everything may change
+    free_tokens = net.find_free_tokens(sample)  # a mask; None: everything may change
     point = net.point(sample)
     if free_tokens is None:
         return point.numel()

@@ -179,7 +179,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
         UsageError: a radius is too large for the box, or the model computes on several devices.
     """
     from lipaudit.attacks.evaluate import require_radius
-    from lipaudit.models.precision import devices
+    from lipaudit.models.precision import list_devices
     from lipaudit.wings.certificates.certificate import require_rules
     from lipaudit.wings.certificates.onnx_graph import export_onnx
 
@@ -189,7 +189,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
             f"{net.architecture} scores continuations: certificates need a classifier",
             "Use `lipaudit attack`, or certify a classifier.",
         )
-    if len(set(devices(net.module))) > 1:
+    if len(set(list_devices(net.module))) > 1:
         raise UsageError(
             "certificates are computed on one device, but --device-map uses several",
             "Leave --device-map out, or name one device beside cpu and disk.",

@@ -45,7 +45,7 @@ def export_balls(
         if not bracket.correct:  # there is no property to prove
             continue
         x = net.point(sample).double()
-        free = net.free(sample)
+        free = net.find_free_tokens(sample)
         # 1 for entries that may change: all entries of an image, or of the free tokens of a text.
         moving = x.new_ones(x.shape) if free is None else free[..., None]
         label = bracket.label_to_prove

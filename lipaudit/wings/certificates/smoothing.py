@@ -274,7 +274,9 @@ def _classify_copies(
     """
     import torch
 
-    free_tokens = net.free(batch)  # a mask, (batch, tokens); None: all entries may change
+    free_tokens = net.find_free_tokens(
+        batch
+    )  # a mask, (batch, tokens); None: all entries may change
     if free_tokens is not None:  # padding of texts gets no noise
         noise = noise * free_tokens[..., None]
     with torch.no_grad():

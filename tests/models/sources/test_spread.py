@@ -14,7 +14,7 @@ from lipaudit import measure, merge
 from lipaudit.engine.launcher import Place, share_run
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.models import precision
-from lipaudit.models.precision import devices
+from lipaudit.models.precision import list_devices
 from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.settings import RunOptions
 from lipaudit.wings.training.loop import train
@@ -244,4 +244,4 @@ def test_samples_go_where_the_first_parameter_is_read():
     precision.convert_on_read(
         module, torch.float32, lambda path: torch.device("meta") if path == "0" else None
     )
-    assert [d.type for d in devices(module)] == ["meta", "meta", "cpu", "cpu"]
+    assert [d.type for d in list_devices(module)] == ["meta", "meta", "cpu", "cpu"]

@@ -48,13 +48,13 @@ class UnitCube:
     its logits are 0 from then on. The package treats rows apart, so this changes no other row.
 
     Attributes:
-        unit: the samples in the cube, one row per sample and target.
+        samples: the samples in the cube, one row per sample and target.
         eps: the radius in the cube.
         reach: largest distance from a sample at which a point may break it.
         may_leave: whether the attack evaluates points beyond `reach`.
         adversarial: the last point that broke each row, else the sample.
         broken: whether each row was broken.
-        settled: whether each sample of the chunk is clearly broken.
+        clearly_broken: whether each sample of the chunk is clearly broken.
     """
 
     def __init__(self, f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> None:
@@ -83,7 +83,7 @@ class UnitCube:
         self.y = y
         self.ball = ball
         self.turn = turn
-        self.unit = self._map_to_cube(x)
+        self.samples = self._map_to_cube(x)
         self.eps = ball.eps / self.width
         # The largest distance at which a misclassified point counts as an adversarial example.
         self.reach = self.eps
@@ -93,12 +93,12 @@ class UnitCube:
         # FAB, and in l1 balls every attack, also evaluates points outside of the ball, which must
         # not count.
         self.may_leave = turn.attack.name == "fab-t" or ball.norm == "l1"
-        self.adversarial = self.unit.clone()
+        self.adversarial = self.samples.clone()
         self.broken = torch.zeros_like(y, dtype=torch.bool)
         # True for each sample that is clearly broken in one of its rows: its other rows (of other
         # target classes) need no further search.
-        samples = int(turn.rows.max()) + 1
-        self.settled = x.new_zeros(samples, dtype=torch.bool)
+        count = int(turn.rows.max()) + 1
+        self.clearly_broken = x.new_zeros(count, dtype=torch.bool)
 
     def _map_to_cube(self, z: Tensor) -> Tensor:
         return ((z - self.low) / self.width).contiguous()
@@ -111,8 +111,9 @@ class UnitCube:
     def __call__(self, u: Tensor) -> Tensor:
         """Return the logits of a point per row, (rows, classes), as the package calls a model.
 
-        The call also records which rows are broken, and by which points. A sample is clearly
-        broken if rounding could not change that; its rows are not evaluated and get logits of 0.
+        A row is a sample, or with several target classes one of its copies. The call also records
+        which rows are broken, and by which points. A sample is clearly broken if rounding could
+        not change that: its rows are not evaluated any more, and get logits of 0.
 
         Args:
             u: points of the cube, one per row.
@@ -121,34 +122,37 @@ class UnitCube:
             _AllBrokenError: every sample is clearly broken.
         """
         sample_of_row = self.turn.rows
-        rows = (~self.settled[sample_of_row]).nonzero()[:, 0]  # the rows still to attack
+        is_open = ~self.clearly_broken[sample_of_row]
+        rows = is_open.nonzero()[:, 0]
         if not len(rows):
             raise _AllBrokenError
         logits = self.evaluate(u[rows])
         y = self.y[rows]
         points = u[rows].detach()
         scores = logits.detach()
-        wrong = scores.argmax(1) != y
-        if self.may_leave:  # only points inside the ball count
-            lengths = distance(points, self.unit[rows], self.ball.norm)
-            wrong &= lengths <= self.reach
+        is_broken = scores.argmax(1) != y
+        if self.may_leave:  # only points inside the ball, nearer than `reach`, count
+            lengths = distance(points, self.samples[rows], self.ball.norm)
+            is_broken &= lengths <= self.reach
         # Clearly broken: rounding could not make the label win again.
         rounding = CLEAR * scores.abs().amax(1)
-        clear = wrong & (margins(scores, y) < -rounding)
-        broken = rows[wrong]
-        self.adversarial[broken] = points[wrong].to(self.adversarial)
+        is_clear = is_broken & (margins(scores, y) < -rounding)
+        broken = rows[is_broken]
+        self.adversarial[broken] = points[is_broken].to(self.adversarial)
         self.broken[broken] = True
-        self.settled[sample_of_row[rows[clear]]] = True
+        self.clearly_broken[sample_of_row[rows[is_clear]]] = True
         # (all rows, classes). `index_copy` is differentiable, so the package gets gradients.
         all_logits = logits.new_zeros(len(u), logits.shape[1])
         return all_logits.index_copy(0, rows, logits)
 
     @contextmanager
-    def search(self) -> Iterator[Tensor]:
-        """Give random starting points in the cube to a block that runs an attack of the package.
+    def isolate_package(self) -> Iterator[Tensor]:
+        """Isolate a run of the package: `with cube.isolate_package() as start: ...`.
 
-        The caller's random state and default dtype are restored after the block. It ends early,
-        without an error, once every sample is clearly broken.
+        `start` has random starting points in the cube, one per row. Inside the block, torch's
+        global generator has a seed of this run, and the default dtype is float32. Both are
+        restored after the block. The block ends early, without an error, once every sample is
+        clearly broken.
         """
         # The package draws from torch's global generator, and creates tensors of default dtype.
         dtype = torch.get_default_dtype()
@@ -166,7 +170,7 @@ class UnitCube:
 
     def map_from_cube(self, u: Tensor) -> Tensor:
         """Return points of the cube in the attacked space."""
-        moved = (u - self.unit).to(self.x.dtype)
+        moved = (u - self.samples).to(self.x.dtype)
         return self.x + self.width * moved
 
 
@@ -193,18 +197,18 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     )
     attack.loss = LOSSES[turn.attack.name]
     attack.y_target = turn.target
-    attack.init_hyperparam(cube.unit)
+    attack.init_hyperparam(cube.samples)
     steps = turn.attack.steps
-    with cube.search() as start:
+    with cube.isolate_package() as start:
         # In l1 the package first searches balls of 3 and 2 times the radius, with 3/10 of the
         # steps in each ball. The package draws the start itself.
         if ball.norm == "l1":
             early = 3 * steps // 10
             radii = [3 * cube.eps, 2 * cube.eps, cube.eps]
             steps_of_radii = [early, early, steps - 2 * early]
-            best = attack.decr_eps_pgd(cube.unit, y, radii, steps_of_radii)[0]
+            best = attack.decr_eps_pgd(cube.samples, y, radii, steps_of_radii)[0]
         else:
-            best = attack.attack_single_run(cube.unit, y, x_init=start)[0]
+            best = attack.attack_single_run(cube.samples, y, x_init=start)[0]
         cube.adversarial[~cube.broken] = best[~cube.broken]
     return cube.map_from_cube(cube.adversarial)
 
@@ -232,9 +236,9 @@ def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     attack.get_diff_logits_grads_batch = partial(
         attack.get_diff_logits_grads_batch_targeted, la_target=turn.target
     )
-    with cube.search():
+    with cube.isolate_package():
         # Called with labels, the package would skip rows that are misclassified already.
-        attack.attack_single_run(cube.unit, use_rand_start=turn.restart > 0)
+        attack.attack_single_run(cube.samples, use_rand_start=turn.restart > 0)
     # The attack and the function above refer to each other: this cycle would keep the samples in
     # memory.
     del attack.get_diff_logits_grads_batch
@@ -256,8 +260,9 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
     """
     # Samples and radius mapped to the cube [0, 1]^n, in which the package searches.
     cube = UnitCube(f, x, y, ball, turn)
-    rows, columns = (1, *x.shape[1:])[-2:]  # a sample of one axis is an image of one row
-    images = cube.unit.reshape(len(x), -1, rows, columns)
+    # The last two axes of a sample; a sample with one axis is an image of one row.
+    rows, columns = (1, *x.shape[1:])[-2:]
+    images = cube.samples.reshape(len(x), -1, rows, columns)  # (batch, channels, rows, columns)
     height = rows
     if ball.norm != "linf":  # in other norms the package fails on some sizes: add grey rows
         height = find_height(rows, columns)
@@ -267,7 +272,7 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
     def evaluate(u: Tensor) -> Tensor:
         """Return the logits of padded images; logits of small images are cached."""
         turn.check()  # raises after the time limit; f also checks, but cached logits need no f
-        points = u[..., :rows, :].reshape(len(u), *x.shape[1:])
+        points = u[..., :rows, :].reshape(len(u), *x.shape[1:])  # without padding
         if not len(u):  # the package asks for no image when all margins are exactly 0
             return u.new_zeros(0, 1)
         if x[0].numel() > REPEATING:  # in large images, squares hardly ever repeat
@@ -283,7 +288,7 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
         device=x.device,
     )
     attack.init_hyperparam(images)
-    with cube.search():
+    with cube.isolate_package():
         images = attack.attack_single_run(images, y)[1]
     return cube.map_from_cube(images[..., :rows, :].reshape(x.shape))
 
@@ -307,16 +312,18 @@ def _evaluate_once(cube: UnitCube, points: Tensor, logits_of_image: dict[bytes, 
 def find_height(rows: int, columns: int) -> int:
     """Return the height to which an image must be padded for Square in L2 and L1.
 
-    The package covers the image with squares of side rows // 5, starting at an offset. It fails on
-    4 x 4, 14 x 14 or 14 x 28, where the last square crosses the edge. Such heights are rounded up
-    to a multiple of 5, which has no offset.
+    The package covers the image with squares of side rows // 5, from an offset of (rows % 5) // 2
+    in both directions. It fails where the last square crosses the edge, as on 14 x 14 or 14 x 28,
+    and where the side is 0, as on 4 x 4. Such heights are rounded up to a multiple of 5, which has
+    no offset.
     """
     side, spare = divmod(rows, 5)
+    offset = spare // 2
     fits = side >= 1
     if side > 1:
         for size in (rows, columns):
-            end_of_last = spare // 2 + size // side * side  # the offset, and whole squares
-            fits = fits and end_of_last <= size
+            whole_squares = size // side * side
+            fits = fits and offset + whole_squares <= size
     if fits:
         return rows
     missing = -rows % 5

@@ -34,7 +34,7 @@ from lipaudit.attacks.signs import Checks, examine, note_resolution
 from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, check_drafts
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.tables import Notes
-from lipaudit.tables.trials import COUNTED, WHOLE, Norm
+from lipaudit.tables.trials import COUNTED, WHOLE
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -172,8 +172,8 @@ def evaluate_chunk(
     prepare = partial(_AttackRun, f, chunk, logits, box, patch, target, batch_size)
     finished = earlier[1:]
     outcome = clean  # the outcome of the previous step: its robust samples are attacked next
-    # By norm and attacks: the outcome at the largest radius so far. Radii increase.
-    latest: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
+    # By norm and attacks of a trial: the outcome at the largest radius so far. Radii increase.
+    latest: dict[object, Outcome] = {}
     for number, (trial, attack) in enumerate(list_steps(plan)):
         # The first attack of a trial gets the samples that the same attacks did not break at
         # smaller radii.
@@ -280,13 +280,15 @@ class _AttackRun:
         finished = 0  # number of turns that ran
         while finished < turns and bool(robust.any()):
             rows = robust.nonzero()[:, 0]
+            # `_plan_turn` may join turns against several target classes: the batch then has a copy
+            # of the samples for each class.
             turn = self._plan_turn(attack, ball, rows, finished)
             points, logits = self._run(turn, ball)
-            right = logits.argmax(1) == chunk.y[turn.rows]
-            right = right.view(-1, len(rows))  # one row for each target class of the turn
-            finished += len(right)
-            robust[rows] = right.all(0)
-            chosen = _choose_copies(right)  # the copy that broke each sample, else the last one
+            is_right = logits.argmax(1) == chunk.y[turn.rows]
+            is_right = is_right.view(-1, len(rows))  # (copies, samples)
+            finished += len(is_right)
+            robust[rows] = is_right.all(0)
+            chosen = _choose_copies(is_right)  # the copy that broke each sample, else the last one
             x_adv[rows] = points[chosen]
             confidence[rows] = logits[chosen].softmax(1).amax(1)
         # Samples that were broken earlier keep their distance: a resumed run lacks their points.
@@ -294,6 +296,7 @@ class _AttackRun:
         distances = last.distance.clone()
         distances[attacked] = distance(x_adv[attacked], chunk.x[attacked], norm, patch)
         return self._report(
+            # An attack that does not suit the model has 0 turns (see `adapt`): it tried no sample.
             tried=attacked if attack.turns else torch.zeros_like(robust),
             robust=robust,
             x_adv=x_adv,
@@ -305,8 +308,8 @@ class _AttackRun:
     def _plan_turn(self, attack: Attack, ball: Ball, rows: Tensor, finished: int) -> Turn:
         """Return the next turn of an attack: one start, and one target class or several.
 
-        With few survivors, several target classes share a batch: it repeats the samples (a copy)
-        for each of them.
+        With few survivors, several target classes share a batch, which has a copy of the samples
+        for each class.
 
         Args:
             attack: the attack, adapted to the model.
@@ -317,8 +320,9 @@ class _AttackRun:
         """
         x = self.chunk.x
         restart, first = divmod(finished, attack.aims)
-        room = max(CHUNK // len(rows), 1)
-        copies = min(room, attack.aims - first)
+        most = max(CHUNK // len(rows), 1)  # copies in a batch
+        copies = min(most, attack.aims - first)
+        # The likeliest classes but the predicted one, without the first `first`.
         targets = self.rivals[rows, first : first + copies]  # (samples, copies)
         return Turn(
             attack=attack,
@@ -413,17 +417,16 @@ class _AttackRun:
         return changed, _require_finite(logits, f"{self.attack.name} texts", chunk)
 
 
-def _choose_copies(right: Bool[Tensor, "copies samples"]) -> Int[Tensor, " samples"]:
+def _choose_copies(is_right: Bool[Tensor, "copies samples"]) -> Int[Tensor, " samples"]:
     """Return for each sample the row of its first misclassified copy, else of its last copy.
 
-    A batch repeats all samples once for each target class. A repetition is a copy: row
-    copy * samples + i has copy number `copy` of sample i. `right` is True for each copy that is
-    classified correctly.
+    A batch has a copy of all samples for each target class: row copy * samples + i has copy number
+    `copy` of sample i. `is_right` is True for each copy that is classified correctly.
     """
-    copies, samples = right.shape
-    first_wrong = (~right).int().argmax(0)
-    copy = torch.where(right.all(0), copies - 1, first_wrong)
-    return copy * samples + torch.arange(samples, device=right.device)
+    copies, samples = is_right.shape
+    first_wrong = (~is_right).int().argmax(0)
+    copy = torch.where(is_right.all(0), copies - 1, first_wrong)
+    return copy * samples + torch.arange(samples, device=is_right.device)
 
 
 def _draw_starts(

@@ -299,13 +299,14 @@ def read_plan(
     """Return the trials of the option `--attack`: names of attacks and presets, with commas.
 
     Every name makes one trial per radius, labelled by the name; `autoattack` is `standard`.
-    `custom:NAME,NAME` is one ensemble. Which of the radii a name gets:
+    `custom:NAME,NAME` is one ensemble.
 
-    - an attack on balls: the radii without a unit (`2/255`);
-    - an attack that counts changes, such as replaced words: the radii with its unit (`2words`);
-    - the same, if no radius has its unit: the radii without a unit (`--attack words --eps 2`),
-    unless another name of `--attack` is an attack on balls, which takes these;
-    - the same, if no radius is left: its default radii.
+    An attack on balls gets the radii without a unit (`2/255`). An attack that counts changes, such
+    as replaced words, gets the first of these lists that is not empty:
+
+    1. the radii with its unit (`2words`);
+    2. the radii without a unit, if no name is an attack on balls (`--attack words --eps 2`);
+    3. its default radii.
 
     Args:
         attack: names, separated by commas.

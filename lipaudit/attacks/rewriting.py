@@ -80,7 +80,7 @@ class _Step:
     """One step of the search on one text.
 
     Attributes:
-        text: position of the text.
+        position: position of the text in the batch.
         changes: all single changes, the most promising first.
         queries: largest number of changes to try.
         read: returns the token ids of a changed text; empty if the model cannot read it.
@@ -91,7 +91,7 @@ class _Step:
         untried: the changes that `choose_first` left out.
     """
 
-    text: int
+    position: int
     changes: Sequence[Change]
     queries: int
     read: Callable[[Draft], Ids]
@@ -116,7 +116,8 @@ class _Step:
         """Return the changed texts to try first.
 
         If there are few changes, these are all changes. Otherwise each word gets its most
-        promising change: the resulting margins tell `choose_others` which words matter.
+        promising change: the resulting margins tell `choose_others` which words matter. All other
+        changes are stored in `untried`.
         """
         if len(self.changes) <= self.queries:
             return self._make(self.changes, self.queries)
@@ -126,8 +127,8 @@ class _Step:
         # At most half of the queries: the second half is for `choose_others`.
         half = max(1, self.queries // 2)
         chosen = list(first_of_word.values())[:half]
-        first = set(chosen)
-        self.untried = [change for change in self.changes if change not in first]
+        chosen_set = set(chosen)
+        self.untried = [change for change in self.changes if change not in chosen_set]
         return self._make(chosen, half)
 
     def choose_others(self) -> list[ChangedText]:
@@ -153,17 +154,17 @@ class _Step:
 
         A change is left out if the result is not a word, or not a text that the model can read.
         """
-        made: list[ChangedText] = []
+        texts: list[ChangedText] = []
         for change in changes:
-            if len(made) == most:
+            if len(texts) == most:
                 break
             draft = change.make()
             if draft is None:
                 continue
             ids = self.read(draft)
             if ids:
-                made.append(ChangedText(change.word, ids, draft))
-        return made
+                texts.append(ChangedText(change.word, ids, draft))
+        return texts
 
     def note_margins(self, texts: Sequence[ChangedText], margins: Sequence[float]) -> None:
         """Record the margins of changed texts, and the text with the lowest one.
@@ -224,11 +225,14 @@ def search(
         for i, slope in zip(robust, slopes, strict=True):
             changes = propose(best[i], best[i].align(slope))
             steps.append(_Step(i, changes, queries, read, best[i]))
+        # All changes if these are few; otherwise one of each word, then those that look best.
         _try_changes(oracle, y, [(step, step.choose_first()) for step in steps])
         _try_changes(oracle, y, [(step, step.choose_others()) for step in steps if step.untried])
+        # Keep the best change of each text. A text is attacked further if its margin fell, and is
+        # not negative yet.
         robust = []
         for step in steps:
-            i = step.text
+            i = step.position
             # Counts of tried and possible changes add up over the steps.
             tried = best[i].tried + step.tried
             possible = best[i].possible + step.possible
@@ -253,10 +257,10 @@ def _try_changes(
     """
     ids = {}
     for step, texts in changed:
-        ids[step.text] = [text.ids for text in texts]
+        ids[step.position] = [text.ids for text in texts]
     margins = oracle.score_changes(ids, y)
     for step, texts in changed:
-        step.note_margins(texts, margins[step.text])
+        step.note_margins(texts, margins[step.position])
 
 
 # Words
@@ -341,8 +345,8 @@ def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     for chunk in list_pieces(len(unknown), BLOCK):
         block = unknown[chunk]
         ids = torch.tensor(block, device=table.device)
-        # (block, vocabulary): the cosine times the length of the row's embedding, which does not
-        # change the order within a row.
+        # The cosine times the length of the row's own embedding: a factor of the whole row, which
+        # does not change its order. (block, vocabulary)
         cosine = table[ids] @ table.T / lengths
         other_kind = kind_of_id[ids][:, None] != kind_of_id
         cosine[other_kind] = -torch.inf
@@ -369,14 +373,15 @@ def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Id
     for text in _replace_each_word(reader, draft):
         if len(text.ids) != len(ids_before):
             return None
+        # The numbers of the words with a token that changed.
         pairs = zip(word_of_token, text.ids, ids_before, strict=True)
         changed_words = {word for word, new_id, old_id in pairs if new_id != old_id}
         if changed_words - {text.word}:
             return None
         if changed_words:
             substitutions.append(text)
-    # A tokenizer may join words with nothing between them: read their combinations, too. With more
-    # than COMBINATIONS of them, the answer is unknown, which counts as None.
+    # A tokenizer may join adjacent words: read combinations of substitutions in such words, too.
+    # With more than COMBINATIONS of them, the answer is unknown, which counts as None.
     spans = draft.source.spans if draft.source else ()
     for number, together in enumerate(_combine(substitutions, _chain(spans), k)):
         if number == COMBINATIONS or not _reads_alike(reader, draft, together, word_of_token):
@@ -489,6 +494,7 @@ def rewrite_characters(
 
     def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
         """Return every possible error; words take turns, the word of steepest gradient first."""
+        # For each word the sum of the gradient norms of its tokens, which follow one another.
         norms = iter(slope.norm(dim=1).tolist())
         steepness = [sum(islice(norms, len(word))) for word in draft.words]
         words, letters = spell_words(draft, lexicon)

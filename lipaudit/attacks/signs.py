@@ -67,7 +67,8 @@ class Checks:
     nonfinite: int = 0
 
     def __add__(self, other: Checks) -> Checks:
-        """Return the counts of both; the number of classes is that of the model."""
+        """Return the sums of both counts; the number of classes is the same in both, and stays."""
+        # All fields but the first one, `classes`, are added.
         _, *counts = astuple(self)
         _, *others = astuple(other)
         sums = map(operator.add, counts, others)
@@ -93,8 +94,8 @@ def examine(
     correct = logits.argmax(1) == y
     largest_slope = gradient.flatten(1).abs().amax(1)
     flat = largest_slope == 0
-    # How far each logit moved between the two passes. The median logit of the sample is
-    # subtracted, because a shift of all logits changes no prediction.
+    # How far each logit moved between the two passes. In both, the median logit of the sample is
+    # subtracted first, because a shift of all logits changes no prediction.
     median = logits.median(1, keepdim=True)[0]
     median_again = again.median(1, keepdim=True)[0]
     change = (logits - median - again + median_again).abs()
@@ -215,9 +216,11 @@ def note_masking(
         if not any("steps" in _list_efforts(other) for other in in_ball):
             continue
         where = f"{trial.norm} {trial.radius.text}"
-        excess, rest = _count_excess(trial, in_ball, robust[:, columns])
+        # Signs 1 and 2.
+        excess, comparison = _count_excess(trial, in_ball, robust[:, columns])
         if excess > lucky:
-            signs[trial.label] = f"{trial.label} broke {excess} samples {rest} ({where})"
+            signs[trial.label] = f"{trial.label} broke {excess} samples {comparison} ({where})"
+        # Sign 3.
         survivors = robust[:, columns].all(1).sum()
         has_center = box is not None and 2 * float(trial.radius) >= box[1] - box[0]
         if has_center and trial.norm == "linf" and survivors > largest_class + lucky:
@@ -234,10 +237,11 @@ def note_masking(
 def _count_excess(
     trial: Trial, in_ball: Sequence[Trial], robust: Bool[np.ndarray, "samples trials"]
 ) -> tuple[int, str]:
-    """Return how many samples a trial broke beyond stronger attacks, and the end of the sentence.
+    """Return how many samples a trial broke beyond stronger attacks, and words for a sentence.
 
-    For examples of another model, these are the samples that no attack on this model broke. For
-    all other attacks, their number of broken samples is compared with that of iterative attacks.
+    The words end the sentence "X broke 5 samples ...". Examples of another model count the samples
+    "that no attack on this model broke". All other attacks count how many samples they broke "more
+    than" the iterative attacks.
 
     Args:
         trial: the trial.
@@ -246,8 +250,8 @@ def _count_excess(
     """
     broken = ~robust[:, in_ball.index(trial)]
     if _list_efforts(trial) == {"points"}:  # examples of another model
-        own = [i for i, other in enumerate(in_ball) if _list_efforts(other) != {"points"}]
-        excess = (broken & robust[:, own].all(1)).sum()
+        on_this = [i for i, other in enumerate(in_ball) if _list_efforts(other) != {"points"}]
+        excess = (broken & robust[:, on_this].all(1)).sum()
         return int(excess), "that no attack on this model broke"
     iterative = [i for i, other in enumerate(in_ball) if "steps" in _list_efforts(other)]
     broken_by_iterative = ~robust[:, iterative].all(1)

@@ -189,7 +189,8 @@ class _Search:
         token. A suffix of full length stays, and any of its tokens may change.
         """
         if len(self.current) < self.most:
-            # The best longer suffix becomes the current one, even if the lead of the label rises.
+            # Infinity, so that some longer suffix replaces the current one in any case, even if
+            # the lead of the label rises.
             self.lead = math.inf
             return self.add((*self.current, self._draw_token()))
         return self.add(self.current)
@@ -211,11 +212,12 @@ class _Search:
         slopes = slope[start:end]  # (positions, width)
         embeddings = self.reader.table[list(ids[first:])]
         table = self.reader.table[self.tokens.to(embeddings.device)]
-        # (positions, tokens): to first order, the lead changes by
-        # slope . (e(token) - e(token at the position)).
+        # To first order, a new token at a position changes the lead by
+        # slope . (e(token) - e(token before)), (positions, tokens).
         before = (slopes * embeddings).sum(1, keepdim=True)
-        rises = slopes @ table.T - before
-        by_gradient = rises.flatten().argsort(stable=True).cpu()
+        lead_changes = slopes @ table.T - before
+        # Pairs (position, token) are numbered position * tokens + token.
+        by_gradient = lead_changes.flatten().argsort(stable=True).cpu()
         at_random = self._shuffle(len(by_gradient))
         in_turn = torch.stack([by_gradient, at_random], 1).flatten()
         for index in in_turn.tolist():
@@ -374,8 +376,8 @@ def _try_suffixes(
 
 
 def _list_best(drafts: Sequence[Draft], searches: dict[int, _Search]) -> list[Draft]:
-    """Return the best text of each search; texts without room for a suffix stay."""
-    found = list(drafts)
+    """Return the best text of each search; texts without a search stay as they are."""
+    best = list(drafts)
     for i, search in searches.items():
-        found[i] = search.finish()
-    return found
+        best[i] = search.finish()
+    return best

@@ -153,7 +153,7 @@ class Lexicon:
     def draft(self, ids: Sequence[int], texts: tuple[str, ...], most: int) -> Draft:
         """Return a text as a draft, which attacks change: split into words.
 
-        The draft knows the characters of its words if reading the texts gives these ids.
+        The draft knows the characters of its words if the tokenizer reads these ids in them.
 
         Args:
             ids: the token ids.
@@ -163,12 +163,14 @@ class Lexicon:
         if self.read is None:
             return Draft(self.words(ids))
         texts = texts or tuple(self.texts(ids))
-        # The ids belong to the whole text, or to a text that was cut to this number of tokens.
+        # Either the whole text has these ids, at most `most`: a limit of one more cuts nothing. Or
+        # the text was cut to the number of the ids.
         for limit in (most + 1, len(ids)):
             tokens, spans = self.read(texts, limit)
             if tokens != tuple(ids):
                 continue
             words = self.words(ids, spans)
+            # Each word gets as many of the spans as it has tokens.
             unused_spans = iter(spans)
             spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
             return Draft(words, source=Source(texts, spans_of_words, limit))
@@ -188,8 +190,9 @@ class Lexicon:
     def words(self, ids: Sequence[int], spans: Sequence[Span] = ()) -> tuple[Ids, ...]:
         """Split a text into words, each a tuple of ids; every fixed id is a piece of its own.
 
-        A token continues the word before it if the vocabulary marks it as a later token of a word.
-        With known spans, there must also be no gap between the two tokens.
+        The vocabulary has the kind of each token: FIXED (such as punctuation), BEGINS (the first
+        token of a word) or GOES_ON (a later token). A token that goes on belongs to the word
+        before it. With known spans, there must also be no gap between the two tokens.
 
         Args:
             ids: the token ids.
@@ -197,10 +200,11 @@ class Lexicon:
         """
         words: list[list[int]] = []
         kinds = self.kinds[list(ids)].tolist()
-        # A vocabulary without marks has only first tokens: gaps between spans divide words.
+        # A vocabulary without marks has only first tokens: then gaps between spans alone divide
+        # words.
         unmarked = bool(spans) and not self.marked
         continuing = BEGINS if unmarked else GOES_ON
-        spans = spans or [NOWHERE] * len(ids)
+        spans = spans or [NOWHERE] * len(ids)  # equal spans, without gaps
         kind_before = FIXED
         piece_before = end_before = 0
         for token, kind, (piece, start, end) in zip(ids, kinds, spans, strict=True):
@@ -292,7 +296,7 @@ class Draft:
         continuations = self._continuations
         if continuations is None:
             return self.ids
-        # A long prompt loses its beginning.
+        # A long prompt loses its beginning: `room` tokens before the continuations remain.
         return self.ids[-continuations.room :] + continuations.tail
 
     @property
@@ -495,9 +499,10 @@ class TextOracle:
     def _pieces(self, texts: Sequence[Ids]) -> list[list[int]]:
         """Return the positions of the texts of each batch.
 
-        A model that reads padding gets texts of one length together.
+        Most models do not read padding, so any texts can share a batch. A model that reads padding
+        gets only texts of one length together.
         """
-        by_length = {0: list(range(len(texts)))}
+        by_length = {0: list(range(len(texts)))}  # one group, as if of one length
         if self.reader.reads_padding:
             by_length = group_values((len(ids), i) for i, ids in enumerate(texts))
         pieces = []

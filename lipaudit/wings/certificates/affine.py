@@ -181,7 +181,7 @@ def _add_forms(x: Form, y: Form) -> Form:
 
 
 def sub(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
-    """Return x - alpha y."""
+    """Return the form of x - alpha y, where one or both of x and y are forms."""
     if isinstance(y, Form):
         return add(x, neg(y), alpha=alpha)
     # `as_constant` makes y a float: the negative of an unsigned integer would wrap around.
@@ -248,11 +248,13 @@ def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
 
 
 def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
-    """Return input @ weight^T + bias.
+    """Return the form of input @ weight^T + bias, for an input that is a form.
 
-    A normalisation is a pending quotient, numerator / root + constant, whose numbers are computed
-    later. For such an input the weights are applied to the numerator and to the constant, and the
-    result is a pending quotient again: the bounds are tighter in this way.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. A normalisation is a pending quotient, numerator / root + constant,
+    whose numbers are computed later. For such an input the weights are applied to the numerator
+    and to the constant, and the result is a pending quotient again: the bounds are tighter in this
+    way.
     """
     roundings = weight.shape[-1] + 1
     quotient = input.pending_quotient
@@ -263,7 +265,7 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
         or not has_constant_rows(quotient.inverse)
         or not has_constant_rows(quotient.square)
     ):
-        x = input.symbolize_slack()
+        x = input.symbolize_slack()  # errors of symbols can cancel in a sum, slack cannot
         return linear_map(x, F.linear, weight, roundings=roundings, constant=bias, mixes="rows")
     # The result has rows of another width: a single entry of the root per row is broadcast.
     inverse = cast("Form", quotient.inverse[..., :1])
@@ -275,9 +277,10 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
 
 
 def has_constant_rows(x: Form) -> bool:
-    """Return whether all entries of each row of the last axis are the same stored number.
+    """Return whether all entries of each row of a form are the same stored number.
 
-    This is so for a width of 1, or for an expanded axis (stride 0).
+    A row is along the last axis. Its entries are one number if there is only one, or if the axis
+    was expanded (stride 0) in all tensors of the form.
     """
     if x.shape[-1] == 1:
         return True
@@ -401,7 +404,8 @@ def reduce_axes(
 ) -> Form:
     """Return the sum or the mean of a form over axes; numpy's name `axis` works, too.
 
-    A sum is a linear map: it is applied to the centre and to all coefficients.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack. A
+    sum is a linear map: it is applied to the centre and to all coefficients.
     """
     require_floating_point(dtype)
     axes = read_axes(axis if dim is None else dim, input.ndim)

@@ -75,8 +75,9 @@ def matmul(x: Any, y: Any) -> Form:
 def _multiply_matrix_forms(x: Form, y: Form) -> Form:
     """Return the form of x @ y for two forms, (*b, i, k) and (*b, k, j).
 
-    If x has attention weights (a softmax), their rows sum to one. Then x @ y is bounded more
-    tightly, as x @ (y - mean) + mean with the mean value of each row.
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack, with
+    unknown symbols in [-1, 1]. If x has attention weights (a softmax), their rows sum to one. Then
+    x @ y is bounded more tightly, as x @ (y - mean) + mean with the mean value of each row.
     """
     # Slack of an entry adds up in absolute value. As a symbol it keeps its sign and can cancel. At
     # order 1 symbols for the slack of y cost more than they gain.

@@ -377,10 +377,11 @@ def prove_positive(
 ) -> Decision:
     """Try to prove that all margins are positive on the ball, by branch and bound over ReLUs.
 
-    The ranges of the margins may already prove it. Otherwise the ball is split by the signs of
-    ReLUs. On each part, multipliers of the constraints on ReLUs give lower bounds of the margins.
-    The multipliers are searched in single precision. The claimed bound is evaluated in double
-    precision, minus its rounding error (`prove_bounds`).
+    A form bounds the margins for all inputs: centre + coefficients . symbols +- slack. The ranges
+    of the margins may already prove that they are positive. Otherwise the ball is split by the
+    signs of ReLUs. On each part, multipliers of the constraints on ReLUs give lower bounds of the
+    margins. The multipliers are searched in single precision. The claimed bound is evaluated in
+    double precision, minus its rounding error (`prove_bounds`).
 
     Args:
         margins: a form of one axis, logit of the label minus every other logit.
@@ -428,8 +429,8 @@ def _branch(problem: Problem, low: Tensor, nodes: int, deadline: float) -> Decis
     roots = start_nodes(rough, open_margins)
     # The size of multipliers differs between models. So the learning rate of the ascent is a share
     # (RATE) of the mean of the positive multipliers in roots.y.
-    used = (roots.y > 0).sum().clamp_min(1)
-    rate = RATE * float(roots.y.sum() / used)
+    count = (roots.y > 0).sum().clamp_min(1)
+    rate = RATE * float(roots.y.sum() / count)
     # The ascent first fixes most symbols (a face of the box of symbols), so that a step is cheap.
     roots = _ascend_on_faces(rough, roots, rate, deadline)
     bounds = torch.maximum(prove_bounds(problem, roots), low[open_margins])

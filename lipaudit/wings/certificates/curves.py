@@ -337,8 +337,9 @@ def silu(input: Form, inplace: bool = False) -> Form:
 def square(input: Form) -> Form:
     """Return x^2 = c^2 + 2 c (x - c) + (x - c)^2 as a form.
 
-    c is the shifted centre of x: the centre plus the middle of the range of the quadratic part. At
-    order 2 (x - c)^2 becomes coefficients. At order 1 it is in [0, reach^2] with reach >= |x - c|.
+    A form is centre + linear part + quadratic part + errors +- slack. c is the shifted centre of
+    x: the centre plus the middle of the range of the quadratic part. At order 2 (x - c)^2 becomes
+    coefficients. At order 1 it is in [0, reach^2] with reach >= |x - c|.
     """
     symbols = input.symbols
     c = input.shifted_centre
@@ -416,7 +417,10 @@ def raise_power(input: Any, exponent: Any) -> Form:
 
 
 def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) -> Form:
-    """Return the form of log(1 + e^(beta x)) / beta, or of x if beta x is above the threshold."""
+    """Return the form of log(1 + e^(beta x)) / beta, or of x if beta x is above the threshold.
+
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack.
+    """
     z = scale(input, float(beta))
     result = relax(z, SOFTPLUS)
     # Above the threshold torch returns z, which is log(1 + e^z) to within e^-threshold. 32 are

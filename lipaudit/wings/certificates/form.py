@@ -295,7 +295,10 @@ class Form(Tensor):
         return self.make_dense().dense
 
     def make_dense(self) -> Form:
-        """Write the blocks (sparse error coefficients) into the dense stack, in place."""
+        """Write all coefficients into the dense stack (symbols, *shape), in place.
+
+        Blocks store coefficients of error symbols sparsely; afterwards the form has no blocks.
+        """
         if not self.blocks:
             return self
         stack = self.dense.new_empty(self.symbol_count, *self.shape)

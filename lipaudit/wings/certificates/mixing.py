@@ -136,7 +136,8 @@ def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) ->
 def _bound_logarithms(log_p: Form, is_masked: Tensor) -> tuple[Tensor, Tensor]:
     """Return lower and upper bounds of the logarithm of each attention weight, (*shape) each.
 
-    Two bounds are computed, and the tighter is returned for each entry. The first is the range of
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack. Two
+    bounds are computed, and the tighter is returned for each entry. The first is the range of
     the form log_p. The second is the range of -log sum_k e^(s_k - s_j), another formula for
     log p_j. The second may be tighter: symbols of both scores cancel in the difference s_k - s_j.
 
@@ -176,7 +177,7 @@ def _log_sum(rows: Form, log_p: Form) -> Form:
     """Return log sum_j e^(s_j) over the last axis, as an axis of size 1.
 
     log sum_k e^(s_k) = s_j - log softmax(s)_j for any index j. Here j is the index of the largest
-    score at the centre.
+    score at the centre of the ball.
 
     Args:
         rows: the form of the scores s.
@@ -283,6 +284,7 @@ def _bound_log_mean(deviation: Deviation) -> Form:
 def _mask_negligible_keys(s: Form) -> tuple[Form, Tensor]:
     """Return scores in which keys with a weight below e^-1000 are -inf, and a mask of these keys.
 
+    The scores s are a form: centre + coefficients . symbols +- slack, for all inputs of a ball.
     Such a weight is 0 in float64. A key with the constant score -inf has no coefficients and no
     slack, so errors of its score do not widen the other bounds.
     """

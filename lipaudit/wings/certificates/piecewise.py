@@ -167,7 +167,10 @@ def make_extreme(
     """
 
     def find_extreme(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
-        """Return torch.max(input, dim), or min; dim may be a second tensor, an axis, or None."""
+        """Return torch.max(input, dim), or min; dim may be a second tensor, an axis, or None.
+
+        `of_two` and `over_axes` are the rules for two tensors, and for one tensor over axes.
+        """
         if isinstance(dim, Tensor):
             return of_two(input, dim)
         if dim is None:

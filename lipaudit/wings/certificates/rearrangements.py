@@ -190,7 +190,10 @@ MOVE_METHODS = (*REARRANGEMENTS, "index_select", "roll", "flip", "repeat")
 
 
 def lift_constant(value: Any, like: Form) -> Form:
-    """Return a constant as a form: it is the centre, and coefficients and slack are zero."""
+    """Return a constant as a form: it is the centre, and coefficients and slack are zero.
+
+    A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack.
+    """
     centre = as_constant(value, like).to(DOUBLE)
     # Rows of zeros for the symbols of the input, into which rules write coefficients of products.
     rows = like.dense.new_zeros(like.symbols.first_error, *centre.shape)
@@ -255,9 +258,10 @@ def make_constant(name: str) -> Callable[..., Tensor]:
     """
 
     def create(input: Form, *args: Any, **kwargs: Any) -> Tensor:
-        """Call torch's function with a plain tensor of the form's shape, dtype and device.
+        """Call the function `name` with a plain tensor of the form's shape, dtype and device.
 
-        The plain tensor is a single number that is expanded to the shape, so it takes no memory.
+        It is a function of torch, such as zeros_like, or a method of tensors. The plain tensor is
+        a single number that is expanded to the shape, so it takes no memory.
         """
         like = torch.empty(1, dtype=input.dtype, device=input.device).expand(input.shape)
         function = getattr(torch, name, None) or getattr(Tensor, name)

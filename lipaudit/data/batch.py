@@ -102,16 +102,17 @@ class Batch:
         return Batch(self.x[index], None, (), mask)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
-        """Move to a device; floating-point samples also take the dtype."""
+        """Return the samples on a device; floating-point samples also take the dtype."""
+        x_dtype = self.x.dtype
         if self.x.is_floating_point():
-            moved = replace(self, x=self.x.to(device, dtype))
-        else:
-            moved = replace(self, x=self.x.to(device))
-        if self.y is not None:
-            moved = replace(moved, y=self.y.to(device))
-        if self.mask is not None:
-            moved = replace(moved, mask=self.mask.to(device))
-        return moved
+            x_dtype = dtype
+        y = self.y
+        if y is not None:
+            y = y.to(device)
+        mask = self.mask
+        if mask is not None:
+            mask = mask.to(device)
+        return replace(self, x=self.x.to(device, x_dtype), y=y, mask=mask)
 
     def split(self, size: int) -> Iterator[Batch]:
         """Split into batches of at most `size` samples, in order, without superfluous padding."""
@@ -130,17 +131,17 @@ class Batch:
         rows_by_length: dict[int, list[int]] = {}
         for row, length in enumerate(self.mask.sum(1).tolist()):
             rows_by_length.setdefault(length, []).append(row)
-        parts: list[list[int]] = []
+        rows_of_batches: list[list[int]] = []
         for rows in rows_by_length.values():
-            parts += (rows[i : i + size] for i in range(0, len(rows), size))
-        for rows in sorted(parts):  # in the order of the first sample of each batch
-            part = self.rows(torch.tensor(rows)).trim()
-            mask = part.mask
+            rows_of_batches += (rows[i : i + size] for i in range(0, len(rows), size))
+        for rows in sorted(rows_of_batches):  # in the order of the first sample of each batch
+            batch = self.rows(torch.tensor(rows)).trim()
+            mask = batch.mask
             # All texts have the same length, so usually no mask is needed. The mask stays if a
             # text has padding between its tokens.
             if mask is not None and mask.all():
                 mask = None
-            yield replace(part, start=self.start + rows[0], mask=mask)
+            yield replace(batch, start=self.start + rows[0], mask=mask)
 
     def trim(self) -> Batch:
         """Return the same samples without trailing columns that are padding in every sample."""

@@ -156,7 +156,7 @@ class Commit:
             return Note.info("hub-commit", f"{name} is read at {commit}")
         return Note.warn("hub-cache", f"{name} is the cached version, {commit}: {self.no_answer}")
 
-    def remember(self) -> None:
+    def record_revision(self) -> None:
         """Record the commit of a branch or tag in the cache, as the clients of the Hub do."""
         revision = self.repository.revision
         if self.no_answer or HASH.fullmatch(revision):
@@ -245,14 +245,14 @@ def silence_clients() -> Iterator[None]:
 
     quiet = redirect_stderr(StringIO())
     # The callbacks of `undo` restore the settings when the block ends.
-    with hub_bars() as undo, warnings.catch_warnings(action="ignore"), quiet:
+    with restore_hub_bars() as undo, warnings.catch_warnings(action="ignore"), quiet:
         undo.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.WARNING)
         disable_progress_bars()
         yield
 
 
-def hub_bars() -> ExitStack:
+def restore_hub_bars() -> ExitStack:
     """Return a context that restores the Hub's setting of progress bars when it ends.
 
     The caller may add further settings to restore, with `callback`.
@@ -322,7 +322,7 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
             undo.callback(datasets.enable_progress_bars)
         commit = find_commit(repository, offline=offline)
         whole = _open_table(commit, config, whole_split)
-        commit.remember()
+        commit.record_revision()
     data = _select_rows(whole, whole_split, split)
     if not len(data):
         raise InputError(f"{origin} is empty", "Choose another split.")

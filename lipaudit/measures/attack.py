@@ -491,6 +491,7 @@ def _note_weakness(parts: Sequence[Part], samples: int, *, guessing: bool) -> It
     from lipaudit.attacks.signs import note_signs, note_square
 
     nonfinite = sum(part.facts["nonfinite"] for part in parts)
+    # The last cost of a trial is its number of backward passes.
     gradients = sum(cost[-1] for part in parts for cost in part.facts["cost"])
     share = nonfinite / max(gradients, 1)
     yield from note_signs(base.sum_checks(parts), guessing=guessing, nonfinite=share)

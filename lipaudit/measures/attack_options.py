@@ -281,6 +281,7 @@ class AttackOptions(MeasureOptions):
         """
         if self.save_adv is None:
             return
+        # COUNTED: the units in which trials change texts.
         if any((trial.norm in COUNTED) == self.saves_tensors for trial in trials):
             raise UsageError(
                 f"--save-adv {self.save_adv} cannot store the results of all these attacks",

@@ -79,7 +79,7 @@ class AttentionOptions(MeasureOptions):
 
     @field_validator("rows")
     @classmethod
-    def _suits_rows(cls, path: Path | None) -> Path | None:
+    def _require_ending(cls, path: Path | None) -> Path | None:
         """Refuse a file of --rows with an ending that names no format."""
         if path is not None and path.suffix not in (CSV, NPZ):
             raise ValueError(f"it must end in {CSV} or {NPZ}")
@@ -122,8 +122,9 @@ def _average(rows: Sequence[Row], name: str) -> float:
 def read_fragile(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the figure of fragile rows: their share of all attention rows, mean over heads.
 
-    A fragile row is neither near uniform nor near one-hot. The text adds in how many heads most
-    rows are fragile, and whether a penalty on attention maps can have an effect.
+    A fragile row is neither near uniform nor near one-hot. The text reads "in 5 of 24 heads over
+    half; most others near uniform". If little of the model's sensitivity passes through attention
+    maps, it says instead on how much a penalty on fragile rows can act.
     """
     rows = [row for row in section.rows if finite([row.intermediate])]
     if not rows:
@@ -135,14 +136,14 @@ def read_fragile(headline: Headline, section: Section, report: Report) -> Iterat
     text = f"in {fragile} of {len(rows)} heads over half"
     # The share of the model's sensitivity that passes through attention maps, if it was measured.
     shares = report.section("jacobian.shares")
-    patterns = None
+    through_maps = None
     if shares is not None:
-        patterns = middle(list_unrepeated(shares, "patterns"))
-    if patterns is not None and patterns < LITTLE:
-        text += f"; a penalty on them acts on {patterns:.1%} of the sensitivity"
+        through_maps = middle(list_unrepeated(shares, "patterns"))
+    if through_maps is not None and through_maps < LITTLE:
+        text += f"; a penalty on them acts on {through_maps:.1%} of the sensitivity"
     elif share >= FEW:
-        side = "uniform" if uniform > categorical else "one-hot"
-        text += f"; most others near {side}"
+        regime = "uniform" if uniform > categorical else "one-hot"
+        text += f"; most others near {regime}"
     text += count_measured(section, report)
     yield headline.row(section, share, text=text)
 
@@ -528,13 +529,14 @@ def _make_rows(
     """Return the row of each head: means over all attention rows, and largest values.
 
     Args:
-        arrays: figures of each sample, (samples, heads, ...), of `_reduce_rows` and the keys.
+        arrays: figures of each sample, (samples, heads, ...): sums (`total`, `count`, `short`) and
+            maxima (`largest`) over its attention rows, and figures of its keys.
         heads: layer, number and module of each head.
     """
     import numpy as np
 
-    # For each statistic: its sum over rows, and the number of rows that have it. Rows with few
-    # keys have no regime, so the number differs between statistics. If it is 0, 0 / 0 gives NaN.
+    # The mean of each statistic: its sum over rows, by the number of rows that have it. This
+    # number differs, as rows with few keys have no regime. If it is 0, 0 / 0 gives NaN.
     with np.errstate(invalid="ignore"):
         means = arrays["total"].sum(0) / arrays["count"].sum(0)  # (heads, statistics)
     maxima = arrays["largest"].max(0)  # of g_1 and ||M||, (heads, 2)
@@ -548,6 +550,7 @@ def _make_rows(
         softmax_norm_max=maxima[:, 1],
         sink_first=sinks[:, 0],
         sink_max=sinks[:, 1],
+        # The most frequent position of the most attended key.
         sink_token=[int(np.bincount(positions).argmax()) for positions in arrays["sink_token"].T],
         short_rows=arrays["short"].sum(0).astype(int),
         p_norm=arrays["p_norm"].mean(0),
@@ -557,8 +560,8 @@ def _make_rows(
 def _list_compared(total: Values, count: Values) -> dict[str, Values]:
     """Return the arrays, (samples, heads), from which two models are compared sample by sample.
 
-    These are the mean of a statistic over the rows of a sample, and the numbers of rows, by which
-    samples are weighted, if they differ between samples.
+    These are means of statistics over the rows of a sample. If samples differ in their number of
+    rows, these numbers are added: they are the weights of the samples.
 
     Args:
         total: the sum of each statistic over the rows, (samples, heads, statistics).
@@ -573,7 +576,8 @@ def _list_compared(total: Values, count: Values) -> dict[str, Values]:
         if column.reduction is not None:
             name = column.reduction.values
             compared[name] = means[..., MEANS.index(name)]
-    # All rows have g1, and only long rows have a regime, such as uniform.
+    # Numbers of all rows, which all have g1, and of long rows: only these have a regime, such as
+    # uniform.
     for name, statistic in (("rows", "g1"), ("long_rows", "uniform")):
         weights = count[..., MEANS.index(statistic)]
         if (weights != weights[:1]).any():

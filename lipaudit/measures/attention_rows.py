@@ -60,9 +60,11 @@ def keep_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Ten
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
+    # (windows of all samples, heads, rows, statistics), then one tensor per sample.
     rows = torch.stack([by_row[name] for name in STATISTICS], -1)
-    windows = [rows[sample == i] for i in range(samples)]
-    padded = pad_sequence(windows, batch_first=True, padding_value=torch.nan)
+    by_sample = [rows[sample == i] for i in range(samples)]
+    # (samples, windows, heads, rows, statistics).
+    padded = pad_sequence(by_sample, batch_first=True, padding_value=torch.nan)
     return padded.transpose(1, 2)
 
 
@@ -87,6 +89,7 @@ def count_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Re
         ends = sample.new_tensor(lower[1:], dtype=torch.float64)
         class_of_row = torch.bucketize(values[name], ends, right=True)
         known = ~values[name].isnan()  # a row without a value is in no class
+        # (windows, heads, rows, classes): 1 for the class of the row.
         members = torch.nn.functional.one_hot(class_of_row, len(lower)) * known[..., None]
         counts[name] = sum_windows(members.sum(-2), sample, samples)
     return counts

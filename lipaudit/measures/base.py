@@ -472,8 +472,8 @@ def note_repeats(parts: Sequence[Part]) -> Iterator[Note]:
         )
 
 
-def class_names(net: Net, *columns: Values) -> dict[str, str]:
-    """Return the names of the classes whose numbers occur in columns, by number as text.
+def name_classes(net: Net, *columns: Values) -> dict[str, str]:
+    """Return the names of the classes whose numbers occur in some columns, by number as text.
 
     Classes without a name are left out. The numbers are texts because facts are stored as JSON.
     """

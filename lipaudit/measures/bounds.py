@@ -330,11 +330,12 @@ def _write_notes(
         )
     yield from base.note_missed(int(measured["missed"].sum()), "head norms")
     yield from base.note_missed(int(measured["layer_missed"].sum()), "layer norms")
-    error = measured["forward_error"].max(0)
-    if (error > NOTABLE).any():
+    error = measured["forward_error"].max(0)  # relative, of each head
+    is_large = error > NOTABLE
+    if is_large.any():
         yield Note.warn(
             "forward-error",
-            f"the logits of {int((error > NOTABLE).sum())} heads are large for their precision. "
+            f"the logits of {int(is_large.sum())} heads are large for their precision. "
             "Rounding in the forward pass may have changed their norms by up to "
             f"{error.max():.1g} (an estimate). If the model runs in float32, use --dtype float64",
         )

@@ -371,7 +371,8 @@ def _make_rows(
     unique = base.mark_unique(parts)  # a repeated sample counts once, as in every comparison
     rows = []
     for i, (start, to, module, method) in enumerate(ends):
-        norms = of_rows["norm"][unique, i]
+        figures = {name: values[unique, i] for name, values in of_rows.items()}
+        norms = figures["norm"]
         row = JACOBIAN_TABLE.row(
             from_=start,
             to=to,
@@ -381,9 +382,9 @@ def _make_rows(
             samples=len(norms),
             **JACOBIAN_TABLE.reduce({"norm": norms}),
             tol=options.tol,
-            within=float(of_rows["within"][unique, i].max()),
-            products=float(of_rows["products"][unique, i].mean()),
-            converged=int(of_rows["converged"][unique, i].sum()),
+            within=float(figures["within"].max()),
+            products=float(figures["products"].mean()),
+            converged=int(figures["converged"].sum()),
         )
         rows.append(row)
     return rows

@@ -177,8 +177,8 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
         selected: the measured ones.
     """
     reasons = group_values((site.reason, site) for site in selected if site.reason is not None)
-    for reason, alike in reasons.items():
-        yield Note.warn("no-closed-form", f"no closed form for {_name_layers(alike)}: {reason}")
+    for reason, layers in reasons.items():
+        yield Note.warn("no-closed-form", f"no closed form for {_name_layers(layers)}: {reason}")
     yield from _note_inputs(selected)
     # One note for each group of layers that share their linear maps of q and k (`partners`).
     calls = {site.partners: site for site in selected if site.partners}

@@ -328,7 +328,10 @@ class Round:
 
 
 def time_pass(model: Classifier | ByRow, chunk: Chunk) -> float:
-    """Return the seconds of a forward pass of one sample; a gradient counts as two more."""
+    """Return the seconds of a forward pass of one sample.
+
+    The time is that of a forward pass and a gradient, which counts as two more passes.
+    """
     oracle = Oracle(model, torch.arange(len(chunk.x), device=chunk.x.device), len(chunk.x))
     seconds = 0.0
     for _ in range(2):  # the first pass compiles kernels and fills caches
@@ -373,7 +376,7 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: Notes) -> 
     # A test for masked gradients uses balls that contain the centre of the box (grey images). A
     # ball contains the centre only if every entry of a sample may change: without a mask.
     facts["box"] = net.box if run.chunk.mask is None else None
-    facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
+    facts["classes"] = base.name_classes(net, arrays["label"], arrays["predicted"])
     facts |= _describe_samples(net, run, options, ends)
     complete = len(attacked) >= sum(len(trial.attacks) for trial in trials)
     # For resuming, outcomes are stored without their adversarial examples. A run that saves
@@ -476,9 +479,9 @@ def _read_arrays(
             scores = texts.score_outcome(net, run.batch, run.chunk, outcome, options.batch_size)
             losses.append(-scores[:, 0])  # the first score is log p of the continuation
         values["losses"] = torch.stack(losses, 1)
-    # Scores are for comparing two models class by class. Continuations have no such scores: class
-    # 1, the rival of the continuation, is another token in each model.
     elif run.logits.shape[1] <= SCORED_CLASSES:
+        # For comparing two models class by class. Not of continuations: class 1, the rival of the
+        # continuation, is another token in each model.
         values[SCORES] = run.logits.double().log_softmax(1)
     if options.saves_tensors:
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
@@ -511,8 +514,8 @@ def restore_outcomes(part: Part, chunk: Chunk, steps: Sequence[Step]) -> list[Ou
     """Return the outcomes of an interrupted run, as `store_outcomes` stored them in a part.
 
     The adversarial examples were not stored: `x_adv` is the sample itself in their place. They are
-    not needed, as broken samples are not attacked again, and the next attack starts from the
-    survivors.
+    not needed, as broken samples are not attacked again, and the next attack finds new examples of
+    the survivors.
     """
     outcomes = []
     for number, facts in enumerate(part.facts.get("outcomes", ())):

@@ -340,6 +340,7 @@ def _name_largest(shares: Values, ids: Values) -> list[str]:
     """
     import numpy as np
 
+    # The row of the largest share of each head; NaN counts as the smallest.
     largest = np.where(np.isnan(shares), -np.inf, shares).argmax(0)
     samples = []
     for i, of_head in zip(largest, shares.T, strict=True):

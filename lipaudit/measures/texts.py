@@ -238,7 +238,7 @@ def _draft_prompt(
     unused_spans = iter(spans)
     spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
     room = packer.find_room(continuation_ids)  # largest number of tokens of the prompt
-    prompt_length = len(ids[-room:])  # packing cuts off the beginning of a long prompt
+    prompt_length = min(len(ids), room)  # packing cuts off the beginning of a long prompt
     fixed = Continuations(
         continuations,
         tail=tuple(packed[prompt_length:]),
@@ -251,7 +251,8 @@ def _draft_prompt(
 
 def count_units(texts: Texts) -> dict[str, list[int]]:
     """Return how many words, and how many characters, attacks could change in each text."""
-    is_fixed = texts.reader.lexicon.is_fixed  # whether a "word" is none: punctuation, special ids
+    # True for pieces that attacks leave alone, such as punctuation.
+    is_fixed = texts.reader.lexicon.is_fixed
     words = []
     characters = []
     for draft in texts.drafts:

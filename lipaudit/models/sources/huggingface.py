@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit, hub_bars
+from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit, restore_hub_bars
 from lipaudit.errors import InputError, explain_failure, few
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.imports import import_library
@@ -86,7 +86,7 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
             allow_patterns=[*settings, POOLING, *weights],
             local_files_only=bool(commit.no_answer),  # the Hub was not asked or did not answer
         )
-    commit.remember()  # so that the cache knows which commit the revision was
+    commit.record_revision()  # so that the cache knows which commit the revision was
     return Path(path), commit
 
 
@@ -461,7 +461,7 @@ def silence_transformers() -> Iterator[None]:
     """Silence the tables and progress bars of transformers inside the block."""
     from transformers.utils import logging
 
-    with hub_bars() as undo:  # its callbacks restore the settings when the block ends
+    with restore_hub_bars() as undo:  # its callbacks restore the settings when the block ends
         undo.callback(logging.set_verbosity, logging.get_verbosity())
         if logging.is_progress_bar_enabled():
             undo.callback(logging.enable_progress_bar)

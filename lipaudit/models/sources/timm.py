@@ -87,7 +87,7 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
             f"the pretrained weights of {name} cannot be loaded: {error.message}",
             f"{error.advice} Or {advice}",
         ) from error
-    commit.remember()
+    commit.record_revision()
     classes = module.num_classes
     trained_classes = module.pretrained_cfg["num_classes"]
     if classes not in (0, trained_classes):  # 0: features, without a classifier

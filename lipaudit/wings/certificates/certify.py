@@ -102,7 +102,7 @@ def _make_part(
     facts: dict[str, Any] = {
         "checks": base.read_checks(*(bracket.clean for bracket in brackets)),
         "dtype": str(net.dtype).removeprefix("torch."),
-        "classes": base.class_names(net, arrays["label"], arrays["predicted"]),
+        "classes": base.name_classes(net, arrays["label"], arrays["predicted"]),
     }
     if options.export:
         facts["exported"] = encode_text(export_balls(net, brackets, options))

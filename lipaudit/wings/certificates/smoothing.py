@@ -207,7 +207,7 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
                 "seconds": np.array([seconds]),
             }
             chosen = arrays["votes"][:, 0].argmax(1)
-            names = base.class_names(net, arrays["label"], chosen)
+            names = base.name_classes(net, arrays["label"], chosen)
             yield Part((batch.ids[i],), arrays, {"classes": names})
             # The caller writes the part to disk before it requests the next one: this time must
             # not count as time of the next sample.

@@ -17,7 +17,7 @@ from lipaudit.errors import BaselineError, EvaluationError, UsageError, suggesti
 from lipaudit.gate.rules import RADIUS, Rule
 from lipaudit.gate.statistics import Values
 from lipaudit.tables import Reduction, Report, Row, Section, trials
-from lipaudit.tables.columns import naming, reduce_values
+from lipaudit.tables.columns import list_keys, reduce_values
 from lipaudit.tables.trials import WORST, TrialKey
 
 Key = TrialKey | str
@@ -384,7 +384,7 @@ def _name_row(row: Row, section: Section) -> Key:
         return ",".join(map(str, known.values()))
     # Rows of any other section, as of a plug-in: `clean`, `temperature 1.0`.
     texts = []
-    for key in naming(section.columns):  # the leading columns, before the measured values
+    for key in list_keys(section.columns):
         cell = row[key]
         if isinstance(cell, str):
             texts.append(cell)

@@ -23,7 +23,7 @@ from lipaudit.report.rows import (
 )
 from lipaudit.tables import Column, Row, Section
 from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, wilson
-from lipaudit.tables.plugins import blame_package, collect, load_object
+from lipaudit.tables.plugins import collect, load_object, make_package_error
 from lipaudit.tables.trials import WORST, find_layer, is_repeat
 
 VISIBLE = 0.005
@@ -437,5 +437,5 @@ def draw_declared(name: str, sections: Sections) -> Iterator[Block]:
     try:
         yield from drawing(sections)
     except Exception as error:
-        fault = blame_package(place, "failed", error)
+        fault = make_package_error(place, "failed", error)
         yield Paragraph(f"No picture: {fault.message}. {fault.advice}")

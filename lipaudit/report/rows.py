@@ -11,7 +11,7 @@ from lipaudit.measures import find_headline
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import Table
 from lipaudit.tables import Column, Row, Section
-from lipaudit.tables.columns import group_values, list_ratios, naming, order
+from lipaudit.tables.columns import group_values, list_keys, list_ratios, order
 from lipaudit.tables.trials import WORST
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
     """
     rows = _select_rows(sections, by)
     shown = _choose_columns(find_columns(sections), rows, names)
-    keys = naming(shown) if shown else []
+    keys = list_keys(shown)
     rows = _gather_rows(rows, keys)
     if "" not in sections:  # the model follows the keys
         pairs = list(shown.items())

@@ -69,13 +69,13 @@ def read_lengths(text: str) -> tuple[int, ...]:
     lengths = []
     for i in range(count):
         # Equal steps of log n: growth is fitted by a power law, which is a line over log n.
-        step = math.log(last / first) * i / (count - 1)
-        lengths.append(round(first * math.exp(step)))
+        exponent = math.log(last / first) * i / (count - 1)
+        lengths.append(round(first * math.exp(exponent)))
     return tuple(dict.fromkeys(lengths))  # rounding may give a length twice
 
 
 def read_quantization(text: str) -> tuple[int, int]:
-    """Read `int4:32` as (4, 32): bits, and the size of a group of inputs; 0 without groups."""
+    """Read `int4:32` as (4, 32): bits, and inputs per group; `int8` as (8, 0): without groups."""
     match = re.fullmatch(r"int([48])(?::(\d+))?", text.strip())
     if match is None or match[2] == "0":
         raise ValueError(f"{text!r} has another form")
@@ -134,8 +134,8 @@ def read_duration(text: str) -> float:
     5400.0
     """
     match = DURATION.fullmatch(text.replace(" ", ""))
-    _require(match is not None and any(match.groups()))
-    assert match is not None
+    if match is None or not any(match.groups()):
+        raise ValueError(f"{text!r} has another form")
     hours, minutes, seconds = (float(number or 0) for number in match.groups())
     return 3600 * hours + 60 * minutes + seconds
 

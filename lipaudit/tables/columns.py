@@ -147,7 +147,15 @@ class Column:
     def norm(
         cls, label: str, meaning: str, values: str, stat: Statistic = "median", **how: Any
     ) -> Column:
-        """Return the column of a statistic over norms (array `values`), which are better lower."""
+        """Return a column of norms; each cell is a statistic of the samples' norms.
+
+        Args:
+            label: heading of the column.
+            meaning: one sentence.
+            values: name of the array, or of the per-sample column, with the norms of the samples.
+            stat: the statistic.
+            how: other attributes of the column.
+        """
         return cls(label, meaning, better="lower", reduction=Reduction(stat, values), **how)
 
     def read(self, name: str, value: Any) -> Any:
@@ -180,18 +188,21 @@ class Column:
         return value
 
 
-def naming(columns: Mapping[str, Column]) -> list[str]:
+def list_keys(columns: Mapping[str, Column]) -> list[str]:
     """Return the columns that name a row: the leading columns of text or whole numbers.
 
     Measured values follow these columns. The first column names a row in any case.
 
     >>> layer, text, norm = (Column(label="", meaning="", format=f) for f in ("d", "s", ".3g"))
-    >>> naming({"layer": layer, "module": text, "norm": norm, "tokens": layer})
+    >>> list_keys({"layer": layer, "module": text, "norm": norm, "tokens": layer})
     ['layer', 'module']
     """
-    names = list(columns)
-    measured = (i for i, name in enumerate(names) if columns[name].format not in ("d", "s"))
-    return names[: max(next(measured, len(names)), 1)]
+    keys: list[str] = []
+    for name, column in columns.items():
+        if column.format not in ("d", "s"):
+            break
+        keys.append(name)
+    return keys or list(columns)[:1]
 
 
 def find_bounds(columns: Mapping[str, Column]) -> dict[str, Column]:
@@ -206,8 +217,12 @@ class Row(dict[str, Any]):
     """
 
     def __getattr__(self, name: str) -> Any:
-        # `row.from_` is the column `from`: a keyword of Python cannot be an attribute.
-        if name.startswith("_") or (column := name.removesuffix("_")) not in self:
+        """Return the cell of a column: `row.exact`; `row.from_` for the column `from`.
+
+        A keyword of Python, such as `from`, cannot be an attribute.
+        """
+        column = name.removesuffix("_")
+        if name.startswith("_") or column not in self:
             raise AttributeError(f"the row has no column {name!r}")
         return self[column]
 
@@ -240,8 +255,9 @@ def make_row(columns: Mapping[str, Column], cells: Mapping[str, Any]) -> Row:
     Raises:
         ValueError: a required cell is missing, or a cell has the wrong type or no column.
     """
-    if strange := sorted(cells.keys() - columns.keys()):
-        raise ValueError(f"a row has no column {strange[0]!r}")
+    unknown = sorted(cells.keys() - columns.keys())
+    if unknown:
+        raise ValueError(f"a row has no column {unknown[0]!r}")
     row = Row()
     for name, column in columns.items():
         default = None if column.needed else column.default
@@ -307,7 +323,7 @@ def finite(values: Iterable[Any]) -> list[float]:
 
 
 def middle(values: Iterable[Any]) -> float | None:
-    """Return the median of the finite numbers, None without any."""
+    """Return the median of the finite numbers among some values; None without finite numbers."""
     numbers = finite(values)
     if numbers:
         return median(numbers)
@@ -346,12 +362,12 @@ def log10_ratio(row: Row, bound: str) -> float | None:
         bound: name of the column of the bound. If the bound is too large for a float, the row has
             its logarithm in the column `log10_NAME`.
     """
-    logarithm = row.get(f"log10_{bound}")
+    logarithm = None
     values = finite([row.get(bound)])
-    if values:
-        logarithm = None
-        if values[0] > 0:
-            logarithm = math.log10(values[0])
+    if not values:  # too large for a float, or missing
+        logarithm = row.get(f"log10_{bound}")
+    elif values[0] > 0:
+        logarithm = math.log10(values[0])
     known = finite([logarithm, row.exact])
     if len(known) == 2 and known[1] > 0:
         return known[0] - math.log10(known[1])
@@ -359,27 +375,29 @@ def log10_ratio(row: Row, bound: str) -> float | None:
 
 
 def list_ratios(columns: Mapping[str, Column], rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Return log10(bound / exact norm) of the heads for each bound that has some.
+    """Return, by the name of each bound, log10(bound / exact norm) of all heads that have both.
 
-    The closest bound comes first: its median over the heads is the smallest.
+    The closest bound comes first: its median over the heads is the smallest. A bound without
+    heads is left out.
     """
-    found = {name: finite(log10_ratio(row, name) for row in rows) for name in find_bounds(columns)}
-    known = [(median(ratios), name) for name, ratios in found.items() if ratios]
-    return {name: found[name] for _, name in sorted(known)}
+    heads = {name: finite(log10_ratio(row, name) for row in rows) for name in find_bounds(columns)}
+    medians = [(median(ratios), name) for name, ratios in heads.items() if ratios]
+    return {name: heads[name] for _, name in sorted(medians)}
 
 
 def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
     """Return limits of the median with at least 95% confidence, for every distribution.
 
-    The limits are order statistics, as in a sign test. None if there are too few values.
+    The limits are the k-th smallest and the k-th largest value, as in a sign test. None if there
+    are too few values.
 
     >>> median_limits(range(5)), median_limits(range(6)), median_limits(range(20))
     (None, (0.0, 5.0), (5.0, 14.0))
     """
     numbers = sorted(finite(values))
-    place = sign_test_place(len(numbers), 0.025)
-    if place:
-        return (numbers[place - 1], numbers[-place])
+    k = sign_test_place(len(numbers), 0.025)  # the median is beyond each limit with 2.5% at most
+    if k:
+        return (numbers[k - 1], numbers[-k])
     return None
 
 
@@ -412,7 +430,7 @@ def _list_binomials(count: int) -> Iterator[int]:
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
-    """Return the 95% limits of a proportion (Wilson, 1927).
+    """Return the 95% limits of a proportion with this number of successes among n (Wilson, 1927).
 
     For values between 0 and 1, these are also limits of the mean: among all values with the same
     mean, 0s and 1s have the largest variance.

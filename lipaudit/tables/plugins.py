@@ -83,20 +83,20 @@ def load_wings() -> Mapping[EntryPoint, Wing]:
     for group in OLD_GROUPS:
         for point in declared.select(group=group):
             reason = f"is declared as in lipaudit 0.2 (it is now part of a Wing in {GROUP})"
-            raise _refuse_entry(point, reason)
+            raise _make_entry_error(point, reason)
     wings: dict[EntryPoint, Wing] = {}
-    points = sorted(declared.select(group=GROUP), key=lambda point: point.name)
-    for point in sorted(points, key=lambda point: not _is_own(point)):
+    points = declared.select(group=GROUP)
+    for point in sorted(points, key=lambda point: (not _is_own(point), point.name)):
         if point.name in {other.name for other in wings}:
-            raise _refuse_entry(point, "has a name that is in use already")
+            raise _make_entry_error(point, "has a name that is in use already")
         try:
             wing = point.load()
         except Exception as error:
             reason = f"cannot be loaded: {type(error).__name__}: {error}"
-            raise _refuse_entry(point, reason) from error
+            raise _make_entry_error(point, reason) from error
         if not isinstance(wing, Wing):
             reason = f"is {type(wing).__name__}, not {Wing.__module__}.{Wing.__name__}"
-            raise _refuse_entry(point, reason)
+            raise _make_entry_error(point, reason)
         wings[point] = wing
     return MappingProxyType(wings)
 
@@ -108,11 +108,11 @@ def collect(
     *,
     check: Callable[[str, T], str] = lambda _name, _value: "",
 ) -> dict[str, T]:
-    """Return the objects that all wings (plug-ins) have in one field, by the name of the object.
+    """Return the objects of one kind that all installed wings (plug-ins) add, by name.
 
     Args:
         kind: type of the objects.
-        name: the field of `Wing`, such as `measures`.
+        name: the field of a wing that has the objects, such as `measures`.
         taken: names already in use.
         check: called with the name of an object and the object: returns a fault, such as "has no
             table", or "".
@@ -121,23 +121,24 @@ def collect(
         UsageError: an object is not a `kind`, reuses a name or fails the check; the message names
             its package.
     """
-    found = {}
+    collected = {}
     for point, wing in load_wings().items():
-        given = getattr(wing, name)
-        # Objects in a tuple have a name; an object without a name (an error) gets its number.
-        if isinstance(given, tuple):
-            given = {getattr(value, "name", number): value for number, value in enumerate(given)}
-        for key, value in given.items():
+        objects = getattr(wing, name)
+        # A tuple becomes a dict by the attribute `name`. An object without a name gets its number:
+        # it is not of the right type, so the check below refuses it.
+        if isinstance(objects, tuple):
+            objects = {getattr(each, "name", number): each for number, each in enumerate(objects)}
+        for key, value in objects.items():
             fault = ""
             if not isinstance(value, kind):
                 fault = f"is {type(value).__name__}, not {kind.__module__}.{kind.__qualname__}"
-            elif key in taken or key in found:
+            elif key in taken or key in collected:
                 fault = "has a name that is in use already"
             fault = fault or check(key, value)
             if fault:
-                raise _refuse_entry(point, f"has {key!r} among its {name}, which {fault}")
-            found[key] = value
-    return found
+                raise _make_entry_error(point, f"has {key!r} among its {name}, which {fault}")
+            collected[key] = value
+    return collected
 
 
 def load_object(place: str) -> Any:
@@ -149,12 +150,18 @@ def load_object(place: str) -> Any:
     try:
         return resolve_name(place)
     except Exception as error:
-        raise blame_package(place, "cannot be loaded", error) from error
+        raise make_package_error(place, "cannot be loaded", error) from error
 
 
-def blame_package(place: str, fault: str, error: Exception) -> UsageError:
-    """Return the error of an object that a package declares as `module:object`."""
-    package = place.partition(":")[0].partition(".")[0]
+def make_package_error(place: str, fault: str, error: Exception) -> UsageError:
+    """Return the error to raise for a plug-in's object that fails; it names the package.
+
+    Args:
+        place: the object as declared, `module:object`.
+        fault: what went wrong, such as "cannot be loaded".
+        error: the exception of the package.
+    """
+    package = place.partition(":")[0].partition(".")[0]  # the first name of the module
     return UsageError(
         f"{place} {fault}: {type(error).__name__}: {error}", f"Update {package}, or uninstall it."
     )
@@ -177,8 +184,8 @@ def _is_own(point: EntryPoint) -> bool:
     return point.value.startswith("lipaudit.")
 
 
-def _refuse_entry(point: EntryPoint, reason: str) -> UsageError:
-    """Return the error of a plug-in that cannot be used: its package, and the reason."""
+def _make_entry_error(point: EntryPoint, reason: str) -> UsageError:
+    """Return the error to raise for a plug-in that cannot be used: its package, and the reason."""
     package = point.dist.name if point.dist else "an unknown package"
     return UsageError(
         f"the plug-in {point.name!r} ({point.group}) of {package} {reason}",

@@ -226,10 +226,11 @@ class Section(Frozen):
     @field_validator("rows", mode="before")
     @classmethod
     def _read_rows(cls, rows: Any, info: pydantic.ValidationInfo) -> Any:
+        """Return the rows of a section from JSON or Python, after a check of their cells."""
         if not isinstance(rows, (list, tuple)) or not all(isinstance(r, Mapping) for r in rows):
             raise ValueError("rows are a list of objects")
-        # The columns are validated before the rows. They check the cells, and give missing cells a
-        # default.
+        # pydantic has validated the columns before. They check the cells of a row, and give
+        # missing cells a default.
         columns = info.data.get("columns", {})
         return tuple(make_row(columns, row) for row in rows)
 
@@ -238,10 +239,10 @@ class Section(Frozen):
 
     @model_validator(mode="after")
     def _check_flags(self) -> Section:
-        # Cells of yes-or-no columns (FLAGS), such as `robust@pgd,linf,2/255`: 1, 0 or empty.
+        """Check that per-sample columns of yes and no contain only 1, 0 and empty cells."""
         flags = FLAGS & self.sample_columns.keys()
         for name, cells in self.samples.items():
-            if name.partition("@")[0] not in flags:
+            if name.partition("@")[0] not in flags:  # `robust` of `robust@pgd,linf,2/255`
                 continue
             for cell in cells:
                 if isinstance(cell, float | int) and math.isfinite(cell) and cell not in (0, 1):
@@ -336,11 +337,14 @@ class Layout:
 
     @property
     def columns(self) -> dict[str, Column]:
-        """Return the columns by name, in printed order."""
+        """Return the columns by name, in printed order.
+
+        These are the fixed columns. Columns that are declared elsewhere, such as one for each
+        bound, come after the fixed column `behind`.
+        """
         columns = {}
         for name, column in self.fixed.items():
             columns[name] = column
-            # Columns declared elsewhere, such as those of bounds, follow the column `behind`.
             if self.declared is not None and name == self.behind:
                 columns |= self.declared()
         return columns

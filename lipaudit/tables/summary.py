@@ -16,7 +16,7 @@ from lipaudit.tables.columns import (
     Row,
     finite,
     group_values,
-    naming,
+    list_keys,
     wilson,
 )
 from lipaudit.tables.formats import format_limits, format_value, join_texts
@@ -44,14 +44,14 @@ def read_rows(headline: Headline, section: Section, report: Report) -> Iterator[
     """
     for row in section.rows:
         cells = {}
-        if len(section.rows) > 1 and row.key is None:
-            keys = {name: row[name] for name in naming(section.columns)}
+        if len(section.rows) > 1 and row.key is None:  # several rows, not of balls
+            keys = {name: row[name] for name in list_keys(section.columns)}
             words = [format_value(key, section.columns[name]) for name, key in keys.items()]
             selector = ",".join(f"{name}={key}" for name, key in keys.items())
             cells["figure"] = f"{headline.label}, {' '.join(words)}"
             cells["metric"] = f"{section.measure}.{headline.column}@{selector}"
-        for found in read_row(headline, section, row):
-            yield found.replace(**cells)
+        for figure in read_row(headline, section, row):
+            yield figure.replace(**cells)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +113,13 @@ class Headline:
             trial: the ball of the figure.
             limits: 95% limits of the value; they begin the text.
             text: the samples or heads of the figure in words.
-            cells: further cells of the row, or replacements.
+            cells: further cells of the row, or replacements of the cells below.
         """
         if column is None:
             column = section.columns.get(self.column) or section.sample_column(self.column)
-        known: dict[str, Any] = {name: getattr(column, name) or "" for name in DESCRIPTION}
-        known |= {
+        # Unit, format and the like of the column.
+        row: dict[str, Any] = {name: getattr(column, name) or "" for name in DESCRIPTION}
+        row |= {
             "name": self.name,
             "metric": f"{section.measure}.{self.column}",
             "figure": self.label,
@@ -127,17 +128,17 @@ class Headline:
             "text": text,
         }
         if limits is not None:
-            known["low"], known["high"] = limits
-            known["text"] = join_texts([f"95% CI {format_limits(*limits, column)}", text])
+            row["low"], row["high"] = limits
+            row["text"] = join_texts([f"95% CI {format_limits(*limits, column)}", text])
         ball = ""
         if trial is not None:
             ball = trial.ball
-            known |= {"norm": trial.norm, "radius": trial.radius.text, "ball": ball}
-            known["metric"] += f"@{replace(trial, attack='')}"
-            known["figure"] += f", {ball}"
+            row |= {"norm": trial.norm, "radius": trial.radius.text, "ball": ball}
+            row["metric"] += f"@{replace(trial, attack='')}"
+            row["figure"] += f", {ball}"
         if self.sentence:
-            known["sentence"] = self.sentence.format(value=value, ball=ball, text=known["text"])
-        return SUMMARY.row(**(known | cells))
+            row["sentence"] = self.sentence.format(value=value, ball=ball, text=row["text"])
+        return SUMMARY.row(**(row | cells))
 
 
 UPPER_LIMIT = "at most: not all attacks ran"
@@ -172,9 +173,9 @@ SUMMARY = Layout(
 
 def describe_figure(row: Row) -> Column:
     """Return the column that describes a figure of the summary: label, unit, format, domain."""
-    known = {name: row[name] for name in DESCRIPTION}
-    known["better"] = row.better or None
-    return Column(label=row.figure, **known)
+    attributes = {name: row[name] for name in DESCRIPTION}
+    attributes["better"] = row.better or None
+    return Column(label=row.figure, **attributes)
 
 
 def find_figures(summary: Section, name: str) -> list[Row]:
@@ -196,7 +197,7 @@ def summarise(report: Report, layouts: Mapping[str, Layout]) -> Section:
         report: the report.
         layouts: the layouts of sections, which declare the figures.
     """
-    found = []  # figures, each with its sort key
+    figures = []  # each after its sort key
     for section in report.sections:
         layout = layouts.get(section.measure)
         if layout is None:
@@ -206,18 +207,19 @@ def summarise(report: Report, layouts: Mapping[str, Layout]) -> Section:
                 continue
             for row in headline.read(headline, section, report):
                 radius = float(parse_radius(row.radius or "0"))
-                # Figures whose places have the same tens are sorted by their balls.
+                # Figures whose places have the same tens, such as 20 and 21, are sorted by balls:
+                # all figures of one ball come together.
                 order = (headline.place // 10, row.norm, radius, headline.place)
-                found.append((order, row))
-    found.sort(key=lambda pair: pair[0])
+                figures.append((order, row))
+    figures.sort(key=lambda pair: pair[0])
     # Several sections may have a figure with the same name and ball, such as clean accuracy: only
     # the first is used.
-    first = {}
-    for (_, _, radius, _), row in found:
+    distinct = {}
+    for (_, _, radius, _), row in figures:
         key = (row.name, row.norm or row.figure, radius)
-        if key not in first:
-            first[key] = row
-    rows = (*first.values(), *report.figures)
+        if key not in distinct:
+            distinct[key] = row
+    rows = (*distinct.values(), *report.figures)
     return SUMMARY.section(rows=rows, notes=tuple(list_warnings(report)))
 
 
@@ -225,7 +227,7 @@ def summarise(report: Report, layouts: Mapping[str, Layout]) -> Section:
 
 
 def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> Iterator[Row]:
-    """Yield the figure of a row with its limits; nothing if the cell of the figure is empty.
+    """Yield the figure of a section's row as a row of the summary; nothing if its cell is empty.
 
     Args:
         headline: the column of the figure, and how it is shown.
@@ -249,7 +251,8 @@ def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> I
     figure = headline.row(
         section, row[name], trial=row.key, limits=limits, text=text, samples=samples
     )
-    yield figure.replace(high=high)  # an upper limit alone is stored, too
+    # `limits` has no place for an upper limit alone.
+    yield figure.replace(high=high)
 
 
 def read_worst(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
@@ -294,8 +297,8 @@ def describe_survivors(figure: Row, attacks: Sequence[str], report: Report) -> R
     if len(attacks) <= FEW:
         attackers = ", ".join(attacks)
     sentence = f"{figure.value:.1%} survive {attackers} at {figure.ball}{scale}"
-    # The attacks `words`, `characters` and `patch` have the name of their norm: the ball, such as
-    # "2 words", says everything.
+    # The attacks `words`, `characters` and `patch` have the name of their norm, and change what is
+    # there: the ball, such as "2 words", says everything. The attack `suffix` adds tokens.
     if attackers == figure.norm and attackers != "suffix":
         sentence = f"{figure.value:.1%} survive attacks that change {figure.ball}"
     if figure.low is None and figure.high is not None:  # an upper limit alone: not all attacks ran
@@ -320,7 +323,12 @@ def read_clean(headline: Headline, section: Section, report: Report) -> Iterator
 
 
 def declare_clean(place: int, rule: str = "") -> Headline:
-    """Return the headline of the accuracy without attack."""
+    """Return the headline (main figure) of a measure's accuracy without attack.
+
+    Args:
+        place: its place on scorecards and in rankings.
+        rule: the default rule of the gate; empty for none.
+    """
     return Headline(
         name="clean_accuracy",
         column="correct",
@@ -373,16 +381,17 @@ def list_warnings(report: Report) -> Iterator[Note]:
 
     Warnings that not all measures share begin with the name of their measure.
     """
-    known = find_contradictions(report)
-    if known:  # a sample is certified and broken in the same ball: an attack or a proof is wrong
-        sample, ball, trial = known[0]
+    contradictions = find_contradictions(report)
+    # A sample is certified and broken in the same ball: an attack or a proof is wrong.
+    if contradictions:
+        sample, ball, trial = contradictions[0]
         by = ""
         if trial.attack:
             by = f" by {trial.attack}"
         yield Note.warn(
             "contradiction",
             f"a contradiction: sample {sample} is certified in {ball.ball} and was broken{by} "
-            f"in {trial.ball} (such samples: {len(known)}). One of the two is wrong: try "
+            f"in {trial.ball} (such samples: {len(contradictions)}). One of the two is wrong: try "
             "--dtype float64, and report this as a bug in lipaudit",
         )
     # The text in front of each note: nothing for shared notes, else the name of the first measure
@@ -391,6 +400,6 @@ def list_warnings(report: Report) -> Iterator[Note]:
     for section in report.sections:
         for note in section.notes:
             leads.setdefault(note, section.measure)
-    for note, measure in leads.items():
+    for note, lead in leads.items():
         if note.level == "warning":
-            yield note.add_lead(measure)
+            yield note.add_lead(lead)

@@ -21,8 +21,14 @@ COUNTED: tuple[Norm, ...] = ("words", "characters", "suffix")
 WHOLE: tuple[Norm, ...] = (*COUNTED, "patch")
 # Norm of each unit of a radius, as typed.
 UNITS: dict[str, Norm] = {
-    **{"word": "words", "words": "words", "character": "characters", "characters": "characters"},
-    **{"token": "suffix", "tokens": "suffix", "patch": "patch", "patches": "patch"},
+    "word": "words",
+    "words": "words",
+    "character": "characters",
+    "characters": "characters",
+    "token": "suffix",
+    "tokens": "suffix",
+    "patch": "patch",
+    "patches": "patch",
 }
 # Kinds of model to which each norm applies.
 SPACES: dict[Norm, tuple[str, ...]] = {
@@ -153,8 +159,7 @@ def _read_radius(text: str) -> Radius | None:
 def name_unit(norm: str) -> str:
     """Return the unit, in the plural, in which a norm counts: `words`, or `tokens` of a suffix."""
     # UNITS lists the plural of a unit after the singular.
-    *_, plural = (unit for unit, counted in UNITS.items() if counted == norm)
-    return plural
+    return [unit for unit, counted in UNITS.items() if counted == norm][-1]
 
 
 @dataclass(frozen=True)
@@ -228,7 +233,7 @@ class TrialKey:
 
 
 def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
-    """Return, for every ball, the key of the worst case and all trials inside this ball.
+    """Return, for every ball, the trials inside this ball, by the key of the worst case (WORST).
 
     Trials inside a ball have the same norm and the same or a smaller radius.
 
@@ -296,11 +301,11 @@ def parse_start(text: str) -> str:
         ValueError: the text is none of these.
     """
     layer = find_layer(text)
-    if layer is None and text not in STARTS[:-1]:
+    if layer is not None:
+        return f"layer:{layer}"  # without leading zeros
+    if text not in STARTS[:-1]:  # all words but the last, `layer:`
         raise ValueError("it must be pixels, embeddings, layers or one layer: layer:5")
-    if layer is None:
-        return text
-    return f"layer:{layer}"
+    return text
 
 
 def find_layer(start: str | None) -> int | None:
@@ -329,14 +334,16 @@ class Target(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Read `loss`, `logits` or `logits:5`.
+        """Read an output of the Jacobian, such as `loss`, `logits` or `logits:5`.
+
+        The number behind the colon is a position in the text, which only some outputs have.
 
         Raises:
             ValueError: the text is none of these.
         """
         what, colon, where = text.partition(":")
-        placed = what in PLACED and POSITION.fullmatch(where)
-        if what not in ENDS or (colon and not placed):
+        has_position = what in PLACED and POSITION.fullmatch(where)
+        if what not in ENDS or (colon and not has_position):
             ends = f"{', '.join(ENDS[:-1])} or {ENDS[-1]}"
             positions = f"{', '.join(PLACED)} take a position: logits:5, logits:-2, logits:last"
             raise ValueError(f"it must be {ends}; {positions}")

@@ -38,7 +38,7 @@ def find_broken(report: Report) -> dict[str, set[TrialKey]]:
     balls: dict[str, set[TrialKey]] = {}
     for section in report.sections:
         for sample, trial in _list_broken(section):
-            ball = replace(trial, attack="")  # whichever attack it was
+            ball = replace(trial, attack="")  # the attack does not matter
             balls.setdefault(sample, set()).add(ball)
     return balls
 
@@ -55,8 +55,8 @@ def find_worst(report: Report, count: int = SHOWN) -> list[str]:
     proven = _find_figures(report, "radius")
 
     def rank(sample: str) -> tuple[bool, int, float, float]:
-        # The sort key: misclassified samples last, then most broken balls first, then the largest
-        # norm, then the smallest certified radius.
+        # The sort key of a sample: correctly classified samples first; among these, samples with
+        # the most broken balls, then the largest norm, then the smallest certified radius.
         wrong = right.get(sample) == 0
         broken_balls = len(balls.get(sample, ()))
         norm = order(norms.get(sample))
@@ -104,14 +104,15 @@ def _list_attacked(report: Report) -> Iterator[tuple[str, TrialKey]]:
     example is then inside a smaller ball, with this distance as radius.
     """
     for section in report.sections:
-        distances = {}
+        distances = {}  # by sample and trial; not every attack stores them
         for kind, trial, sample, value in _list_figures(section):
             if kind == "distance":
                 distances[sample, trial] = value
-        for sample, ball in _list_broken(section):
-            radii = [ball.radius]
-            radii += map(_make_radius, finite([distances.get((sample, ball))]))
-            yield sample, replace(ball, radius=min(radii, key=float))
+        for sample, trial in _list_broken(section):
+            radii = [trial.radius]
+            radii += map(_make_radius, finite([distances.get((sample, trial))]))
+            yield sample, replace(trial, radius=min(radii, key=float))
+        # Examples of a search for the smallest radius.
         yield from _list_searched(section, "radius_adversarial")
 
 
@@ -126,6 +127,7 @@ def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
         for kind, trial, sample, value in _list_figures(section):
             if kind == "certified" and trial is not None and value == 1:
                 yield sample, trial
+        # The largest certified radius of each sample, if it was searched for.
         yield from _list_searched(section, "radius")
 
 

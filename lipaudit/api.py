@@ -85,23 +85,23 @@ def audit_request(
         raise UsageError("no measure was given", f"There are: {', '.join(load_measures())}.")
     # Options of the audit, and of every run.
     of_audit, of_run = _split_options(options, AuditOptions, RunOptions)
-    only = None
     if isinstance(measures, str):
         measures = [measures]
+    only = None  # the names of the given measures; None: the default ones
     if measures is not None:
         only = tuple(measures)
     audit_options = AuditOptions.parse({**of_audit, "only": only})
     run = RunOptions.parse(of_run)
     request = plan_audit(model, audit_options, run, demo=demo, command=command)
     plan = {name: request.measures[name] for name in only or request.measures}
+    # Options that are given for one measure replace those of the audit.
     if isinstance(measures, Mapping):
-        # The given options of a measure replace those of the audit.
         for name, given in measures.items():
             planned = plan[name]
             kind = type(planned)
-            fields = {field: getattr(planned, field) for field in planned.model_fields_set}
+            of_audit = {field: getattr(planned, field) for field in planned.model_fields_set}
             (of_measure,) = _split_options(given, kind)
-            plan[name] = kind.parse(fields | of_measure)
+            plan[name] = kind.parse(of_audit | of_measure)
     # Measures that the model or the data do not allow are left out, with a note.
     return replace(request, measures=plan, optional={*plan})
 
@@ -131,11 +131,14 @@ def plan_audit(
 def _split_options(
     options: Mapping[str, Any], *groups: type[Settings]
 ) -> tuple[dict[str, Any], ...]:
-    """Divide options from Python between groups; the first group that knows a name takes it.
+    """Divide options from Python between classes of options, such as a measure's and the run's.
+
+    If several classes know a name, the first one takes it; but a name on the command line goes
+    before a mere field. For example `seed` is a field of a measure, but an option of the run.
 
     Args:
-        options: the options, named as on the command line or as fields of a group.
-        groups: classes of options, such as those of a measure and those of every run.
+        options: the options, named as on the command line or as fields of a class.
+        groups: the classes of options.
 
     Returns:
         The options of each group, by field.
@@ -143,9 +146,8 @@ def _split_options(
     Raises:
         UsageError: an option belongs to no group.
     """
-    # By name: the number of its group, and the field. Later entries replace earlier ones, so the
-    # first group comes last. Options of the command line come after mere fields: `seed` is a field
-    # of a measure, but an option of the run.
+    # By name: the number of the group that takes it, and the field. Later entries replace earlier
+    # ones: so the groups come in reverse order, and options of the command line after fields.
     owners = {}
     last_first = list(enumerate(groups))[::-1]
     for number, group in last_first:
@@ -154,7 +156,7 @@ def _split_options(
     for number, group in last_first:
         for field, option in group.options().items():
             owners[field] = (number, field)
-            # On the command line some fields have other names, such as `to` and `mode`.
+            # On the command line some fields have other names: `--save-adv` becomes `save_adv`.
             typed = option.flags[0].removeprefix("--").replace("-", "_")
             owners[typed] = (number, field)
     split: tuple[dict[str, Any], ...] = tuple({} for _ in groups)
@@ -302,7 +304,8 @@ def run_audits(
     """Yield the report of each model; one model is in memory at a time.
 
     Several models are checked before any is measured; one that fails has a report with the
-    reason. Finished parts stay on disk until all reports are taken and complete.
+    reason. The results of finished batches (parts) stay on disk until all reports are complete and
+    the caller has taken them.
 
     Args:
         models: the models.
@@ -331,13 +334,15 @@ def run_audits(
     for model, request in zip(models, requests, strict=True):
         outlines.append(_outline_model(open_model(model, request), request.model))
     require_shared(outlines)
-    with ExitStack() as stored_parts:  # at its end it removes the finished parts
+    # `run_job` removes the parts of its model when its context ends: here, with the contexts of
+    # all models, at the end of this block.
+    with ExitStack() as stored_parts:
         all_complete = True
         for model, outline in zip(models, outlines, strict=True):
             try:
                 with open_model(model, outline.request) as job:
                     report = stored_parts.enter_context(run_job(job, observer))
-                    del job
+                    del job  # the name would keep the model while the next one is loaded
                 assert report is not None, "one process measures several models"
             except Exception as error:
                 if observer is not None:
@@ -346,7 +351,8 @@ def run_audits(
             all_complete &= report.status == "complete"
             yield report
         if not all_complete:
-            stored_parts.pop_all()  # the parts stay, for --resume
+            # The contexts are taken out of the stack and never end: the parts stay, for --resume.
+            stored_parts.pop_all()
 
 
 def _outline_model(opened: AbstractContextManager[Job], model: str) -> Outline:
@@ -472,12 +478,12 @@ def _require_possible(model: AnyModel | Net, request: Request) -> None:
 
 def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:
     """Return the samples and the labels of an argument `data`, which is x or a tuple (x, y)."""
-    if not isinstance(data, tuple) or len(data) != 2:
-        return _make_tensor(data), None
-    x, y = data
-    if y is None:
-        return _make_tensor(x), None
-    return _make_tensor(x), _make_tensor(y)
+    x = data
+    y = None
+    if isinstance(data, tuple) and len(data) == 2:
+        x, y = data
+    labels = None if y is None else _make_tensor(y)
+    return _make_tensor(x), labels
 
 
 def _make_tensor(values: Any) -> Tensor:

@@ -204,8 +204,9 @@ def out_of_memory(error: BaseException) -> bool:
     Only accelerators have a special exception. The host's allocator raises RuntimeError, which is
     recognised by its text.
     """
-    said = isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
 def of_machine(error: BaseException) -> bool:
@@ -218,10 +219,12 @@ def of_machine(error: BaseException) -> bool:
     >>> of_machine(RuntimeError("shapes do not fit"))
     False
     """
-    fault = isinstance(error, RuntimeError) and bool(_DEVICE.search(str(error)))
+    if out_of_memory(error) or isinstance(error, OSError):
+        return True
     # The exception of torch is compared by name: this file must not import torch.
-    device = type(error).__name__ == "AcceleratorError" or fault
-    return out_of_memory(error) or device or isinstance(error, OSError)
+    if type(error).__name__ == "AcceleratorError":
+        return True
+    return isinstance(error, RuntimeError) and bool(_DEVICE.search(str(error)))
 
 
 def is_ours(error: BaseException) -> bool:
@@ -249,7 +252,7 @@ def explain_failure(what: str, advice: str, *kinds: type[BaseException]) -> Iter
     Args:
         what: what failed; type and first line of the exception follow in brackets.
         advice: the hint.
-        kinds: the exceptions to convert; by default all except faults of memory or a device, and
+        kinds: the exceptions to convert. By default all but faults of memory or a device; and also
             the attempt to end the program, whose exit code would be taken for lipaudit's.
 
     Raises:
@@ -261,12 +264,13 @@ def explain_failure(what: str, advice: str, *kinds: type[BaseException]) -> Iter
     except LipauditError:
         raise
     except caught as error:
-        # Faults of memory or device pass through, unless `kinds` includes them: readers of files
-        # pass `Exception`, because a damaged file may ask for any amount of memory.
-        if of_machine(error) and not isinstance(error, OSError) and not kinds:
+        # By default, faults of memory or a device pass through. Readers of files convert them too,
+        # with `Exception` as `kinds`: a damaged file may ask for any amount of memory.
+        if not kinds and of_machine(error) and not isinstance(error, OSError):
             raise
         reason = summarise_error(error)
-        reason = "it needs more memory than is available" if out_of_memory(error) else reason
+        if out_of_memory(error):
+            reason = "it needs more memory than is available"
         raise InputError(f"{what} ({reason})", advice) from error
 
 
@@ -333,9 +337,10 @@ def find_user_error(error: BaseException) -> LipauditError | None:
         text = f"the model ended the program (SystemExit: {said})"
         return EvaluationError(text, "Let its code raise an exception in place of sys.exit.")
     if isinstance(error, ImportError):
-        # Message and advice: a requirement of lipaudit if one is not met, else Python's own words.
-        words = f"a package is missing or too old: {said}", "Look for it: pip check"
-        return InputError(*(find_unmet_requirement() or words))
+        # If a package that lipaudit requires is missing, name it; else use Python's own words.
+        unknown = f"a package is missing or too old: {said}", "Look for it: pip check"
+        message, advice = find_unmet_requirement() or unknown
+        return InputError(message, advice)
     if isinstance(error, OSError):
         file = ""
         if error.filename:

@@ -60,7 +60,7 @@ def loads(text: str, *, name: str = "report") -> Report:
         )
     # The summary is computed again from the sections; `figures` keeps the rest of a stored one.
     document["figures"] = _list_figures(document.pop("summary", None))
-    _complete(document)
+    _add_missing_columns(document)
     document["schema_version"] = SCHEMA_VERSION  # reports are written in this version
     try:
         return Report.model_validate(document)
@@ -131,7 +131,8 @@ def _list_figures(summary: Any) -> list[Row]:
     try:
         rows = SUMMARY.section(rows=summary.get("rows")).rows
         figures = [row for row in rows if find_section(row) not in known]
-        # Check the columns that describe them, as those of a section: for the errors only.
+        # Rows that no column can describe raise an error here: nothing else is done with this
+        # section.
         columns = {row.metric: asdict(describe_figure(row)) for row in figures}
         Section.model_validate({"measure": SUMMARY.name, "columns": columns})
     except ValidationError:  # an earlier version wrote the summary in another form: leave it out
@@ -142,7 +143,7 @@ def _list_figures(summary: Any) -> list[Row]:
 # Additions to old reports: columns of later versions, and in version 1 all columns
 
 
-def _complete(document: dict[str, Any]) -> None:
+def _add_missing_columns(document: dict[str, Any]) -> None:
     """Add the columns of this version to the sections of a document, in place.
 
     Reports of schema version 1 have no columns. Columns of plug-ins, and those that have been
@@ -213,6 +214,8 @@ def _read_integer(digits: str) -> int:
 
 def _layout(value: Any, depth: int = 0) -> str:
     """Return a value as indented JSON, with every row, column and array on one line.
+
+    Short values, and those that are deep inside the document, are on one line, too.
 
     Args:
         value: plain values.

@@ -139,9 +139,10 @@ def every(
 def ball_sharp(
     x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, r: float, **how: Any
 ) -> Tensor:
-    """Return a certified Lipschitz constant for all X' with ||X' - X||_F <= r; `sharp` at r = 0.
+    """Return an upper bound of ||J|| for all X' with ||X' - X||_F <= r: a Lipschitz constant.
 
-    Other arguments and shapes are those of `exact`.
+    It is proven, and equals the bound `sharp` at r = 0. Other arguments and shapes are those of
+    `exact`.
 
     Raises:
         UsageError: shapes that do not fit, or a negative radius.

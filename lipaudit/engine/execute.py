@@ -79,7 +79,7 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
     """Run the measures of a job; the caller writes the report inside the block.
 
     The results of finished batches stay on disk until the block ends without an error and the
-    report is complete, so neither a full disk nor a failure in another process loses them. If the
+    report is complete. So neither a full disk nor a failure in another process loses them. If the
     request allows a partial report, a measure that fails leaves its reason in the report and the
     others run; the first error is raised only if all fail. After the time limit no further batch
     begins: the report is partial and holds the finished batches.
@@ -96,8 +96,8 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         LipauditError: any failure, with its exit code.
     """
     request = job.request
-    place = job.request.place  # the rank of this process; None: the only one
-    if place and place.rank > 0:  # only rank 0 reports: the notes of all processes are equal
+    place = request.place  # the rank of this process among several; None: the only one
+    if place and place.rank > 0:  # only rank 0 shows notes: those of all processes are equal
         observer = None
     assert place or not request.run.shard, "a shard has no report: see `run_shard`"
     findings = Findings(observer or Observer())
@@ -110,7 +110,7 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
             is_complete = shard.is_complete
         else:
             report, is_complete = _gather_report(shard, findings.parts, place, request.command)
-        # Nothing but the report stays in memory while the caller writes it.
+        # Nothing but the report stays in memory while the caller writes it: this frees the model.
         del job
         findings.sections.clear()
         findings.parts.clear()
@@ -232,7 +232,8 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
         shards.save_shard(planned, request.run.parts)
     errors = []
     for name, options in request.measures.items():
-        if name not in job.request.measures:  # left out since an earlier measure failed
+        # `leave_out_layers` below makes a smaller job: the measures that it left out do not run.
+        if name not in job.request.measures:
             continue
         try:
             _add_findings(job, name, options, findings)
@@ -256,6 +257,7 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     # The traceback of an error refers to the frames of its measure, and so keeps the model alive.
     errors.clear()
     left_out = tuple(name for name in request.measures if name not in job.request.measures)
+    # Stored again, now with the results: the shard is finished.
     shard = planned.model_copy(
         update={
             "notes": job.notes,
@@ -315,10 +317,11 @@ class _Progress:
         finished = {*sample_ids(select_complete(self.parts.values()))}
         remaining = []
         for batch in batches:
+            # The finished samples cut the batch into pieces begin ... end - 1, some of them empty.
             finished_rows = [row for row, name in enumerate(batch.ids) if name in finished]
             begin = 0
             for end in (*finished_rows, len(batch)):
-                if begin < end:  # samples between two finished ones
+                if begin < end:
                     remaining.append(batch[begin:end].trim())
                 begin = end + 1
         return remaining
@@ -329,8 +332,7 @@ def run_measure(
 ) -> tuple[list[Part], tuple[str, ...]]:
     """Measure the samples of this process batch by batch, and store each part.
 
-    A part is the result on one batch. If memory runs out, batches are halved; after the time limit
-    no further part begins.
+    A part is the result on one batch. After the time limit no further part begins.
 
     Args:
         job: the job.
@@ -342,18 +344,13 @@ def run_measure(
         The parts in the order of the samples, including parts of an interrupted run; and the ids
         of samples without a complete part, because the time limit came first.
     """
-    measure = load_measures()[name]
-    net = job.net
     run = job.request.run
     observer = findings.observer
-    if run.autocast and options.deploys:  # --autocast rounds predictions, not norms and bounds
-        net = net.deploy(run.autocast)
     # The first batch of the run, and the batches of this process.
-    whole_first, batches = job.batches(name)
-    first = whole_first  # halved together with the batches if memory runs out
+    first, batches = job.batches(name)
     progress = _open_journal(job, name, options, batches, findings)
-    remaining = progress.list_unfinished(batches)
-    total = sum(map(len, remaining))
+    unfinished = progress.list_unfinished(batches)
+    total = sum(map(len, unfinished))
     observer.begins(name, total)
     listener = Listener(
         moves=partial(observer.moves, name),
@@ -361,9 +358,44 @@ def run_measure(
         notes=observer.note,
         end=job.request.started + (run.time_limit or math.inf),
     )
-    size = run.batch_size or job.choose_batch(name)
-    # One round measures all remaining batches. If memory runs out, the next round has smaller
-    # batches.
+    _measure_in_memory(job, options, first, unfinished, progress, listener)
+    if progress.journal.refusal:
+        text = f"results are not saved for --resume: {progress.journal.refusal}"
+        observer.note(Note.info("not-kept", text))
+    observer.ends(name)
+    unmeasured = _list_ids(progress.list_unfinished(batches))
+    # Texts are batched by length: their parts come in another order.
+    return results.in_order([*progress.parts.values()], job.samples.batch.ids), unmeasured
+
+
+def _measure_in_memory(
+    job: Job,
+    options: MeasureOptions,
+    whole_first: Batch,
+    remaining: list[Batch],
+    progress: _Progress,
+    listener: Listener,
+) -> None:
+    """Measure batches and keep each part; if memory runs out, go on with batches of half the size.
+
+    Args:
+        job: the job.
+        options: the options of the measure.
+        whole_first: the first batch of the run.
+        remaining: the batches to measure.
+        progress: receives the parts, and names the measure.
+        listener: hears the measure while it runs, and has the time limit.
+
+    Raises:
+        Exception: the measure fails, or memory runs out on a single sample.
+    """
+    measure = load_measures()[progress.measure]
+    run = job.request.run
+    net = job.net
+    if run.autocast and options.deploys:  # --autocast rounds predictions, not norms and bounds
+        net = net.deploy(run.autocast)
+    size = run.batch_size or job.choose_batch(progress.measure)
+    first = whole_first  # halved together with the batches
     while remaining and time.monotonic() < listener.end:
         # A measure with `chunk` has results that depend on the batch: its batches stay as they
         # are, and the model runs on `size` samples of a batch at a time.
@@ -371,7 +403,7 @@ def run_measure(
             options = options.model_copy(update={"batch_size": size})
         try:
             _measure_batches(measure, net, options, first, remaining, progress, listener)
-            break
+            return
         except Exception as error:
             remaining = progress.list_unfinished(remaining)
             if not out_of_memory(error):
@@ -384,13 +416,6 @@ def run_measure(
             if measure.chunk is None:
                 remaining = list(chain.from_iterable(batch.split(size) for batch in remaining))
             first = first[:size].trim()
-    if progress.journal.refusal:
-        text = f"results are not saved for --resume: {progress.journal.refusal}"
-        observer.note(Note.info("not-kept", text))
-    observer.ends(name)
-    unmeasured = _list_ids(progress.list_unfinished(batches))
-    # Texts are batched by length: their parts come in another order.
-    return results.in_order([*progress.parts.values()], job.samples.batch.ids), unmeasured
 
 
 def _measure_batches(
@@ -414,11 +439,12 @@ def _measure_batches(
         progress: receives the parts, and has the incomplete parts of an interrupted run.
         listener: hears the measure while it runs.
     """
-    moved = (batch.to(net.device, net.dtype) for batch in batches)
-    own = ProcessBatches(first.to(net.device, net.dtype), moved, dict(progress.parts))
+    on_device = (batch.to(net.device, net.dtype) for batch in batches)
+    first_on_device = first.to(net.device, net.dtype)
+    samples = ProcessBatches(first_on_device, on_device, dict(progress.parts))
     # A measure itself raises TimeOverError if the limit comes before the part is complete.
     with exact_arithmetic(net.device), listening(listener), suppress(TimeOverError):
-        for part in measure.compute(net, own, options):
+        for part in measure.compute(net, samples, options):
             progress.keep(part)
             if time.monotonic() >= listener.end:
                 return
@@ -489,8 +515,8 @@ def _blame_sample(job: Job, net: Net, error: Exception, batches: Sequence[Batch]
     Raises:
         EvaluationError: the model fails on a sample.
     """
-    # Errors of the user or the machine already have an explanation; any other error may come from
-    # the model.
+    # Errors of the user or the machine already have an explanation. A plain EvaluationError (such
+    # as an overflow) or an unknown error may come from the model.
     if type(error) is not EvaluationError and find_user_error(error) is not None:
         return
     samples = job.samples

@@ -160,9 +160,10 @@ def _connect(place: Place) -> None:
     while True:
         try:
             store, *_ = next(rendezvous(url, timeout=JOIN))
-            # A launcher's store outlives a command, so each command uses its own keys.
-            number = (store.add("joined", 1) - 1) // place.size
-            store = PrefixStore(f"lipaudit-{number}", store)
+            # A launcher's store outlives a command, so each command uses keys with its number.
+            # `add` counts the processes of all commands so far.
+            command_number = (store.add("joined", 1) - 1) // place.size
+            store = PrefixStore(f"lipaudit-{command_number}", store)
             store.set(f"{place.rank}", "here")
             store.wait([f"{rank}" for rank in range(place.size)], JOIN)
             # gloo runs everywhere, and a few kilobytes at the end need no speed.

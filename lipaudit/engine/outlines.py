@@ -94,10 +94,11 @@ def require_shared(outlines: Sequence[Outline]) -> None:
 def _compare_classes(first: Outline, other: Outline) -> str:
     """Return why the labels of the samples mean different classes in two models, else "".
 
-    The models differ if they have different numbers of classes, or if every class among the labels
-    has other names in each model.
+    They do if the models have different numbers of classes, or if no class among the labels has a
+    name that both models know.
     """
-    # Labels are class numbers. Different numbers were found by class names, so they fit.
+    # Labels are class numbers. If each model has other numbers for the same samples, they were
+    # looked up by the names of its classes, and so they fit.
     if first.labels is None or first.labels != other.labels:
         return ""
     if first.classes and other.classes and first.classes != other.classes:
@@ -106,14 +107,13 @@ def _compare_classes(first: Outline, other: Outline) -> str:
     for label in {*first.labels} - {-1}:  # -1: a sample without a label
         names = _list_names(first, label)
         other_names = _list_names(other, label)
+        # One class with a common name, or without names: the numbers may mean the same.
         if not names or not other_names or not {*names}.isdisjoint(other_names):
-            # One class with a common name, or without names: the numbers may mean the same.
             return ""
         name = ", ".join(names)
         other_name = ", ".join(other_names)
-        reason = (
-            reason or f"the class {name!r} of {first.model} is {other_name!r} in {other.model}"
-        )
+        if not reason:
+            reason = f"the class {name!r} of {first.model} is {other_name!r} in {other.model}"
     return reason
 
 

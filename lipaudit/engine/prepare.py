@@ -143,7 +143,9 @@ class Job:
 
 
 def prepare(request: Request, *, net: Net | None = None, samples: Samples | None = None) -> Job:
-    """Load the model and the samples of a request.
+    """Load the model and the samples of a request, and check that every measure can run on them.
+
+    Optional measures that cannot run are left out with a note.
 
     Args:
         request: the request.
@@ -159,9 +161,10 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     run = request.run
     requested = {name: request.count(name) for name in request.measures}
     samples = samples or _load_samples(net, request, max(requested.values()))
-    # Loading ran the model on a blank sample. If that output was not finite, the kind of output is
-    # read from the first sample.
+    # Loading ran the model on a blank sample. If that output was not finite, the kind of output
+    # (logits or probabilities) is read from the first sample.
     net = complete_form(net, samples.batch)
+    # The model whose figures are reported: `net`, or with --score a classifier that calls it.
     measured = _score_continuations(net, samples, run.score)
     # Refuse outputs that depend on the other samples of a batch. Texts are checked measure by
     # measure, together with their padding: see `require_padding_is_unread`.
@@ -225,7 +228,7 @@ def _check_request(request: Request) -> Request:
             require_writable(path)
     if run.parts is not None:
         require_folder(run.parts)
-    _require_predictions(run, measures)
+    _require_autocast_effect(run, measures)
     return replace(request, run=run, measures=measures)
 
 
@@ -258,8 +261,8 @@ def _adapt_to_model(request: Request, net: Net) -> tuple[Request, Notes]:
     return _leave_out_refused(request, partial(_adapt_measure, net, run.score))
 
 
-def _require_predictions(run: RunOptions, measures: Mapping[str, MeasureOptions]) -> None:
-    """Refuse --autocast where it has no effect.
+def _require_autocast_effect(run: RunOptions, measures: Mapping[str, MeasureOptions]) -> None:
+    """Refuse --autocast if it has no effect: it rounds predictions of models in float32 only.
 
     Raises:
         UsageError: no measure judges predictions, or autocast would not round a model in float64.
@@ -388,7 +391,9 @@ def _make_label_error(name: str) -> UsageError:
 
 
 def _load_samples(net: Net, request: Request, count: int) -> Samples:
-    """Load the samples. Labels that are no classes are dropped if no measure needs labels.
+    """Load the samples of a request; without data, those of the demo or random ones.
+
+    Labels that are no classes of the model are dropped if no measure needs labels.
 
     Args:
         net: the model.
@@ -409,6 +414,7 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
         text = f"labels are not used: {error.message}"
         # Loaded again: for a model without classes, labels are not matched to classes.
         samples = load_data(spec, replace(net, classes=None), options)
+    # The warning replaces the one that this loading may have given.
     warning = Note.warn("labels-unused", text)
     others = [note for note in samples.notes if note.code != warning.code]
     unlabelled = replace(samples.batch, y=None)
@@ -428,13 +434,14 @@ def load_options(run: RunOptions) -> LoadOptions:
     values = _select_options(LoadOptions, run)
     # The possible shapes of the samples, for a module that does not declare its input.
     values["forms"] = lambda: find_data_forms(run.data)
-    # --class-names names the model's own classes; --classes makes a zero-shot classifier, whose
-    # names are `class_names` of `LoadOptions`.
+    # Two options of a run are files of names, and fields of `LoadOptions` with the same names are
+    # something else. --class-names has names for the model's own classes: the field `labels`.
     path = values.pop("class_names", None)
     if path is not None:
         values["labels"] = classifiers.read_class_names(Path(path), "--class-names")
+    # --classes makes a zero-shot classifier of these names: the field `class_names`.
     if run.classes is not None:
-        values["classes"] = None
+        del values["classes"]
         values["class_names"] = classifiers.read_class_names(Path(run.classes))
         values["prompts"] = classifiers.read_prompts(run.prompt)
     return LoadOptions(**values)
@@ -522,15 +529,16 @@ def _describe_first_samples(job: Job) -> list[str]:
     """Return a line with place and label for each of the first samples, to show wrong labels."""
     batch = job.samples.batch
     places = list_origins(job.samples).get("place", batch.ids)
-    if batch.y is None:
-        return [f"{place}: no label" for place in places[:SHOWN]]
+    labels = [-1] * SHOWN  # -1: no label
+    if batch.y is not None:
+        labels = batch.y[:SHOWN].tolist()
     names = dict(enumerate(job.net.labels or ()))
     lines = []
-    for place, label in zip(places, batch.y[:SHOWN].tolist(), strict=False):
-        name = names.get(label, str(label))
+    for place, label in zip(places, labels, strict=False):
+        name = names.get(label)
         if label < 0:
             lines.append(f"{place}: no label")
-        elif name == str(label):
+        elif name in (None, str(label)):  # a class without a name of its own
             lines.append(f"{place}: label {label}")
         else:
             lines.append(f"{place}: label {label} ({name})")

@@ -61,7 +61,7 @@ def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
     try:
         for section in baseline.sections:
             measure = section.measure
-            if section.ids and measure in ids:
+            if section.ids and measure in ids:  # called for its error: too few shared samples
                 pairing.find_shared(measure, ids[measure], section.ids, pairing.ALL_BUT_FEW)
     except BaselineError as error:
         advice = f"Give the baseline's samples ({baseline.run.data.spec}) with --data."
@@ -155,11 +155,12 @@ def find_obstacle(current: Report, baseline: Report, measure: str, *, lenient: b
     weaker = _list_lost_attacks(section, before)
     if weaker:
         return f"{measure}: weaker than the baseline: {'; '.join(weaker)}"
-    # Norms of different outputs, such as an encoder's and a classifier's, cannot be compared.
-    now = _list_paths(section)
-    lost = ", ".join(sorted(_list_paths(before) - now))
+    # Norms of different outputs, such as `pixels to features` (an encoder) and `pixels to logits`
+    # (a classifier), cannot be compared.
+    paths = _list_paths(section)
+    lost = ", ".join(sorted(_list_paths(before) - paths))
     if lost:
-        return f"{measure}: the norms of {lost} are now norms of {', '.join(sorted(now))}"
+        return f"{measure}: the norms of {lost} are now norms of {', '.join(sorted(paths))}"
     other_suite = current.run.data.suite_id != baseline.run.data.suite_id
     # Sections with different samples can be compared on the shared samples, if samples have ids.
     have_ids = section.ids and before.ids
@@ -167,7 +168,7 @@ def find_obstacle(current: Report, baseline: Report, measure: str, *, lenient: b
         return f"{measure}: the samples differ from the baseline's"
     if lenient:
         return ""
-    # A gate also needs the same dtype, preprocessing and score.
+    # A gate also needs the same dtype, preprocessing and score (BINDING).
     binding = [text for kind, text in list_differences(current, baseline) if kind in BINDING]
     return "; ".join(binding)
 
@@ -177,9 +178,14 @@ def _list_lost_attacks(section: Section, before: Section) -> list[str]:
 
     A reason is an attack that is missing now, or a new note that an attack was skipped, was
     replaced or tried fewer targets.
+
+    Args:
+        section: the section of the current report.
+        before: the section of the baseline.
     """
-    known = {row.key for row in section.rows if "attack" in row}
-    lost = {str(row.key) for row in before.rows if "attack" in row and row.key not in known}
+    # `key`: the attack and ball of a row.
+    attacks = {row.key for row in section.rows if "attack" in row}
+    lost = {str(row.key) for row in before.rows if "attack" in row and row.key not in attacks}
     fallbacks = {note.text for note in section.notes if note.code in FALLBACKS}
     old_fallbacks = {note.text for note in before.notes if note.code in FALLBACKS}
     return sorted(lost) + sorted(fallbacks - old_fallbacks)
@@ -226,12 +232,14 @@ def has_other_starts(current: Section | None, baseline: Section | None) -> bool:
 def list_examples(report: Report) -> dict[str, str]:
     """Return the saved adversarial examples that other models can try: SHA-256 by path.
 
-    Only examples of images in a ball are returned. Embeddings belong to one model. Examples with
-    changed words or patches have no ball around the sample: the "norms" in WHOLE count changes.
+    Only examples of images in a ball are returned. Embeddings belong to one model, and examples
+    with changed words or patches have no ball around the sample.
     """
     section = report.section("attack")
-    if section is None or "mean" not in report.run.preprocess:  # only images have a mean
+    # Only images are normalised by a mean.
+    if section is None or "mean" not in report.run.preprocess:
         return {}
+    # The "norms" in WHOLE count changes (of words, of patches): they have no ball.
     has_balls = any(row.norm not in WHOLE for row in section.rows)
     return section.files if has_balls else {}
 
@@ -250,6 +258,7 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
     text = _compare_transfer(attacked, before, baseline)
     if text:
         found.append(("transfer", text))
+    # The number of duplicates in the section that has most samples.
     repeats = max((sum(map(is_repeat, each.ids)) for each in current.sections), default=0)
     if repeats:
         found.append(("repeats", f"duplicate samples count once: {repeats} were left out"))
@@ -275,7 +284,9 @@ def _compare_conditions(current: Report, baseline: Report) -> Iterator[tuple[str
 
 
 def _compare_transfer(current: Section | None, before: Section | None, baseline: Report) -> str:
-    """Return a text if only one report attacked with examples of another model, else "".
+    """Return a text if only one report tried the examples of another model, else "".
+
+    Transfer is an attack that tries adversarial examples which were found on another model.
 
     Args:
         current: the attack section of the current report.

@@ -34,7 +34,7 @@ def describe_movement(current: Report, baseline: Report) -> Movement | None:
         new = current.section(old.measure)
         if new is None or not all("predicted" in section.samples for section in (new, old)):
             continue
-        try:  # the indices of the shared samples in both sections
+        try:  # the indices of the shared samples in both sections, however few (0.0)
             takes = pairing.find_shared(old.measure, new.ids, old.ids, 0.0)
         except BaselineError:  # no sample is shared
             continue
@@ -61,7 +61,7 @@ def _compare_sections(
     before = _name_predictions(old, old_take, is_named)
     equal = np.array([one == two for one, two in zip(before, after, strict=True)])
     share = Proportion.of(int(equal.sum()), count)
-    found: dict[str, Any] = {"measure": old.measure, "samples": count, "equal": share}
+    fields: dict[str, Any] = {"measure": old.measure, "samples": count, "equal": share}
     right_before = _read_flags(old, old_take)
     right_after = _read_flags(new, new_take)
     known = ~np.isnan(right_before) & ~np.isnan(right_after)  # samples with a label
@@ -70,10 +70,9 @@ def _compare_sections(
         was_right = right_before[known] == 1
         is_right = right_after[known] == 1
         moved = ~equal[known]
-        found |= _count_moves(was_right, is_right, moved)
-    return Movement(
-        labelled=labelled, **found, **_measure_divergence(new, old, new_take, old_take)
-    )
+        fields |= _count_moves(was_right, is_right, moved)
+    fields |= _measure_divergence(new, old, new_take, old_take)
+    return Movement(labelled=labelled, **fields)
 
 
 def _count_moves(was_right: Any, is_right: Any, moved: Any) -> dict[str, Any]:
@@ -146,20 +145,21 @@ def _measure_divergence(
     if after.shape != before.shape or renamed:
         return {"reason": OTHER_CLASSES}
     divergence = compute_divergence(before, after)
-    # The bootstrap gives limits of the change of a mean: here of the change from zeros, which is
-    # the mean itself.
+    # The bootstrap judges the change from one list of values to another. The change from zeros to
+    # the divergences is their mean, so its limits are limits of the mean.
     zeros = np.zeros(len(divergence))
 
     def compute_changes(first: Values, second: Values) -> Values:
-        # Return the change of the mean in each draw, (draws,); both arguments (draws, samples).
+        # Return the change of the mean in each draw, (draws,). Both arguments are values of
+        # samples that were drawn with replacement, (draws, samples).
         return np.asarray(second.mean(1) - first.mean(1))
 
-    known: dict[str, Any] = {"kl": float(divergence.mean())}
+    fields: dict[str, Any] = {"kl": float(divergence.mean())}
     least = statistics.LEAST["mean"]
     if len(divergence) >= least and np.isfinite(divergence).all():
         evidence = statistics.judge_by_bootstrap(zeros, divergence, compute_changes, least)
-        known["kl_low"], known["kl_high"] = evidence.limits(LEVEL)
-    return known
+        fields["kl_low"], fields["kl_high"] = evidence.limits(LEVEL)
+    return fields
 
 
 def _read_scores(section: Section, take: Sequence[int]) -> Values | None:

@@ -80,31 +80,33 @@ def match_samples(
 
 
 def _map_ids(report: Report, first: Report) -> dict[str, str]:
-    """Return the ids in the first report by the ids in another report, matched by place.
+    """Return, by id in a report, the id of the same sample in the first report.
 
-    Empty if the two reports have common ids, or if the same place may be another sample.
+    An id is a hash of a preprocessed sample: two models may preprocess one image or text in two
+    ways. Then samples are matched by their place in the data (a file, a line of a table). Empty if
+    the reports have common ids and need no matching, or if a place may have another sample now.
     """
-    # The place of each sample in the data (a file, a line of a table), by id.
-    places = report.places
+    places = report.places  # by id
     old_places = first.places
-    known = {place: name for name, place in old_places.items()}
-    ids = {name: known[place] for name, place in places.items() if place in known}
+    old_ids = {place: name for name, place in old_places.items()}
+    ids = {name: old_ids[place] for name, place in places.items() if place in old_ids}
     new = report.run
     old = first.run
     texts = report.texts
     old_texts = first.texts
     # A command lists its models, so two reports with equal commands come from one audit.
     same_command = new.command.replace(" --resume", "") == old.command.replace(" --resume", "")
-    # Ids are hashes of preprocessed inputs. If ids of the same data differ, either preprocessing
-    # differs or the data changed. The places are used only if preprocessing may differ: settings
-    # differ, the samples are texts (tokenizers differ), or both reports are from one audit.
-    prepared = new.preprocess != old.preprocess or bool(texts) or same_command
+    # If ids of the same data differ, either preprocessing differs or the data changed. Places are
+    # used only if preprocessing may differ: settings differ, the samples are texts (tokenizers
+    # differ), or both reports are from one audit.
+    may_differ_in_form = new.preprocess != old.preprocess or bool(texts) or same_command
     same_data = (new.data.spec, new.data.commit) == (old.data.spec, old.data.commit)
-    if not (prepared and same_data) or places.keys() & old_places.keys():
+    have_common_ids = places.keys() & old_places.keys()
+    if have_common_ids or not (may_differ_in_form and same_data):
         return {}
     # No two samples have the same place, and the larger report has every place of the smaller one.
-    complete = len(known) == len(old_places) and len(ids) >= min(len(places), len(old_places))
-    same_texts = all(texts.get(name) == old_texts.get(before) for name, before in ids.items())
+    complete = len(old_ids) == len(old_places) and len(ids) >= min(len(places), len(old_places))
+    same_texts = all(texts.get(name) == old_texts.get(old_id) for name, old_id in ids.items())
     return ids if complete and same_texts else {}
 
 

@@ -31,6 +31,8 @@ _STEPS = 60
 def describe_power(baseline: Report) -> Iterator[str]:
     """Yield texts: which changes the default rules detect in 9 of 10 runs with these samples.
 
+    For example `with 256 samples in 9 of 10 runs a drop of 8 points is seen: robust accuracy`.
+
     Args:
         baseline: the baseline.
 
@@ -38,10 +40,11 @@ def describe_power(baseline: Report) -> Iterator[str]:
         UsageError: no default rule exists for its sections.
     """
     rules = choose_rules(baseline)
-    # The level of one rule among all (Bonferroni). If all n samples get worse, the p-value of a
-    # sign test is 2^-n: with fewer samples than `least` no test reaches the level.
-    level = min(LEVEL, ALPHA / len(rules))
+    level = min(LEVEL, ALPHA / len(rules))  # of one rule among all (Bonferroni)
+    # Even if all n samples get worse, the p-value of a sign test is 2^-n: with fewer samples than
+    # `least` no test reaches the level.
     least = max(FEWEST, math.ceil(-math.log2(level)))
+    # Pairs (text, metric). Texts on several metrics are joined below.
     seen = []
     unproven = []
     for rule in rules:
@@ -64,9 +67,9 @@ def describe_power(baseline: Report) -> Iterator[str]:
 def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:
     """Return in words the smallest change that a rule proves in 9 of 10 runs.
 
-    Three kinds of rules: shares of samples (accuracies) are judged by McNemar's test, each head by
-    a sign test that is corrected for the number of heads, and medians over samples (of norms and
-    radii) by a sign test.
+    Such as `in 9 of 10 runs a drop of 8 points`. There are three kinds of rules: shares of samples
+    (accuracies) are judged by McNemar's test, each head by a sign test that is corrected for the
+    number of heads, and medians over samples (of norms and radii) by a sign test.
 
     Args:
         rule: a default rule. A change below its limit is allowed, even if it is proven.
@@ -76,27 +79,33 @@ def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:
     """
     z_level = -NormalDist().inv_cdf(level)  # the normal quantile of the level
     limit = abs(float(rule.limit.value))
-    if rule.limit.kind == "difference":  # the limit on a share, in percentage points
-        drop = find_smallest(lambda drop: _see_drop(drop, n, z_level))
+
+    # A share: its limit is a difference, in percentage points.
+    if rule.limit.kind == "difference":
+        drop = find_smallest(lambda drop: _detects_drop(drop, n, z_level))
         points = 100 * max(drop, limit)
         return f"in 9 of 10 runs a drop of {points:.0f} points"
+
+    # Each head. If the norm of a head grows in all n samples, its p-value is 2^-n. The correction
+    # for the number of heads multiplies it by `rows` at most, and by less if other heads keep
+    # still. So the growth is proven in any case if rows 2^-n <= level.
     if rule.stat == "each":
-        # If the norm of a head grows in all n samples, its p-value is 2^-n. The correction for the
-        # number of heads multiplies it by `rows` at most, and by less if other heads keep still.
         always = math.ceil(math.log2(rows / level))
         if n >= always:
             return "growth in all of them"
         return f"growth in all of them while the others keep still (always with {always})"
-    # `share` is the share of worse samples that the sign test needs. `shift` is the median change
-    # with this share of changes above 0, if log-ratios are normal with standard deviation SPREAD.
-    share = find_smallest(lambda share: _see_share(share, n, z_level))
-    shift = SPREAD * NormalDist().inv_cdf(min(share, 1 - 1e-12))
+
+    # A median. `share` is the share of worse samples that the sign test needs. If the log-ratios
+    # of the samples are normal with standard deviation SPREAD, this share of them is above 0 once
+    # their median is `shift`.
+    share = find_smallest(lambda share: _detects_share(share, n, z_level))
+    shift = SPREAD * NormalDist().inv_cdf(min(share, 1 - 1e-12))  # 1 has an infinite quantile
     percent = 100 * max(math.expm1(shift), limit)
     way = "growth" if rule.worse > 0 else "a fall"
     return f"in 9 of 10 runs {way} of {percent:.0f}%"
 
 
-def _see_drop(drop: float, n: int, z_level: float) -> bool:
+def _detects_drop(drop: float, n: int, z_level: float) -> bool:
     """Return whether McNemar's test detects a drop of a share in 9 of 10 runs.
 
     The condition is D sqrt(n) >= z_level sqrt(s) + Z_POWER sqrt(s - D^2). Here s = 2 CHURN + D is
@@ -114,7 +123,7 @@ def _see_drop(drop: float, n: int, z_level: float) -> bool:
     return drop * math.sqrt(n) >= needed
 
 
-def _see_share(share: float, n: int, z_level: float) -> bool:
+def _detects_share(share: float, n: int, z_level: float) -> bool:
     """Return whether the sign test detects in 9 of 10 runs that a share of samples got worse.
 
     By the normal approximation it does if

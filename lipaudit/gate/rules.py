@@ -175,9 +175,11 @@ def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Sect
         sections: sections of the reports with the metric.
     """
     rule = parse_rule(f"{metric} <= +0", sections)
-    is_share = rule.about.format.endswith("%") or rule.column in FLAGS
-    is_relative = not rule.about.signed and all(value >= 0 for value in values)
-    limit = "+0pp" if is_share else "+0%" if is_relative else "+0"
+    limit = "+0"
+    if rule.about.format.endswith("%") or rule.column in FLAGS:  # a share
+        limit = "+0pp"
+    elif not rule.about.signed and all(value >= 0 for value in values):
+        limit = "+0%"
     op: Op = "<=" if rule.about.better == "lower" else ">="
     # The text is printed beside verdicts: without a limit, as a comparison has none.
     return replace(rule, text=rule.metric, op=op, limit=_read_limit(limit, metric))
@@ -242,9 +244,11 @@ def _read_statistic(text: str | None, column: str, table: Layout | Section) -> S
         return "mean" if column in FLAGS else "median"
     if text not in STATS:
         raise UsageError(f"unknown statistic {text!r}", suggestion(text, STATS))
+    # `each` needs a column of numbers in the rows of the table. Texts (format "s") and yes-or-no
+    # values have none.
     row = table.columns.get(column)
-    of_samples = row is None or row.format == "s" or column in FLAGS
-    if text == "each" and of_samples:
+    has_no_numbers = row is None or row.format == "s" or column in FLAGS
+    if text == "each" and has_no_numbers:
         raise UsageError(
             f"{column} has one value per sample, and `each` judges the rows of a table",
             "Use median, mean, p95 or max.",

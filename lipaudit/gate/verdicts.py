@@ -176,40 +176,47 @@ class Verdict(Frozen):
     def proof(self) -> str:
         """Return what is proven of a regression, for example `proven: at least 1.9 points lower`.
 
-        The size is the confidence limit that is nearest to 0.
+        The size is the confidence limit of the change that is nearest to 0.
         """
         if self.low is None or self.high is None:
             return ""
-        # A rule that demands an improvement may be broken although the figure is not worse.
+        # `change_status` says whether the figure changed at all. A rule that demands an
+        # improvement may be broken although the figure is not worse.
         if self.change_status in ("improved", "inconclusive"):
             return f"proven: less than {self.rule} asks"
         nearest_to_zero = min(self.low, self.high, key=abs)
         if self.change_status != "regressed" or not math.isfinite(nearest_to_zero):
-            return "proven"
+            return "proven"  # without a size
         size = abs(nearest_to_zero)
         if self.unit:  # a fraction becomes percent or points
             size = 100 * size
         unit = {"%": "%", "pp": " points", "": ""}[self.unit]
         way = "higher" if nearest_to_zero > 0 else "lower"
+        # Rounded down to one decimal, so that "at least" stays true.
         return f"proven: at least {math.floor(10 * size + ROUNDING) / 10:g}{unit} {way}"
 
     @property
     def figures(self) -> str:
-        """Return the values, their change, and the tested change."""
+        """Return the values, their change, and the tested change.
+
+        Such as `2.1 -> 2.4 (+14.3%; paired +12.1%, limits +5% to +19%, n = 64)`. The paired change
+        is that of single samples, such as their median change.
+        """
         texts = self.texts
-        if self.old is None:
+        if self.old is None:  # an absolute limit: there is no change
             if self.samples:
                 return f"{texts['current']} (n = {self.samples})"
             return texts["current"]
         change = texts["change"]
-        if self.low is not None:
+        if self.low is not None:  # the change was tested
             if texts["paired"] != change:
                 change += f"; paired {texts['paired']}"
             limits = texts["limits"]
             if limits != NO_LIMITS:
                 limits = f"limits {limits}"
             change += f", {limits}, n = {self.samples}"
-            # Statuses such as `pass` do not say whether the figure changed at all: add this.
+            # A status such as `pass` does not say whether the figure changed at all: add this,
+            # unless the status is the same word.
             if self.change_status in {"regressed", "improved"} - {self.status}:
                 change += f"; the change alone: {self.change_status}"
         elif self.status in ("pass", "improved", "regressed"):
@@ -272,9 +279,9 @@ class Judgement(Frozen):
     @property
     def exit_code(self) -> int:
         """Return the exit code of the gravest status among the verdicts."""
-        codes = {self._code(verdict) for verdict in self.verdicts}
-        order = (*EXIT.values(), ExitCode.NOT_PROVEN)
-        return int(next((code for code in order if code in codes), ExitCode.OK))
+        codes = {self._find_exit_code(verdict) for verdict in self.verdicts}
+        gravest_first = (*EXIT.values(), ExitCode.NOT_PROVEN)
+        return int(next((code for code in gravest_first if code in codes), ExitCode.OK))
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -307,6 +314,7 @@ class Judgement(Frozen):
             text = verdict.sentence
             detail = verdict.proof
             if self.outcome != "worse":
+                # The limit of a rule follows its `<=` or `>=`.
                 limit = f"limit {verdict.rule.rpartition('=')[2].strip()}"
                 detail = join_texts((verdict.texts["paired"], limit, verdict.advice))
             if detail:
@@ -331,15 +339,19 @@ class Judgement(Frozen):
 
     def _list_gravest(self) -> list[Verdict]:
         """Return the verdicts that cause the exit code; if none fails, the inconclusive ones."""
-        if self.exit_code:
-            return [verdict for verdict in self.verdicts if self._code(verdict) == self.exit_code]
+        if self.exit_code:  # not 0: the gate fails
+            return [
+                verdict
+                for verdict in self.verdicts
+                if self._find_exit_code(verdict) == self.exit_code
+            ]
         return [verdict for verdict in self.verdicts if verdict.status == "inconclusive"]
 
     def fails(self, verdict: Verdict) -> bool:
         """Say whether a verdict fails the gate."""
-        return self._code(verdict) is not ExitCode.OK
+        return self._find_exit_code(verdict) is not ExitCode.OK
 
-    def _code(self, verdict: Verdict) -> ExitCode:
+    def _find_exit_code(self, verdict: Verdict) -> ExitCode:
         if self.strict and not verdict.proven:
             return ExitCode.NOT_PROVEN
         return EXIT.get(verdict.status, ExitCode.OK)

@@ -54,8 +54,8 @@ def find_places(batch: Batch, where: str) -> Tensor:
     if position < 0:  # counted from the end
         positions += lengths
     exists = (positions >= 0) & (positions < lengths)
-    found = columns.gather(1, positions.where(exists, 0))
-    return found.masked_fill(~exists, -1)[:, 0]
+    column = columns.gather(1, positions.where(exists, 0))
+    return column.masked_fill(~exists, -1)[:, 0]
 
 
 def find_tokens(batch: Batch) -> Tensor:
@@ -177,8 +177,8 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
         InputError: the model lacks this output.
     """
     generates_text = net.classes is None and net.next_token is not None
-    # By default, a language model counts as a model without logits if its head cannot run on one
-    # position.
+    # A language model whose head cannot run on one position has no logits by default. If the user
+    # asks for logits, `make_sample_function` reports the obstacle.
     if generates_text and target is None:
         generates_text = scores_each_token(net, batch)
     has_logits = net.classes is not None or generates_text
@@ -199,6 +199,7 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
             f"{name} has no single output {what!r} per sample",
             f"Use --to {', '.join(known[:-1])} or {known[-1]}.",
         )
+    # Outputs at one position of a text, such as logits: the last position by default.
     if what == "hidden" or (generates_text and what in PLACED):
         return Target(what, where or "last")
     if where:
@@ -251,9 +252,10 @@ def make_sample_function(
 
     def f(z: Tensor, index: Tensor) -> Tensor:
         """Return the output at z, whose row i is a point of sample index[i] of the batch."""
+        # The labels of these samples, and the column of the token whose output is returned.
         labels = None if batch.y is None else batch.y[index]
         column = None if place is None else place[index]
-        part = replace(batch.rows_without_ids(index), y=labels)  # these samples
+        part = replace(batch.rows_without_ids(index), y=labels)
 
         def forward() -> Any:
             if not is_embedded:
@@ -379,13 +381,13 @@ def _read_states(
 ) -> Tensor:
     """Return the last hidden states of a model, one vector per token, (samples, tokens, width).
 
-    `hidden` of a language model reads the input of the head. `tokens` of any model, and `hidden`
-    of a text model without a head, read the output of the last normalisation layer that returns
-    (samples, tokens, width). Vectors at padding are then set to 0.
+    With a head (`hidden` of a language model) these are the inputs of the head. Otherwise they are
+    the output of the last normalisation layer that returns (samples, tokens, width), set to 0 at
+    padding.
 
-    The two names have different users. `tokens` is the output of the whole sample: its vectors may
-    also be patches of an image. For `hidden` the caller picks the vector of one token of a text by
-    its column. So `hidden` needs exactly one vector per token id.
+    `tokens` are all vectors of a sample, which may also be patches of an image. From `hidden`, the
+    caller picks the vector of one token of a text by its column. So `hidden` needs exactly one
+    vector per token id.
 
     Args:
         net: the model.
@@ -402,9 +404,11 @@ def _read_states(
         head_inputs: list[Tensor] = []
 
         def record_input(states: Tensor) -> Tensor:
+            """Record the hidden states, and return the first token alone as the head's input.
+
+            Nothing reads the logits, and logits of all tokens would need much memory.
+            """
             head_inputs.append(states)
-            # The head goes on with the first token alone: nothing reads the logits, and logits of
-            # all tokens would need much memory.
             return states[:, :1]
 
         with _replace_head_input(scorer, record_input):
@@ -419,7 +423,6 @@ def _read_states(
         states = sequences[-1]
         if part.mask is not None and part.mask.shape == states.shape[:2]:
             states = states * part.mask[..., None]
-    # part.x: token ids, (samples, tokens).
     if what == "hidden" and states.shape[:2] != part.x.shape:
         raise InputError(
             f"the last hidden states of {net.architecture} do not have one vector per token",

@@ -89,7 +89,7 @@ def _read_structure(call: AttentionCall, batch: Batch, kinds: list[str]) -> capt
     Args:
         call: the call, with axes (windows, heads, tokens, width).
         batch: the samples.
-        kinds: a list to which the kinds of q, k and v are added, also without a closed form.
+        kinds: an empty list, which gets the kinds of q, k and v, also if there is no closed form.
 
     Raises:
         NotClosedForm: there is no closed form.
@@ -109,12 +109,13 @@ def _read_structure(call: AttentionCall, batch: Batch, kinds: list[str]) -> capt
     q, k, v = forms
     if k is None or v is None:
         raise NotClosedForm("its keys or values are constants, or have no gradient")
-    # q, k and v may each be made from several linear maps of one input: take the first.
-    k_origin = leaves[1][0].origin
-    v_origin = leaves[2][0].origin
-    if not (k_origin.reads_same(v_origin) and k.index.is_same(v.index)):
+    q_leaves, k_leaves, v_leaves = leaves
+    # Each may be made from several linear maps of one input: take the first one.
+    k_origin = k_leaves[0].origin
+    if not (k_origin.reads_same(v_leaves[0].origin) and k.index.is_same(v.index)):
         raise NotClosedForm("its keys and values read different inputs")
-    joint = q is not None and _is_joint(q, leaves[0][0].origin, k, k_origin)
+    # A model with constant queries (q is None) has no self-attention.
+    joint = q is not None and _is_joint(q, q_leaves[0].origin, k, k_origin)
     structure = capture.Structure(q, k, v, joint, out=None)
     heads, parts = capture.add_inputs(structure, attention, call, batch, relative)
     if forward_error(heads).amax() > capture.HOPELESS:
@@ -137,6 +138,10 @@ def _decode_projections(
         leaves: the outputs of the linear maps behind q, behind k and behind v.
         samples: number of samples in the batch.
         kinds: a list to which the kinds of q, k and v are added.
+
+    Returns:
+        The form of each (None for a constant), and the texts of obstacles such as "q depends on
+        several tokens".
 
     Raises:
         NotClosedForm: the linear maps read the heads' parts of tokens.
@@ -174,7 +179,9 @@ def _is_joint(q: ProjectionForm, q_origin: Origin, k: ProjectionForm, k_origin: 
     """
     if q_origin.reads_same(k_origin) and q.index.is_same(k.index):
         return True
-    if _is_reordered(q.index.read(q_origin), k.index.read(k_origin)):
+    tokens_of_q = q.index.read_tokens(q_origin)  # in the order of the queries
+    tokens_of_k = k.index.read_tokens(k_origin)
+    if _is_reordered(tokens_of_q, tokens_of_k):
         raise NotClosedForm("its keys are the tokens of its queries in another order")
     return False
 
@@ -198,22 +205,25 @@ def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.Outpu
 
     Args:
         linear: a linear map behind the attention.
-        source: the input of the map as a function of the attention's output (a row per token).
+        source: the map's input t, (1, 1, tokens, channels), as a function of the attention's
+            output y, (tokens, channels of all heads).
     """
-    rows, width = source.as_rows(*source.leaves).shape
-    columns = torch.arange(width, device=source.t.device)[None]
+    tokens, width = source.as_rows(*source.leaves).shape
+    all_columns = torch.arange(width, device=source.t.device)[None]
     try:
-        index = projections.find_token_rows(source)
+        rows = projections.find_token_rows(source)  # the token of y behind each token of t
     except NotClosedForm:
         return None
     affine = None
-    if index.numel() == rows and graph.is_affine(source.t):
-        affine = graph.find_affine_map(source, index, columns)
+    if rows.numel() == tokens and graph.is_affine(source.t):
+        affine = graph.find_affine_map(source, rows, all_columns)
     if affine is None:
         return None
-    mix = affine[0][0]  # (channels of the input, channels of the heads)
-    order = mix.abs().argmax(0)  # the channel of the input for each channel of the heads
+    matrices, _ = affine  # t = M y + c, with one M for each head of t
+    mix = matrices[0]  # (channels of t, channels of y)
+    order = mix.abs().argmax(0)  # for each channel of y: its channel of t, and the factor
     gain = mix.gather(0, order[None])[0]
+    # M must have one entry in each column, and these must lie in different rows.
     has_one_each = ((mix != 0).sum(0) == 1).all()
     if not has_one_each or order.bincount().amax() > 1:
         return None

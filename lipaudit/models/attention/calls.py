@@ -227,16 +227,17 @@ class Explicit:
         pulled: Sequence[Tensor | None] = pull_back(
             self.logits, self.products, cotangent, retain_graph=True, allow_unused=True
         )
-        parts = []  # for each call of a loop; a single element without a loop
-        for part in pulled:
-            if part is None:  # the graph is cut between q k^T and the logits of this call
+        # `products` has one q k^T, or one for each call if a loop of calls computes the layer.
+        by_call = []
+        for gradient in pulled:
+            if gradient is None:  # the graph is cut between q k^T and the logits of this call
                 return None
             # If the model computes k q^T, transpose its gradient to get the gradient of q k^T.
-            parts.append(part.mT if self.is_transposed else part)
-        if len(parts) == 1:
-            whole = parts[0]
+            by_call.append(gradient.mT if self.is_transposed else gradient)
+        if len(by_call) == 1:
+            whole = by_call[0]
         else:
-            whole = torch.cat([*map(_show_heads, parts)], self.axis)
+            whole = torch.cat([*map(_show_heads, by_call)], self.axis)
         return self.arrange_product(whole)
 
     def arrange(self, arrange_pairs: Callable[[Tensor], Tensor]) -> Explicit:
@@ -245,9 +246,11 @@ class Explicit:
         Args:
             arrange_pairs: converts logits or P to these axes.
         """
-        # A tensor that multiplies v but has no row for each query is not P: keep it as it is.
+        # `weights` multiplies the values: P, or a function of it. If it does not have a row for
+        # each query, as the logits have, it is not P and stays as it is.
         weights = self.weights
-        if weights.numel() % self.logits[..., 0].numel() == 0:
+        rows = self.logits[..., 0].numel()
+        if weights.numel() % rows == 0:
             weights = arrange_pairs(weights)
         return replace(
             self,
@@ -358,7 +361,8 @@ class AxisLayout:
 def _find_sizes(axis: tuple[Factor, ...], size: int, samples: int) -> list[int]:
     """Return the size of each factor of an axis, such as [3, 4] of (windows, 4 heads) of size 12.
 
-    At most one factor has no size yet (0): it takes what the other ones leave.
+    At most one factor, such as the windows here, has no size yet (0). Its size is the size of the
+    axis over the product of all other sizes.
 
     Args:
         axis: the factors, outermost first.
@@ -366,7 +370,7 @@ def _find_sizes(axis: tuple[Factor, ...], size: int, samples: int) -> list[int]:
         samples: number of samples in the batch: the size of a factor of samples.
 
     Raises:
-        InputError: the factors do not make up the axis.
+        InputError: the product of the factors is not the size of the axis.
     """
     if len(axis) == 1:
         return [size]
@@ -396,7 +400,7 @@ def _sort_axes(t: Tensor, factors: Sequence[Factor]) -> Tensor:
     # Samples first, then windows, heads and tokens; the sort is stable.
     order = sorted(range(len(factors)), key=lambda axis: ranks[axis])
     counts = dict.fromkeys(ROLES, 1)  # number of samples, windows, heads and tokens
-    for factor, size in zip(factors, t.shape, strict=False):
+    for factor, size in zip(factors, t.shape[:-1], strict=True):
         counts[factor.role] *= size
     windows = counts["sample"] * counts["window"]
     t = t.permute(*order, -1)
@@ -457,7 +461,8 @@ class AttentionCall:
             mask = hide_later_keys(self.q.shape[-2], keys, mask, self.q)
             form = replace(form, causal=False)
         if mask is not None and layout.is_plain:
-            # No axis moves, so the mask need not be expanded to all heads: that takes memory.
+            # No axis moves, so the mask need not be expanded to all heads, which takes memory. Add
+            # the axes of samples and heads with size 1.
             mask = mask[(None,) * (4 - mask.ndim)]
         elif mask is not None:
             mask = arrange_pairs(mask.expand(*rows, keys))

@@ -188,18 +188,18 @@ def capture(
         EvaluationError: a selected layer did not run.
     """
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
-    # Cut the graph at the linear maps behind q, k and v of the layers to read. Do so for every
-    # written-out softmax, which the tracer recognises by a graph from q or k.
-    read = chosen if projections else {}
-    cut_sites = [site for site in sites if site.explicit or site.address in read]
+    # Cut the graph at the linear maps behind q, k and v of the layers whose projections are read.
+    # Do so for every written-out softmax, too: the tracer recognises it by a graph from q or k.
+    with_projections = chosen if projections else {}
+    cut_sites = [site for site in sites if site.explicit or site.address in with_projections]
     # Layers that have not run yet. A layer that the model skips for this batch stays in here.
     pending = dict(chosen)
     results = list[Result]()
 
-    def visit(call: AttentionCall, address: Address) -> None:
-        """Reduce a layer, if it is requested, while the model runs it."""
+    def reduce_layer(call: AttentionCall, address: Address) -> None:
+        """Append the result of a requested layer, while the model runs it; end after the last."""
         site = pending.pop(address, None)
-        if site is None:
+        if site is None:  # not requested
             return
         with torch.no_grad():
             results.append(reduce(make_layer(site, call, batch, tracer.call_stack.frames)))
@@ -208,7 +208,7 @@ def capture(
 
     # The linear maps at which the graph is cut.
     cut_at = frozenset().union(*(site.sources for site in cut_sites))
-    tracer = Tracer(visit, cut_at=cut_at, loops=(site.loop for site in sites))
+    tracer = Tracer(reduce_layer, cut_at=cut_at, loops=(site.loop for site in sites))
     with suppress(_AllRead), fork_random(net), exact_arithmetic(net.device):
         run(net, batch, tracer)
     for site in pending.values():

@@ -39,7 +39,7 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
         accuracy: `tol`, `max_steps` and `within` of `spectral_norms`.
     """
     linear = linearize_module(layer)
-    if isinstance(linear, str):  # the obstacle
+    if isinstance(linear, str):  # a text: the module cannot run alone
         shape = (layer.samples, layer.site.heads)
         nan = torch.full(shape, torch.nan, dtype=torch.float64)
         # No norm and no upper limit, 0 products, not converged.
@@ -50,17 +50,20 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
     start = _zero_padding(start.view(one_head.shape), layer).reshape(start.shape)
 
     def compute_head_norms(head: int) -> Norms:
-        """Return ||J|| of one head at every sample."""
+        """Return ||J_h|| at every sample, where J_h is the Jacobian of this head's output O_h."""
 
         def embed(u: Tensor) -> Tensor:
-            """Return a cotangent of O that is u in this head and 0 in the others, (1, numbers)."""
+            """Return a cotangent of all heads' O that is u in this head and 0 in the others.
+
+            It is one vector of all samples, (1, numbers), as the linearised module expects.
+            """
             cotangent = torch.zeros_like(layer.output)
             rows = u.reshape(cotangent[:, head].shape)
             cotangent[:, head] = _zero_padding(rows, layer)
             return cotangent.flatten()[None]
 
         def multiply(u: Tensor) -> Tensor:
-            """Return J_h J_h^T u at every sample, where J_h is the Jacobian of this head."""
+            """Return J_h J_h^T u at every sample: J J^T of the module, between u and this head."""
             product = linear.outer(embed(u)).view_as(layer.output)
             rows = _zero_padding(product[:, head], layer)
             return rows.reshape(u.shape)
@@ -153,6 +156,7 @@ def _run_alone(layer: Layer, run_module: Callable[[], object]) -> Tensor:
     def on_attention(call: AttentionCall, _address: Address) -> None:
         """End the run by an exception that carries O, at the layer's last attention call."""
         calls.append(call)
+        # `numbers`: which attention calls of the module are the layer's, from 0.
         if len(calls) > layer.numbers[-1]:
             joined = call
             if site.loop is not None:
@@ -219,12 +223,15 @@ def find_residuals(
     frames_around: dict[Address, list[trace.Frame]] = {}  # module calls around an attention call
 
     def note_residual(samples: int, frame: trace.Frame, output: Any) -> None:
-        """Note a module call, at its end, if it is a residual block."""
+        """Note a module call in `by_call`, at its end, if it is a residual block.
+
+        A block has a row per sample (`by_sample`) if it has one in every pass so far.
+        """
         residual = _find_skip_path(frame, output, samples)
         if residual is not None:
             key = residual.module, residual.call
-            earlier = by_call.get(key, residual)  # in the pass over one sample
-            by_sample = residual.by_sample and earlier.by_sample
+            of_earlier_pass = by_call.get(key, residual)
+            by_sample = residual.by_sample and of_earlier_pass.by_sample
             by_call[key] = residual._replace(by_sample=by_sample)
 
     def note_frames(call_stack: trace.CallStack, _call: AttentionCall, address: Address) -> None:
@@ -259,14 +266,14 @@ def _find_skip_path(frame: trace.Frame, output: Any, samples: int) -> Residual |
     first_output = _find_first_moving(output)
     if first_input is None or first_output is None:
         return None
-    i, x = first_input
+    i, x = first_input  # the tensor x is number i of all arguments
     j, y = first_output
     if x.shape != y.shape or x.grad_fn is None:
         return None
-    _, hits = leaves(y, {x.grad_fn})
-    # The graph is cut at linear maps and attention. So y depends on x in this graph only by a path
+    # The graph is cut at linear maps and attention. So a walk back from y meets x only by a path
     # around them: a skip path.
-    if not hits:
+    _, meetings = leaves(y, {x.grad_fn})
+    if not meetings:
         return None
     return Residual(frame.name, frame.number, i, j, by_sample=y.shape[:1] == (samples,))
 
@@ -300,7 +307,7 @@ def _choose_residual(
             without_others.append(residual)
     if entire:
         residuals = [*reversed(without_others), *residuals]
-    # `min` returns the first block with a row per sample, or else the first block.
+    # The first block with a row per sample (False sorts before True), or else the first block.
     return min(residuals, key=lambda residual: not residual.by_sample, default=None)
 
 
@@ -381,7 +388,7 @@ def compute_residual_norms(
         InputError, EvaluationError: as in `linearize`.
     """
     by_call = {(residual.module, residual.call): residual for residual in residuals}
-    # The module of each residual, and its arguments, flattened, with their structure.
+    # The module of each block and the arguments of its call: a flat list, and their structure.
     calls: dict[Residual, tuple[nn.Module, list[Any], TreeSpec]] = {}
 
     def copy_arguments(frame: trace.Frame) -> None:
@@ -393,10 +400,11 @@ def compute_residual_norms(
             )
             calls[residual] = frame.module, *tree_flatten(copies)
 
+    # Run the model once, to record the arguments. Then run each block alone.
     watched = trace.CallStack(on_enter=copy_arguments).following(net.module)
     with trace.fork_random(net), exact_arithmetic(net.device), torch.no_grad(), watched:
         net.output(batch)
-    for residual in dict.fromkeys(residuals):
+    for residual in dict.fromkeys(residuals):  # layers may share a block: each block once
         with trace.fork_random(net):
             # No variable holds the linearisation: its graph is freed before the next block.
             norms = compute_jacobian_norms(
@@ -426,7 +434,7 @@ def _linearize_residual(
     x = arguments[residual.input]
 
     def run(z: Tensor, index: Tensor) -> Tensor:
-        """Run the module at z, rows `index` of the batch."""
+        """Return the module's output at inputs z, whose row i belongs to sample index[i]."""
         values = []
         for value in arguments:
             # Select the rows of arguments that have a row per sample. All samples share the other

@@ -78,7 +78,7 @@ class TokenIndex:
             rows = self.tokens * samples + sample
         return rows.flatten(0, 1)
 
-    def read(self, origin: Origin) -> Tensor:
+    def read_tokens(self, origin: Origin) -> Tensor:
         """Return the tokens X that the attention reads from the input of a linear map.
 
         The result is (windows * tokens, D), in the order in which the attention reads the tokens.

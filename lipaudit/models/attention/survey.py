@@ -95,7 +95,8 @@ class Survey:
         # A layer without closed form may have one at this shape. Only a new survey finds it.
         if not all(site.closed_form for site in self.sites):
             return False
-        addresses: list[calls.Address] = []  # of the attention calls
+        # Run the model on a generic sample of this shape, and list its attention calls.
+        addresses: list[calls.Address] = []
         net, pair, _ = make_generic(net, batch)
         loops = [site.loop for site in self.sites]
         tracer = trace.Tracer(
@@ -262,7 +263,9 @@ def _require_unchanged(net: Net, pair: Batch, output: Tensor, observed: Tensor) 
         output: the output without an observer.
         observed: the output with an observer.
     """
-    if not agree(output, observed, each=0):  # a strict tolerance: the model may be random
+    # A strict tolerance first: with a small difference, the model may be random. If it is, this
+    # raises an error that says so.
+    if not agree(output, observed, each=0):
         requirements.require_repeat(net, pair, pair, output)
     if not agree(output, observed, requirements.AGREES, each=0):
         difference = (observed - output).abs().amax()
@@ -293,6 +296,7 @@ def _run_with_other_companion(
     sources = frozenset().union(*(site.sources for site in explicit))
     tracer = trace.Tracer(surveyor.compare, cut_at=sources, loops=loops)
     other_output = trace.run(net, other, tracer)
+    # Raise an error that says whether the model is random or mixes samples.
     if not agree(output[0], other_output[0]):
         requirements.require_repeat(net, surveyor.batch, other, output)
 
@@ -305,7 +309,7 @@ def _make_heads_error(net: Net, uses: Uses) -> NoHeadsError:
         uses: the uses of attention that were counted all the same.
     """
     name = net.architecture
-    modules = uses.beyond(())  # with lines of code
+    modules = uses.beyond(())  # all modules that use attention, with lines of code
     unread = (
         f"no attention was recognised in {name}, and none can be measured ({few(modules)}): "
         "values are multiplied by a product of activations. Attention does so if its weights are "

@@ -278,7 +278,7 @@ class _AttackRun:
         confidence = last.confidence.clone()
         turns = attack.turns if ball.eps > 0 else 0  # a ball of radius 0 needs no search
         finished = 0  # number of turns that ran
-        while finished < turns and bool(robust.any()):
+        while finished < turns and robust.any():
             rows = robust.nonzero()[:, 0]
             # `_plan_turn` may join turns against several target classes: the batch then has a copy
             # of the samples for each class.
@@ -353,11 +353,11 @@ class _AttackRun:
             z = balls.check_inside(z, x, ball, name)
             # A fresh evaluation decides which points are misclassified, not the attack.
             logits = _require_finite(oracle(z), f"{name} samples", self.chunk)
-            if self.meter.mends or not bool(self.meter.broken > 0):
+            if self.meter.replaces_nan or self.meter.broken == 0:
                 return z, logits
             # Some gradients were not finite. Run again with the same random numbers; the meter now
             # replaces NaN.
-            self.meter.mends = True
+            self.meter.replaces_nan = True
             turn.generator.set_state(random_state)
 
     def rewrite(self, last: Outcome) -> Outcome:

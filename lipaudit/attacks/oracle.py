@@ -67,15 +67,15 @@ class Meter:
         broken: number of gradients that were not finite, as a tensor, so that the host does not
             wait.
         began: start of the count, in seconds of `time.perf_counter`.
-        mends: whether NaN gradients are replaced by those at a nearby point. This waits for the
-            device, so attacks switch it on after the first NaN.
+        replaces_nan: whether NaN gradients are replaced by those at a nearby point. This waits for
+            the device, so attacks switch it on after the first NaN.
         check: called before every pass; it raises to end an attack whose time is over.
     """
 
     forwards: int = 0
     backwards: int = 0
     broken: int | Tensor = 0
-    mends: bool = False
+    replaces_nan: bool = False
     began: float = field(default_factory=time.perf_counter)
     check: Callable[[], None] = lambda: None
 
@@ -93,11 +93,11 @@ class Meter:
             "nonfinite": int(self.broken),
         }
 
-    def mend(self, gradient: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
+    def make_finite(self, gradient: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a gradient made finite, and count the samples where it was not.
 
-        Infinity becomes a large number. NaN becomes 0, or with `mends` the gradient at a nearby
-        point: the entries of the sample with NaN are moved slightly.
+        Infinity becomes a large number. NaN becomes 0. With `replaces_nan` it becomes the gradient
+        at a nearby point instead: the entries of the sample with NaN are moved slightly.
 
         Args:
             gradient: gradient of some samples.
@@ -107,10 +107,10 @@ class Meter:
         finite = gradient.isfinite().flatten(1).all(1)
         self.broken = self.broken + (~finite).sum()
         # Move the entries with NaN up; if the gradient is still NaN, move them down.
-        signs = (1, -1) if self.mends else ()
+        signs = (1, -1) if self.replaces_nan else ()
         for sign in signs:
             is_nan = gradient.isnan()
-            if not bool(is_nan.any()):
+            if not is_nan.any():
                 break
             self.forwards += len(gradient)
             self.backwards += len(gradient)
@@ -124,8 +124,8 @@ class Oracle:
     """f at given rows of a chunk, evaluated in pieces of at most `batch_size` samples.
 
     It is differentiable in its argument only: even `loss.backward()` never changes `param.grad`.
-    Its gradients are always finite (see `Meter.mend`). With several pieces, the gradient repeats
-    their forward passes, so memory holds the graph of one piece.
+    Its gradients are always finite (see `Meter.make_finite`). With several pieces, the gradient
+    repeats their forward passes, so memory holds the graph of one piece.
 
     Attributes:
         f: the model.
@@ -206,7 +206,7 @@ class _InPieces(torch.autograd.Function):
             gradient = pull_at(z)
         else:
             gradient = pull(graph, grad_output)
-        return oracle.meter.mend(gradient, pull_near), None
+        return oracle.meter.make_finite(gradient, pull_near), None
 
 
 def list_pieces(samples: int, size: int) -> list[slice]:

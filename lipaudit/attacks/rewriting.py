@@ -120,7 +120,7 @@ class _Step:
         changes are stored in `untried`.
         """
         if len(self.changes) <= self.queries:
-            return self._make(self.changes, self.queries)
+            return self._make_texts(self.changes, self.queries)
         first_of_word: dict[int, Change] = {}
         for change in self.changes:
             first_of_word.setdefault(change.word, change)
@@ -129,7 +129,7 @@ class _Step:
         chosen = list(first_of_word.values())[:half]
         chosen_set = set(chosen)
         self.untried = [change for change in self.changes if change not in chosen_set]
-        return self._make(chosen, half)
+        return self._make_texts(chosen, half)
 
     def choose_others(self) -> list[ChangedText]:
         """Return the changed texts to try next, up to the number of queries.
@@ -147,9 +147,9 @@ class _Step:
         by_word = sorted(self.untried, key=rank)
         # Each of the three orders has all changes: a dict drops the repeats.
         ordered = dict.fromkeys(take_turns([self.untried, by_word, evenly]))
-        return self._make(ordered, self.queries - self.tried)
+        return self._make_texts(ordered, self.queries - self.tried)
 
-    def _make(self, changes: Iterable[Change], most: int) -> list[ChangedText]:
+    def _make_texts(self, changes: Iterable[Change], most: int) -> list[ChangedText]:
         """Return the texts that changes make, at most `most`.
 
         A change is left out if the result is not a word, or not a text that the model can read.

@@ -395,7 +395,7 @@ class Reader:
         x = x.to(self.table.device)
         lengths = torch.tensor([len(ids) for ids in texts])
         mask = torch.arange(x.shape[1]) < lengths[:, None]
-        if bool(mask.all()):
+        if mask.all():
             return x, None
         return x, mask.to(x.device)
 

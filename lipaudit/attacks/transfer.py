@@ -156,7 +156,7 @@ def read_examples(
     """
     tensors, rows = find_examples(path, ids, shape)
     examples = torch.stack([tensor[rows] for tensor in tensors], 1)
-    if not bool(examples.isfinite().all()):
+    if not examples.isfinite().all():
         raise InputError(f"{path} has values that are not finite", f"{SAVE}.")
     return examples
 

@@ -130,9 +130,9 @@ def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored
     share = others.sum(-1, keepdim=True)  # 1 - P_ia
     if sink is not None:
         share = share + sink
-    channels = v.shape[-1]
-    value = v.gather(-2, key.expand(*key.shape[:-1], channels))  # v_a, (..., n, d_v)
-    gap = share * value - images
+    index = key.expand(*key.shape[:-1], v.shape[-1])  # a, for every channel
+    value = v.gather(-2, index)  # v_a, (..., n, d_v)
+    gap = share * value - images  # v_a - o_i
     o = images.addcmul_(largest, value)  # o_i = sum_{j != a} P_ij v_j + P_ia v_a
     return Anchored(o, key, gap, largest * gap, share)
 

@@ -350,7 +350,7 @@ def _choose_limits(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         Where h = 2 P (1 - P) is used, and where `uneven` is used, both (batch, heads, n, 1).
     """
     # 2 P (1 - P) has the smaller maximum in rows that are nearly one-hot.
-    twice = 2 * p * _others(p)
+    twice = 2 * p * _sum_others(p)
     largest = p.amax(-1, keepdim=True)
     one_hot = twice.amax(-1, keepdim=True) < largest
     even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
@@ -384,13 +384,13 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         a and b, (batch, heads, n, m).
     """
-    others = _others(p)  # 1 - P_ij
+    others = _sum_others(p)  # 1 - P_ij
     # |c_i| is P_ii for every key j != i, and 1 - P_ii for j = i, (batch, heads, n, m).
     is_diagonal = torch.eye(p.shape[-1], dtype=torch.bool, device=p.device)
     diagonal = p.diagonal(0, -2, -1)[..., None]
     c_i = torch.where(is_diagonal, others, diagonal)
     # sum_l c_l^2 = (1 - P_ij)^2 + sum_{l != j} P_il^2
-    square = others.square() + _others(p.square())
+    square = others.square() + _sum_others(p.square())
     # The coefficients are c_l u_i for e_l, l != i, and z_j - E_i z + c_i u_i for e_i. So the
     # square of their length is at most ||z||^2 + ||u||^2 sum_l c_l^2 + 2 ||z|| ||u|| |c_i|.
     slope = z.square() + u.square() * square + 2 * z * u * c_i
@@ -401,7 +401,7 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return slope, bend
 
 
-def _others(p: Tensor) -> Tensor:
+def _sum_others(p: Tensor) -> Tensor:
     """Return sum_{l != j} P_il, without cancellation."""
     eye = torch.eye(p.shape[-1]).to(p)
     return p @ (1 - eye)
@@ -439,7 +439,7 @@ def bound_moves(point: BallPoint, rho: float) -> BallLimits:
     # The variance of the moves, sum_j P_ij ||f_j - E_i f||^2, is at most
     # sum_j spread_ij ||f_j||^2 for two choices of `spread`: P, as a variance is at most the mean
     # square; and 2 P (1 - P), as the variance equals sum_{j < l} P_ij P_il ||f_j - f_l||^2.
-    others = _others(p).clamp_max(1.0)
+    others = _sum_others(p).clamp_max(1.0)
     spread = torch.where(point.one_hot, 2 * p * others, p)
     # The moves f_j have a deviation of at most rho `widest`.
     widest = spread.amax(-1, keepdim=True).sqrt()
@@ -461,12 +461,13 @@ def bound_curvature(point: BallPoint, on: BallLimits) -> PerHead:
 
     Tokens move by f_j with squares x_j = ||f_j||^2 that sum to 1. The variance of the f_j under
     row i of P is at most y_i = sum_j spread_ij x_j. The second derivative of output i has three
-    terms, where sigma_ij is the change of logit ij, with a standard deviation of at most
-    z x_i^1/2 + u y_i^1/2, and A = s W_Q W_K^T:
+    terms. With A = s W_Q W_K^T and the change sigma_ij of logit ij, whose standard deviation is at
+    most z x_i^1/2 + u y_i^1/2, they are at most
 
-        2 Cov_i(sigma_i, W_V^T f)             <= 2 ||W_V|| (z x_i^1/2 + u y_i^1/2) y_i^1/2
-        E_i (sigma_i - E_i sigma_i)^2 (v - o_i)  has z^2 x_i, 2 z u (x_i y_i)^1/2 and u^2 y_i
-        2 Cov_i(f_i^T A f, v)                 <= 2 ||A|| x_i^1/2 y_i^1/2 (deviation of the v_j)
+        2 Cov_i(sigma_i, W_V^T f):  2 ||W_V|| (z x_i^1/2 + u y_i^1/2) y_i^1/2,
+        E_i (sigma_i - E_i sigma_i)^2 (v - o_i):  (z^2 x_i + 2 z u (x_i y_i)^1/2) max ||v_j - o_i||
+            + u^2 times the variance of the f_j with the weights ||v_j - o_i||,
+        2 Cov_i(f_i^T A f, v):  2 ||A|| (x_i y_i)^1/2 times the deviation of the v_j.
 
     Their sum is at most sum_j columns_ij x_j + diagonal_i x_i + 2 mixed_i (x_i y_i)^1/2. With
     2 (x_i y_i)^1/2 <= t x_i + y_i / t it is at most (H x)_i for a matrix H. As the x_j sum to 1,
@@ -478,20 +479,21 @@ def bound_curvature(point: BallPoint, on: BallLimits) -> PerHead:
             of v_j - o_i.
     """
     widest = point.w.amax(-1, keepdim=True)
-    longest = widest + on.shift  # of v_j - o_i, on the whole ball
+    longest = widest + on.shift  # max ||v_j - o_i|| on the whole ball
+    # The coefficients of 2 (x_i y_i)^1/2, of x_i, and of the x_j in y_i.
     mixed = point.wv * on.z + longest * on.z * on.u + point.a * on.v
+    diagonal = longest * on.z.square()
     columns = 2 * point.wv * on.u + on.shift * on.u.square()
     columns = columns * on.spread
-    # The second term in u^2 also needs a limit of sum_j P_ij w_ij ||f_j - E_i f||^2, which is
-    # sum_j weighted_ij x_j. `even` uses the largest w_ij of the row, `uneven` each w_ij. On a
-    # large ball the formula of `uneven` may not hold: then the larger of both limits is used,
-    # because a limit must not fall as the radius grows.
+    # The variance with the weights w_ij = ||v_j - o_i|| at X is at most sum_j weighted_ij x_j.
+    # `even` uses the largest w_ij of the row, `uneven` each w_ij. On a large ball the formula of
+    # `uneven` may not hold: then the larger of both limits is used, because a limit must not fall
+    # as the radius grows.
     even = on.spread * widest
     uneven, holds = bound_weights(point.p, on.p, point.w)
     uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
     weighted = torch.where(point.uneven, uneven, even)
     columns = columns + on.u.square() * weighted
-    diagonal = longest * on.z.square()
     limits = []
     for t in BALANCES:  # every t gives a limit: the smallest one counts
         # H = columns + mixed spread / t, with diagonal + t mixed added to its diagonal

@@ -102,7 +102,7 @@ def head_norms(heads: Heads, *, seeds: Sequence[int], **accuracy: Any) -> Norms:
     for group in _split_problems(heads):
         # J is proportional to the values: solve for values of size one, multiply by their size.
         unit, size = unit_values(group)
-        norms = _solve(group, unit, products.head_products, seeds, accuracy)
+        norms = _compute_norms(group, unit, products.head_products, seeds, accuracy)
         parts.append(norms.times(size.repeat(len(group.q))))
     shape = heads.q.shape[:2]
     return Norms.join(parts, lambda tensors: torch.cat(tensors).view(shape))
@@ -133,7 +133,7 @@ def layer_norms(
         if concat or heads.out is None:  # heads side by side: the sizes are gains
             largest = size.amax()
             linearize = partial(products.layer_products, out=None, gains=size / largest)
-            norms = _solve(group, unit, linearize, seeds, accuracy)
+            norms = _compute_norms(group, unit, linearize, seeds, accuracy)
             before.append(norms.times(float(largest)))
         if heads.out is not None:  # after W_O: the size of a head is a factor of its W_O
             sizes = size.to(heads.out.device)
@@ -141,7 +141,7 @@ def layer_norms(
             out, exponent = divide_by_powers(out)  # W_O of size one, times 2^exponent
             # `layer_products` reads only the number of heads from these gains.
             linearize = partial(products.layer_products, out=out, gains=size)
-            norms = _solve(group, unit, linearize, seeds, accuracy)
+            norms = _compute_norms(group, unit, linearize, seeds, accuracy)
             after.append(norms.times(2.0 ** int(exponent)))
     return LayerNorms(
         concat=Norms.join(before, torch.cat) if before else None,
@@ -175,7 +175,7 @@ def _split_problems(heads: Heads) -> list[Heads]:
     return problems
 
 
-def _solve(
+def _compute_norms(
     heads: Heads,
     unit: Heads,
     linearize: Callable[[Heads], products.HeadProducts | products.LayerProducts],
@@ -446,7 +446,8 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
     # ||P||^2 <= (largest sum of a row, 1) (largest sum of a column).
     by_values = column_sums.amax(-1).sqrt() * phi_v
     by_keys = in_keys * squares.sqrt() * phi_k
-    t_c, t_d = by_values + by_keys + in_queries * largest_row_sum * phi_q
+    by_queries = in_queries * largest_row_sum * phi_q
+    t_c, t_d = by_values + by_keys + by_queries
     return t_c, t_d
 
 
@@ -464,9 +465,11 @@ def _bound_differences(p: Tensor, v: Tensor, rows: attend.Anchored) -> tuple[Ten
     """
     # ||v_j - o_i|| from differences: a formula with inner products would lose half of the digits.
     c = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
-    c = c.scatter(-1, rows.key, vector_norm(rows.c, dim=-1, keepdim=True))
-    d = p.scatter(-1, rows.key, rows.share)
-    return c, 2 * _longest(v)[..., None, None] * d
+    accurate = vector_norm(rows.c, dim=-1, keepdim=True)  # ||c_ia||
+    c = c.scatter(-1, rows.key, accurate)
+    weights = p.scatter(-1, rows.key, rows.share)  # P_ij, but 1 - P_ia at key a
+    longest = _longest(v)[..., None, None]
+    return c, 2 * longest * weights
 
 
 def _bound_projections(heads: Heads) -> list[Tensor]:

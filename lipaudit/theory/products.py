@@ -216,7 +216,8 @@ class LayerProducts:
         else:
             sizes = self.out.square().sum((1, 2))
         a = _token_images(attend, sizes).view(-1, count, n)  # P_h b
-        path = _ValuePath(a, weight.transpose(0, 1).flatten(1), self.out)
+        values = weight.transpose(0, 1).flatten(1)  # W_V of all heads side by side, (D, heads dv)
+        path = _ValuePath(a, values, self.out)
         # y: near the leading right singular vector of the map F from y to the output's move.
         start = random_starts([0], weight.shape[1]).to(weight)
         y = _find_leading(path.gram, start.expand(len(a), -1))
@@ -296,12 +297,13 @@ def _find_leading(multiply: Products, start: Tensor) -> Tensor:
 def head_products(heads: Heads) -> HeadProducts:
     """Return the map u -> J J^T u of every head of a layer, on every batch row.
 
-    J = A W: a move of the tokens is multiplied by weights, then A gives the output. So J J^T is
-    A (W W^T) A^T, and of the weights only their Gram matrix is needed.
+    J = J_qkv (I kron W^T): a move of the tokens x moves [q k v] = x W, and J_qkv is the derivative
+    of the outputs in [q k v]. So J J^T = J_qkv (I kron W^T W) J_qkv^T needs only the Gram matrix
+    W^T W of each head.
     """
     attend = linearize_attention(heads)
-    # One group of weights (heads, D, channels) for each input: the tokens, or those of the queries
-    # and those of keys and values.
+    # One group of weights W, (heads, D, channels), for each input: for the tokens, or for those of
+    # the queries and those of keys and values.
     return HeadProducts(attend, [group.weight.mT @ group.weight for group in attend.groups])
 
 

@@ -342,7 +342,8 @@ class _Krylov:
         count, size = start.shape
         live = start.ne(0).sum(1)  # dimension of each space, without padding
         # Divide by a power of two before normalising: the squares of tiny entries may underflow.
-        u = F.normalize(divide_by_powers(start, 1)[0], dim=1)
+        scaled, _ = divide_by_powers(start, 1)
+        u = F.normalize(scaled, dim=1)
         length = torch.ones(count).double()
         if guess is not None:
             # In one dimension two opposite vectors would cancel: no guess is added.
@@ -570,10 +571,12 @@ def _add_guess(u: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
         u: g, (problems, size).
         guess: vectors in the direction of h; where one is 0, so is h.
     """
-    unit = F.normalize(divide_by_powers(guess, 1)[0], dim=1)
-    mixed = u + unit
-    length = vector_norm(mixed, dim=1).to("cpu", torch.float64)
-    return F.normalize(divide_by_powers(mixed, 1)[0], dim=1), length
+    # Divided by powers of two first: the squares of tiny entries may underflow.
+    scaled_guess, _ = divide_by_powers(guess, 1)
+    total = u + F.normalize(scaled_guess, dim=1)  # g + h
+    length = vector_norm(total, dim=1).to("cpu", torch.float64)
+    scaled, _ = divide_by_powers(total, 1)
+    return F.normalize(scaled, dim=1), length
 
 
 def _compute_log_delta(size: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class Bound:
             )
         return columns
 
-    def over_lengths(self) -> dict[str, Column]:
+    def growth_columns(self) -> dict[str, Column]:
         """Return the bound's column in the section `scaling`, by its name in this section.
 
         The cells are medians over windows of the data, so the column has no reduction of its own.
@@ -149,7 +149,7 @@ class Bound:
         column = replace(self.column(), meaning=meaning, better=None, reduction=None)
         return {f"bound_{self.name}": column}
 
-    def exponent(self) -> dict[str, Column]:
+    def exponent_columns(self) -> dict[str, Column]:
         """Return the column of the bound's growth exponent in the section `scaling.fit`."""
         meaning = f"The exponent of the bound {self.name}."
         column = Column(label=self.label, meaning=meaning, status="estimate")

@@ -18,7 +18,7 @@ def _join_columns(columns_of: Callable[[Bound], dict[str, Column]]) -> dict[str,
     """Return the columns of a table for all bounds that are measured over the length, by name.
 
     Args:
-        columns_of: returns the columns of one bound, such as `Bound.exponent`.
+        columns_of: returns the columns of one bound, such as `Bound.exponent_columns`.
     """
     columns: dict[str, Column] = {}
     for name in list_bounds():
@@ -73,7 +73,7 @@ SCALING_TABLE = Layout(
         ),
     },
     behind="mean_field",
-    declared=lambda: _join_columns(Bound.over_lengths),
+    declared=lambda: _join_columns(Bound.growth_columns),
 )
 
 
@@ -98,5 +98,5 @@ FITS_TABLE = Layout(
         ),
     },
     behind="r2",
-    declared=lambda: _join_columns(Bound.exponent),
+    declared=lambda: _join_columns(Bound.exponent_columns),
 )

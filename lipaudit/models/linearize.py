@@ -221,8 +221,8 @@ def explain_errors() -> Iterator[None]:
     except (AssertionError, RuntimeError) as error:
         # `_CAUSES` are parts of autograd's messages. An assertion comes from a backward pass that
         # the model's authors have written.
-        known = isinstance(error, AssertionError) or any(part in str(error) for part in _CAUSES)
-        if of_machine(error) or not known:
+        is_known = isinstance(error, AssertionError) or any(part in str(error) for part in _CAUSES)
+        if of_machine(error) or not is_known:
             raise
         raise InputError(
             f"the model cannot be linearised: {first_line(error)}",

@@ -90,22 +90,22 @@ class FinalActivation(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class Activated:
+class WatchedPass:
     """The result of a forward pass, and the softmax or sigmoid that was applied last.
 
     Attributes:
         result: the result of the model.
-        final: the last activation.
+        last_activation: that softmax or sigmoid.
     """
 
     result: Any
-    final: FinalActivation
+    last_activation: FinalActivation
 
 
-def run_watched(call: Call, x: Tensor, mask: Tensor | None) -> Activated:
+def run_watched(call: Call, x: Tensor, mask: Tensor | None) -> WatchedPass:
     """Run a model, and watch the softmax or sigmoid that it applies last."""
     with FinalActivation() as final:
-        return Activated(call(x, mask), final)
+        return WatchedPass(call(x, mask), final)
 
 
 def find_main_output(result: Any) -> Tensor:
@@ -125,8 +125,7 @@ def find_main_output(result: Any) -> Tensor:
             f"the model returned {type(result).__name__}, not a tensor or an output with logits",
             "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR).",
         )
-    output: Tensor = result
-    return output
+    return result
 
 
 def find_form(output: Tensor, final: FinalActivation) -> OutputForm:
@@ -182,15 +181,15 @@ def convert_outputs(
     if scorer is not None:
         read_scores = scorer.read
 
-    def read_logits(watched: Activated) -> Tensor:
+    def read_logits(watched: WatchedPass) -> Tensor:
         """Return the logits of scores p, which a model has made by softmax or sigmoid.
 
-        `watched` holds the result of the model, and `final`, its last softmax or sigmoid.
+        `watched` holds the result of the model, and its last softmax or sigmoid.
         """
         output = read_scores(watched.result)
-        # If the model returns the output of `final`, compute the logits from the input of `final`.
-        if output is watched.final.output:
-            logits: Tensor = watched.final.logits()
+        # If the model returns the output of that function, the logits come from its input.
+        if output is watched.last_activation.output:
+            logits: Tensor = watched.last_activation.logits()
             return logits
         # Otherwise compute the logits from p. Limits avoid infinite logits if p is 0 or 1.
         limits = torch.finfo(output.dtype)
@@ -303,7 +302,7 @@ class EntrySearch:
         else:  # numbers of positions or types, or ids that the model has changed
             self.similar_readers.append(name)
 
-    def add_entry(self, found: Probe) -> Probe:
+    def add_entry(self, probe: Probe) -> Probe:
         """Add the embedding module to the facts that a forward pass has shown.
 
         The description of the model may name the embedding module. Otherwise it is the first
@@ -318,7 +317,7 @@ class EntrySearch:
         tokens_first = any(
             part is entry and name in self.tokens_first for name, part in candidates
         )
-        return replace(found, entry=entry, tokens_first=tokens_first)
+        return replace(probe, entry=entry, tokens_first=tokens_first)
 
 
 def probe_model(spec: ModelSpec, call: Call, read: Read) -> Probe:
@@ -337,11 +336,11 @@ def probe_model(spec: ModelSpec, call: Call, read: Read) -> Probe:
         f"Check {check}. If the model needs other arguments, write a py: factory that returns a "
         "ModelSpec with its own `call(x, mask)`.",
     )
-    watched = watch_modules(search.list_candidates(), search.observe)
-    with explained, watched, exact_arithmetic(device), torch.no_grad():
-        found = _run_probes(spec, call, read, samples)
-    _require_floats(found.output, samples[0])
-    return search.add_entry(found)
+    observing = watch_modules(search.list_candidates(), search.observe)
+    with explained, observing, exact_arithmetic(device), torch.no_grad():
+        probe = _run_probes(spec, call, read, samples)
+    _require_floats(probe.output, samples[0])
+    return search.add_entry(probe)
 
 
 def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) -> Probe:
@@ -359,30 +358,30 @@ def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) 
     Raises:
         Exception: the model fails on every sample; the exception on the first sample is raised.
     """
-    found: Probe | None = None
+    probe: Probe | None = None
     failures = []
     for x in samples:
         try:
-            passed = run_watched(call, x, None)
-            output = read(passed.result)
+            watched = run_watched(call, x, None)
+            output = read(watched.result)
         except Exception as error:  # a model may refuse a blank sample, and raise anything
             if of_machine(error):
                 raise
             failures.append(error)
             continue
         undefined = not output.isfinite().all()
-        form = find_score_form(spec, passed, output)
-        if found is None or found.undefined:  # no finite output before
-            found = Probe(output, form, undefined, note_choice(spec, passed.result))
-        elif not undefined and form != found.form:
+        form = find_score_form(spec, watched, output)
+        if probe is None or probe.undefined:  # no finite output before
+            probe = Probe(output, form, undefined, note_choice(spec, watched.result))
+        elif not undefined and form != probe.form:
             # Two finite outputs show different forms. One of them only looks like probabilities:
             # its logits happen to sum to 1.
-            found = replace(found, form="logits")
+            probe = replace(probe, form="logits")
         if not undefined and form == "logits":
             break
-    if found is None:
+    if probe is None:
         raise failures[0]
-    return found
+    return probe
 
 
 def make_probes(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -405,17 +404,17 @@ def make_probes(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> li
     return [blank.to(device), noise.to(device)]
 
 
-def find_score_form(spec: ModelSpec, passed: Activated, output: Tensor) -> OutputForm:
+def find_score_form(spec: ModelSpec, watched: WatchedPass, output: Tensor) -> OutputForm:
     """Return the form of a model's scores, such as logits or probabilities, after a forward pass.
 
     Scores are the output of a classifier, or a language model's scores of the next token. Any
     other output is features or a single number, and is used as it is, like logits.
     """
     if spec.classifier and output.ndim == 2 and output.shape[1] > 1:
-        return find_form(output, passed.final)
+        return find_form(output, watched.last_activation)
     if spec.next_token is None:
         return "logits"
-    return find_form(spec.next_token.read(passed.result), passed.final)
+    return find_form(spec.next_token.read(watched.result), watched.last_activation)
 
 
 def note_choice(spec: ModelSpec, result: Any) -> Notes:
@@ -463,14 +462,14 @@ def complete_form(net: Net, batch: Batch) -> Net:
         return net
     one = batch[:1].trim().to(net.device, net.dtype)
     with exact_arithmetic(net.device), torch.no_grad():
-        passed = run_watched(net.call, one.x, one.mask)
-        output = net.read(passed.result)
+        watched = run_watched(net.call, one.x, one.mask)
+        output = net.read(watched.result)
     if not output.isfinite().all():
         raise InputError(
             f"the model's output is not finite, neither on a blank sample nor on {one.ids[0]}",
             "Check the weights. A masked class needs a finite logit.",
         )
-    form = find_score_form(net, passed, output)
+    form = find_score_form(net, watched, output)
     call, read, scorer = convert_outputs(form, net.call, net.read, net.next_token)
     return replace(
         net,

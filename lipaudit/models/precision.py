@@ -106,12 +106,12 @@ def _switch_tf32_off(stack: ExitStack) -> None:
         setting.fp32_precision = "none"
     # Step 2.
     try:
-        allowed = cudnn.allow_tf32
+        allow_tf32 = cudnn.allow_tf32
     except RuntimeError:
         # The older setting contradicts the newer ones. These are "none", which agrees with False,
         # so the older setting is True.
-        allowed = True
-    stack.callback(setattr, cudnn, "allow_tf32", allowed)
+        allow_tf32 = True
+    stack.callback(setattr, cudnn, "allow_tf32", allow_tf32)
     stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
     torch.set_float32_matmul_precision("highest")
     cudnn.allow_tf32 = False
@@ -207,8 +207,7 @@ def can_autocast(device: torch.device, name: str) -> bool:
     """
     dtype = getattr(torch, name)
     ones = torch.ones(2, 2, device=device)
-    with warnings.catch_warnings(), suppress(RuntimeError):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), suppress(RuntimeError):
         with torch.autocast(device.type, dtype=dtype):
             product = ones @ ones
         return product.dtype == dtype
@@ -248,13 +247,13 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
 
     Other devices are not used: reading the state of a GPU takes memory, which may be missing.
     """
-    seeded = [device] if device.type in SEEDED else []  # besides the CPU
-    kind = device.type if seeded else "cuda"  # `fork_rng` wants a type, also for no device
-    with torch.random.fork_rng(seeded, device_type=kind), ExitStack() as undo:
+    accelerators = [device] if device.type in SEEDED else []  # besides the CPU
+    kind = device.type if accelerators else "cuda"  # `fork_rng` wants a type, also for no device
+    with torch.random.fork_rng(accelerators, device_type=kind), ExitStack() as undo:
         undo.callback(np.random.set_state, np.random.get_state())
         np.random.seed(seed % 2**32)  # numpy takes 32 bits
         torch.default_generator.manual_seed(seed)
-        for accelerator in seeded:
+        for accelerator in accelerators:
             backend = torch.get_device_module(accelerator)
             with backend.device(accelerator):
                 backend.manual_seed(seed)

@@ -107,8 +107,8 @@ class Recorder(AttentionMode):
         # Several modules may return one tensor, such as an MLP and the dropout at the end of the
         # MLP. Keep the module with most parameters.
         parameters = len(list(frame.module.parameters()))
-        known = self.modules.get(node, _NamedNode(0, ""))
-        if parameters > known.parameters:
+        known_node = self.modules.get(node, _NamedNode(0, ""))
+        if parameters > known_node.parameters:
             self.modules[node] = _NamedNode(parameters, frame.name)
 
 

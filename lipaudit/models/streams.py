@@ -59,12 +59,12 @@ def find_additions(output: Tensor, attention_nodes: Collection[Node]) -> list[Ad
     # For each node, how many operations read its result. One that reads it twice counts twice.
     readers = Counter(edge.node for node in graph for edge in _list_parents(node))
     sums = sorted(filter(_is_sum, graph), key=get_order)
-    found: dict[Node, Addition] = {}
+    by_node: dict[Node, Addition] = {}
     for node in sums:
-        addition = _read_addition(node, found, readers)
+        addition = _read_addition(node, by_node, readers)
         if addition is not None:
-            found[node] = addition
-    return _drop_nested([*found.values()], attention_nodes)
+            by_node[node] = addition
+    return _drop_nested([*by_node.values()], attention_nodes)
 
 
 def _drop_nested(additions: list[Addition], attention_nodes: Collection[Node]) -> list[Addition]:
@@ -77,16 +77,16 @@ def _drop_nested(additions: list[Addition], attention_nodes: Collection[Node]) -
         additions: all additions, in the order of execution.
         attention_nodes: nodes of the attention outputs.
     """
-    kept = additions
+    remaining = additions
     for outer in additions:
-        inner = [a for a in kept if a is not outer and outer.holds(a.sum.node)]
+        inner = [a for a in remaining if a is not outer and outer.holds(a.sum.node)]
         if not inner:
             continue
         dropped = inner
         if any(addition.holds(node) for addition in inner for node in attention_nodes):
             dropped = [outer]
-        kept = [addition for addition in kept if addition not in dropped]
-    return kept
+        remaining = [addition for addition in remaining if addition not in dropped]
+    return remaining
 
 
 def find_blocks(additions: Sequence[Addition], starts: Collection[int]) -> list[tuple[int, int]]:
@@ -132,7 +132,7 @@ def _list_parents(node: Node) -> list[GradientEdge]:
 
 
 def _read_addition(
-    node: Node, found: dict[Node, Addition], readers: Counter[Node]
+    node: Node, by_node: dict[Node, Addition], readers: Counter[Node]
 ) -> Addition | None:
     """Return a sum of two tensors as a residual addition y = x + F(x); None if it is not one.
 
@@ -143,7 +143,7 @@ def _read_addition(
 
     Args:
         node: the graph node of the sum.
-        found: the residual additions before this node, by their nodes.
+        by_node: the residual additions before this node, by their nodes.
         readers: how many operations read the result of each node.
     """
     # The model computes the skip before the branch.
@@ -152,8 +152,8 @@ def _read_addition(
     # the node of x. `inside` are the nodes from x to F(x); None if F does not read x.
     source = _strip_views(skip.node)
     inside = _find_between(branch.node, source)
-    while inside is None and source in found:
-        source = _strip_views(found[source].skip.node)
+    while inside is None and source in by_node:
+        source = _strip_views(by_node[source].skip.node)
         inside = _find_between(branch.node, source)
     if inside is None:  # F(x) is not computed from x: the sum is no residual addition
         return None

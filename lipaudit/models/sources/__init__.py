@@ -50,8 +50,7 @@ def similar_models(spec: str) -> list[str]:
     For "resnet5", suggest "timm:resnet50" and others.
     """
     # MODEL arguments by their names without a prefix.
-    by_name = {"demo": "demo"}
-    by_name |= {name: f"demo:{name}" for name in DEMOS}
+    by_name = {"demo": "demo"} | {name: f"demo:{name}" for name in DEMOS}
     by_name |= {name: f"timm:{name}" for name in timm_names()}
     # The typed name, without a prefix such as `timm:` and timm's name of weights, such as `.in1k`.
     name = spec.rpartition(":")[2].partition(".")[0]

@@ -200,23 +200,28 @@ def _note_unknown_fields(path: Path, config: Any) -> Notes:
     """Warn of fields that a newer transformers has written and the installed one ignores."""
     import transformers
 
-    stored = read_json(path / "config.json")
-    installed = transformers.__version__
-    written = str(stored.get("transformers_version") or 0)  # 0: unknown
+    settings = read_json(path / "config.json")
+    installed_version = transformers.__version__
+    written_version = str(settings.get("transformers_version") or 0)  # 0: unknown
     kind = type(config)
     # Known fields: attributes of the class, arguments of its constructor, and aliases of
     # attributes.
-    known = {*dir(kind), *inspect.signature(kind).parameters, *kind.attribute_map, "torch_dtype"}
-    known.update(dir(transformers.PretrainedConfig()))
-    unknown = sorted(stored.keys() - known)
+    known_fields = {
+        *dir(kind),
+        *inspect.signature(kind).parameters,
+        *kind.attribute_map,
+        "torch_dtype",
+    }
+    known_fields.update(dir(transformers.PretrainedConfig()))
+    unknown_fields = sorted(settings.keys() - known_fields)
     # If the installed version is not older than config.json, the author of the file has added the
     # unknown fields, and transformers never read them.
-    if not unknown or Version(written) <= Version(installed):
+    if not unknown_fields or Version(written_version) <= Version(installed_version):
         return ()
     text = (
-        f"config.json was written by transformers {written}, and {installed} ignores "
-        f"{few(unknown)}, so the model may differ from the trained one. Run pip install "
-        f"'transformers>={written}'"
+        f"config.json was written by transformers {written_version}, and {installed_version} "
+        f"ignores {few(unknown_fields)}, so the model may differ from the trained one. Run pip "
+        f"install 'transformers>={written_version}'"
     )
     return (Note.warn("newer-transformers", text),)
 
@@ -323,9 +328,9 @@ def _load_weights(
         # quantised weights must be transposed.
         if state is not None:
             with torch.device("meta"):
-                built = _build(loader, config)
-            transpose_codes(built, state)
-            loader = type(built)
+                empty_model = _build(loader, config)
+            transpose_codes(empty_model, state)
+            loader = type(empty_model)
         module, report = loader.from_pretrained(
             path if state is None else None,
             state_dict=state,

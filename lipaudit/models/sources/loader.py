@@ -406,10 +406,11 @@ def _require_images(spec: ModelSpec, options: LoadOptions) -> None:
         "--input-size": options.input_size,
         "--preprocess": options.preprocess,
     }
-    given = [name for name, value in image_options.items() if value is not None]
-    if given and spec.kind != "image":
+    given_options = [name for name, value in image_options.items() if value is not None]
+    if given_options and spec.kind != "image":
         raise UsageError(
-            f"{few(given)} was given, but the model takes {spec.kind}", "Leave it out."
+            f"{few(given_options)} was given, but the model takes {spec.kind}",
+            "Leave it out.",
         )
 
 

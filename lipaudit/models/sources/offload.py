@@ -273,9 +273,9 @@ def plan_placement(module: nn.Module, device_map: str, dtype: torch.dtype | None
     with explain_failure("--device-map needs the library `accelerate`", advice, ImportError):
         import accelerate  # noqa: F401
     if device_map in PLANNED:
-        planned = _plan_by_accelerate(module, dtype)
+        plan = _plan_by_accelerate(module, dtype)
     else:
-        planned = _read_device_map(module, device_map)
+        plan = _read_device_map(module, device_map)
     # Accelerate names an accelerator by its number, and a file may do so, too: 0 is cuda:0.
     kind = "cuda"
     # Count accelerators first: a torch built for CUDA names CUDA also on machines without a GPU.
@@ -286,7 +286,7 @@ def plan_placement(module: nn.Module, device_map: str, dtype: torch.dtype | None
     places: dict[str, str] = {}
     devices: dict[str, torch.device] = {}
     advice = f"Choose another --device-map than {device_map}."
-    for name, place in planned.items():
+    for name, place in plan.items():
         device_name = str(place)
         if isinstance(place, int):
             device_name = f"{kind}:{place}"

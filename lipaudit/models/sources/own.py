@@ -211,11 +211,11 @@ def _describe_by_data(module: nn.Module, options: LoadOptions, name: str) -> Mod
     # The possible readings of a sample: as an image, with channels first or last, or as floats. A
     # reading is dropped if the values of the data do not fit it.
     forms = options.forms()
-    possible = [form for form in forms if form.fits]
-    if all(form.kind == "image" for form in possible):
+    readings = [form for form in forms if form.fits]
+    if all(form.kind == "image" for form in readings):
         # Pictures have 1 or 3 channels, first or last.
-        possible = [form for form in possible if form.shape[0] in (1, 3)] or possible
-    if not possible:
+        readings = [form for form in readings if form.shape[0] in (1, 3)] or readings
+    if not readings:
         raise UsageError(
             f"the input shape of {name or type(module).__name__} is unknown",
             "Give --data whose samples have one shape, or --input-size 224 (or 1,28,28); in "
@@ -223,15 +223,15 @@ def _describe_by_data(module: nn.Module, options: LoadOptions, name: str) -> Mod
             "data as arrays, or input_shape=(3, 32, 32). Or return a lipaudit.ModelSpec, which "
             "defines the input: `lipaudit init py` writes an example.",
         )
-    if len(possible) > 1:
-        sizes = [",".join(map(str, form.shape)) for form in possible if form.kind == "image"]
+    if len(readings) > 1:
+        sizes = [",".join(map(str, form.shape)) for form in readings if form.kind == "image"]
         raise UsageError(
-            f"each sample may be {' or '.join(map(str, possible))}",
+            f"each sample may be {' or '.join(map(str, readings))}",
             f"Give --input-size {' or '.join(sizes)} for an image, or in Python input_shape="
-            f"{' or '.join(str(form.shape) for form in possible)}. A py: factory may return "
+            f"{' or '.join(str(form.shape) for form in readings)}. A py: factory may return "
             "lipaudit.ModelSpec(model, SHAPE).",
         )
-    form = possible[0]
+    form = readings[0]
     notes: Notes = ()
     if len(forms) > 1 or len(form.shape) > 3:
         notes = (Note.warn("read-as", f"each sample is read as {form}"),)

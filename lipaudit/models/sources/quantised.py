@@ -71,16 +71,18 @@ def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool
     Raises:
         InputError: the method cannot be dequantised, or its library is not installed.
     """
-    stored = getattr(config, "quantization_config", None)
-    if not stored:
+    settings = getattr(config, "quantization_config", None)
+    if not settings:
         return Dequantising()
-    method = str(stored.get("quant_method") or "bitsandbytes")  # old files name no method
+    method = str(settings.get("quant_method") or "bitsandbytes")  # old files name no method
     # GPTQ and AWQ store their files in several layouts.
     layout = ""
     if method in LAYOUTS:
         default = LAYOUTS[method][0]
-        layout = str(stored.get("checkpoint_format") or stored.get("version") or default).lower()
-    _require_known_method(method, layout, stored, path)
+        layout = str(
+            settings.get("checkpoint_format") or settings.get("version") or default
+        ).lower()
+    _require_known_method(method, layout, settings, path)
     if formats and formats <= FLOATS:  # config.json is wrong: there are no codes
         del config.quantization_config
         text = "but all weights are stored as floats: none is quantised"
@@ -94,23 +96,25 @@ def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool
         return Dequantising(text, state)
     if method in ("torchao", "bitsandbytes"):
         return Dequantising()
-    stored["dequantize"] = True  # transformers reads this
+    settings["dequantize"] = True  # transformers reads this
     return Dequantising(f"weights stored as {method} were dequantised by transformers on loading")
 
 
-def _require_known_method(method: str, layout: str, stored: Mapping[str, Any], path: Path) -> None:
+def _require_known_method(
+    method: str, layout: str, settings: Mapping[str, Any], path: Path
+) -> None:
     """Refuse a checkpoint that cannot be dequantised, or whose library is not installed.
 
     Args:
         method: the method of quantisation.
         layout: the layout of its files; empty for methods with a single one.
-        stored: the quantisation in config.json.
+        settings: the quantisation in config.json.
         path: the directory, for messages.
 
     Raises:
         InputError: the checkpoint cannot be dequantised here.
     """
-    obstacle = _find_obstacle(stored)  # such as " with rotated activations"
+    obstacle = _find_obstacle(settings)  # such as " with rotated activations"
     if not obstacle and method in LAYOUTS and layout not in LAYOUTS[method]:
         obstacle = f" in the layout {layout}"
     if obstacle or method not in LIBRARIES:
@@ -128,17 +132,17 @@ def _require_known_method(method: str, layout: str, stored: Mapping[str, Any], p
         )
 
 
-def _find_obstacle(stored: Mapping[str, Any]) -> str:
+def _find_obstacle(settings: Mapping[str, Any]) -> str:
     """Return why weights cannot be dequantised, to follow the method's name; empty if they can.
 
     For example " with rotated activations", in "quantised by METHOD with rotated activations".
 
     Args:
-        stored: the quantisation in config.json.
+        settings: the quantisation in config.json.
     """
-    if stored.get("transform_config"):  # weights are rotated, and expect rotated activations
+    if settings.get("transform_config"):  # weights are rotated, and expect rotated activations
         return " with rotated activations"
-    groups = stored.get("config_groups") or {}
+    groups = settings.get("config_groups") or {}
     schemes = [groups]
     if isinstance(groups, dict):
         schemes = [*groups.values()]

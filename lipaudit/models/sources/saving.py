@@ -36,19 +36,19 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
     if hasattr(module, "save_pretrained"):
         _save_transformers(module, folder)
         return True
-    weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
+    weights = {name: t.cpu().contiguous() for name, t in module.state_dict().items()}
     (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
     # Models of timm keep facts about their trained weights: classes, normalisation, resizing.
-    trained = getattr(module, "pretrained_cfg", None)
+    pretrained_cfg = getattr(module, "pretrained_cfg", None)
     facts: dict[str, Any] = {}
     if isinstance(module, DigitsViT):  # a demo: timm has an equal architecture
         architecture, arguments = AS_TIMM
-    elif trained is not None:
-        architecture = str(trained.get("architecture"))
+    elif pretrained_cfg is not None:
+        architecture = str(pretrained_cfg.get("architecture"))
         arguments = _read_arguments(net, options or LoadOptions())
         for name in (*RESIZING, "first_conv", "classifier"):
-            if trained.get(name) is not None:
-                facts[name] = trained[name]
+            if pretrained_cfg.get(name) is not None:
+                facts[name] = pretrained_cfg[name]
     else:  # no library has a format for this model
         return False
     for name in ("mean", "std"):

@@ -100,7 +100,7 @@ def read_lexicon(
     return Lexicon(
         kinds=torch.tensor(kinds),
         spell=spell,
-        encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         special=special,
         reserved=reserved,
         tokens=tokens,

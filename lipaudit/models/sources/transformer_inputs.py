@@ -93,10 +93,12 @@ def _require_tower(module: Any, tower: str | None) -> None:
             "Add --tower image, --tower text, or --classes NAMES.txt for a zero-shot classifier.",
         )
     if tower is not None and tower not in towers:
-        known = "none"
+        known_towers = "none"
         if towers:
-            known = f"only {' and '.join(towers)}"
-        raise UsageError(f"{name} has no tower {tower!r}: it has {known}", "Leave --tower out.")
+            known_towers = f"only {' and '.join(towers)}"
+        raise UsageError(
+            f"{name} has no tower {tower!r}: it has {known_towers}", "Leave --tower out."
+        )
 
 
 # Number of audio samples in one second at the usual 16 kHz.
@@ -108,39 +110,12 @@ FRAMES = 100
 def describe_sounds(module: Any) -> ModelSpec:
     """Describe the input of a model of waveforms or spectrograms.
 
-    The shape of a sample is read from the configuration. If a model takes sounds of any length,
-    the length is one second: `SECOND` audio samples, or `FRAMES` frames of a spectrogram.
-
     Raises:
         InputError: the configuration does not give the shape of a waveform or spectrogram.
     """
     config = module.config
     input_name = module.main_input_name
-
-    def read_size(name: str) -> int:
-        """Return a positive number from the configuration; 0 if there is none of this name."""
-        value = getattr(config, name, None)
-        return value if isinstance(value, int) and value > 0 else 0
-
-    bands = read_size("num_mel_bins")
-    positions = read_size("max_source_positions")
-    channels = read_size("input_channels") or 1
-    # The width of a frame, by the names of several families.
-    width = (
-        read_size("feature_projection_input_dim")
-        or read_size("input_feat_per_channel") * channels
-        or bands
-    )
-    shape: tuple[int, ...]
-    if input_name == "input_values" and hasattr(config, "frequency_stride"):
-        # The Audio Spectrogram Transformer (AST): frames and bands of a spectrogram.
-        shape = config.max_length, config.num_mel_bins
-    elif input_name == "input_values":  # a waveform
-        shape = (SECOND,)
-    elif bands and positions:  # like Whisper: bands first, two frames per position
-        shape = bands, 2 * positions
-    else:  # a spectrogram of any length
-        shape = FRAMES, width
+    shape = _find_sound_shape(config, input_name)
     if 0 in shape:
         raise InputError(
             f"{type(module).__name__} takes {input_name}, and its configuration does not give "
@@ -161,6 +136,37 @@ def describe_sounds(module: Any) -> ModelSpec:
         read=choose_output(module, None),
         **describe_classes(module),
     )
+
+
+def _find_sound_shape(config: Any, input_name: str) -> tuple[int, ...]:
+    """Return the shape of one sound: (samples,) of a waveform, or that of a spectrogram.
+
+    If a model takes sounds of any length, the length is one second: `SECOND` audio samples, or
+    `FRAMES` frames of a spectrogram. A size that the configuration does not give is 0.
+    """
+
+    def read_size(name: str) -> int:
+        """Return a positive number from the configuration; 0 if there is none of this name."""
+        value = getattr(config, name, None)
+        return value if isinstance(value, int) and value > 0 else 0
+
+    if input_name == "input_values":
+        # The Audio Spectrogram Transformer (AST): frames and bands of a spectrogram.
+        if hasattr(config, "frequency_stride"):
+            return config.max_length, config.num_mel_bins
+        return (SECOND,)  # a waveform
+    bands = read_size("num_mel_bins")
+    positions = read_size("max_source_positions")
+    if bands and positions:  # like Whisper: bands first, two frames per position
+        return bands, 2 * positions
+    # A spectrogram of any length. The width of a frame has several names.
+    channels = read_size("input_channels") or 1
+    width = (
+        read_size("feature_projection_input_dim")
+        or read_size("input_feat_per_channel") * channels
+        or bands
+    )
+    return FRAMES, width
 
 
 RAW_PIXELS = Note.warn(

@@ -277,18 +277,20 @@ def find_misfit(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
         expected: the weights of the module by name; tied weights are one object with two names.
         state: the stored weights by name; of tied weights, one name is enough.
     """
-    present = set[int]()  # ids of the module's weights that are stored under one of their names
-    shapes = []
+    present_ids = set[
+        int
+    ]()  # ids of the module's weights that are stored under one of their names
+    wrong_shapes = []
     for name, tensor in expected.items():
         if name not in state:
             continue
-        present.add(id(tensor))
+        present_ids.add(id(tensor))
         stored = state[name]
         if stored.shape != tensor.shape:
-            shapes.append(f"{name} {tuple(stored.shape)} for {tuple(tensor.shape)}")
-    missing = [k for k, t in expected.items() if k not in state and id(t) not in present]
+            wrong_shapes.append(f"{name} {tuple(stored.shape)} for {tuple(tensor.shape)}")
+    missing = [k for k, t in expected.items() if k not in state and id(t) not in present_ids]
     surplus = [key for key in state if key not in expected]
-    return describe_misfit(missing, surplus, shapes)
+    return describe_misfit(missing, surplus, wrong_shapes)
 
 
 def describe_misfit(missing: Sequence[str], surplus: Sequence[str], shapes: Sequence[str]) -> str:
@@ -311,22 +313,22 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], origin: Path) 
     expected = module.state_dict(keep_vars=True)
     misfit = find_misfit(expected, state)
     if misfit:
-        implied = " ".join(guess_arguments(module, state))
+        implied_arguments = " ".join(guess_arguments(module, state))
         advice = (
             "Check --arch and --model-kwargs (such as num_classes, img_size), and that the file "
             "has the weights of this model alone."
         )
-        if implied:
-            advice = f"The shapes imply --model-kwargs {implied}. {advice}"
+        if implied_arguments:
+            advice = f"The shapes imply --model-kwargs {implied_arguments}. {advice}"
         raise InputError(
             f"the weights of {origin} do not fit {type(module).__name__}: {misfit}", advice
         )
-    codes = []
+    integer_weights = []
     for name, value in state.items():
         is_integer = not value.is_floating_point() and not value.is_complex()
         if is_integer and expected[name].is_floating_point():
-            codes.append(name)
-    refuse_codes(codes, origin)
+            integer_weights.append(name)
+    refuse_codes(integer_weights, origin)
     # Not strict, because tied weights may be stored once; everything else was checked above.
     module.load_state_dict(dict(state), strict=False)
 

@@ -227,8 +227,8 @@ def _run_substitutes(
     for batch in variants.split(TEXTS_PER_PASS):
         z = net.point(batch)
         logits = net.output(batch)
-        # The proof covers embeddings. So the model must get the same logits from embeddings alone,
-        # with the token ids of the original text.
+        # The proof covers changes of the embeddings alone. So the model must get the same logits
+        # from these embeddings with the token ids of the original text.
         originals = sample.rows(torch.zeros(len(batch), dtype=torch.long))
         if not agree(logits, net.forward(z, originals)):
             raise InputError(
@@ -238,7 +238,7 @@ def _run_substitutes(
         labels = torch.full((len(batch),), label, device=x.device)
         margin = min(margin, float(worst_margins(logits, labels).min()))
         moves.append(z.to(torch.float64) - x)
-    return margin, torch.cat(moves)[1:, None]
+    return margin, torch.cat(moves)[1:, None]  # without the sample
 
 
 def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> Certificate:
@@ -319,8 +319,8 @@ def _find_gradient(net: Net, sample: Batch, label: int, x: Tensor) -> tuple[floa
     with torch.enable_grad():
         z = x.clone().requires_grad_()
         margin = worst_margins(net.forward(z, sample), torch.tensor([label], device=x.device))
-    gradient = pull((z, margin), torch.ones_like(margin)).abs()
-    return float(margin.detach()), gradient
+    gradient = pull((z, margin), torch.ones_like(margin))
+    return float(margin.detach()), gradient.abs()
 
 
 def choose_order(order: str, inputs: int) -> int:
@@ -379,11 +379,11 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int) -> None:
 
 
 def _count_coefficients(net: Net, sample: Batch, order: int, inputs: int) -> int:
-    """Return the largest number of coefficients of a tensor in a proof.
+    """Return the largest number of coefficients that a tensor of the model has in a proof.
 
-    Every tensor has a row of coefficients for each symbol (unknown) that exists so far. Symbols
-    are the inputs (at order 2 also pairs of inputs), and at most one error for each number that an
-    innermost module returns.
+    Each entry of a tensor is a linear function of unknowns: of all inputs (at order 2 also of
+    pairs of inputs), and of an approximation error for each entry that an earlier module returned.
+    So a tensor has a coefficient for each entry and each unknown.
 
     Args:
         net: a classifier.
@@ -391,30 +391,32 @@ def _count_coefficients(net: Net, sample: Batch, order: int, inputs: int) -> int
         order: order of the proof.
         inputs: number of entries of the sample that change at once.
     """
-    numbers: list[int] = []  # of entries that each innermost module returns
+    sizes: list[int] = []  # number of entries that each innermost module returns
 
-    def count(_name: str, _args: object, out: object) -> None:
+    def record_size(_name: str, _args: object, out: object) -> None:
         if isinstance(out, Tensor):
-            numbers.append(out.numel())
+            sizes.append(out.numel())
 
-    innermost = (part for part in net.module.named_modules() if not any(part[1].children()))
-    with watch_modules(innermost, count), torch.no_grad():
+    # Pairs of a name and a module without submodules.
+    innermost = (pair for pair in net.module.named_modules() if not any(pair[1].children()))
+    with watch_modules(innermost, record_size), torch.no_grad():
         net.output(sample)
-    rows = inputs
+    unknowns = inputs
     if order == 2:
-        rows += inputs * (inputs + 1) // 2
-    largest = rows * net.point(sample).numel()
-    for number in numbers:
-        rows += number
-        largest = max(largest, rows * number)
+        unknowns += inputs * (inputs + 1) // 2
+    largest = unknowns * net.point(sample).numel()
+    for size in sizes:
+        unknowns += size
+        largest = max(largest, unknowns * size)
     return largest
 
 
 def require_rules(net: Net, sample: Batch) -> None:
     """Refuse a model with an operation that has no rule, at the cost of a few forwards.
 
-    A model runs on a trial ball of radius 0 in one entry. With an infinite `slack_share` rounding
-    errors never become symbols, so the pass is as cheap as possible.
+    The model runs on a trial ball: a single entry of the input changes, by 0. This is the cheapest
+    pass, because there is a single unknown. An infinite `slack_share` keeps it so: rounding errors
+    do not become further unknowns.
 
     Raises:
         NoRuleError: the message names the operation and its module.
@@ -427,7 +429,9 @@ def require_rules(net: Net, sample: Batch) -> None:
     try:
         output = run(lambda z: net.forward(z, sample), start, module=net.module)
     except UnboundedError:
-        return  # slack grows faster than symbols: later operations are checked in the run
+        # Without these unknowns bounds are loose and may overflow. Operations behind this one are
+        # checked in the proofs.
+        return
     if not isinstance(output, Form):
         raise InputError(
             f"the output of {net.architecture} does not depend on its input",

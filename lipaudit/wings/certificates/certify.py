@@ -46,7 +46,8 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
         reader = make_reader(net)
     # The cost of several patches is reported once, unless --seconds limits it.
     is_cost_reported = options.counted != "patch" or options.seconds is not None
-    steps = max(len(options.eps) + options.radius, 1)  # of progress within a sample
+    # Steps of progress within a sample: one for each ball, and one for the radius search.
+    steps = max(len(options.eps) + options.radius, 1)
     for batch in batches:
         brackets = []
         for number, sample in enumerate(batch.split(1)):

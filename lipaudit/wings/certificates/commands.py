@@ -60,7 +60,8 @@ def verify_report(options: Any, run: RunOptions, output: Output) -> None:
     Raises:
         LipauditError: a proof does not hold, or the report or the proofs cannot be read.
     """
-    # Options given on the command line, not in a configuration file.
+    # Refuse options of the run or of the output on the command line; those of a configuration
+    # file (`_configured`) have no effect.
     set_options = run.model_fields_set - run._configured or output.model_fields_set
     if set_options:
         text = f"{flag(min(set_options))} has no effect with --verify"

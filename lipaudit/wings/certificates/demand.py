@@ -373,7 +373,7 @@ def _list_axes(call: Call, read: Tensor) -> list[int]:
     # to be narrowed.
     if call.name == "layer_norm":  # mixes the last axes: as many as `normalized_shape` has
         shape = _read_argument(call, "normalized_shape")
-        return axes[1 if isinstance(shape, int) else len(shape) :]
+        return axes[len(shape) :]
     if call.name == "batch_norm":  # mixes nothing; axis 1 has channels, each with own weights
         return [axis for axis in axes if axis % read.ndim != 1]
     if call.name == "scaled_dot_product_attention":

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -187,8 +188,8 @@ class _PropertyReader:
         # Fractions are rounded outwards to float64, so that the box contains the range.
         low = [-_round_up(-self.least[name]) for name in inputs]
         high = [_round_up(self.most[name]) for name in inputs]
-        values: list[list[Any]] = [low, high, rows, limits]
-        return Property(*(torch.tensor(numbers, dtype=torch.float64) for numbers in values))
+        to_tensor = partial(torch.tensor, dtype=torch.float64)
+        return Property(to_tensor(low), to_tensor(high), to_tensor(rows), to_tensor(limits))
 
 
 def _has_output(clause: list[Condition]) -> bool:

@@ -332,7 +332,7 @@ def _make_curves(
     """
     import numpy as np
 
-    names = facts["heads"]
+    names = facts["heads"]  # (layer, head, module) of each head
     layer_of_head = np.array([layer for layer, _, _ in names])
     # From here on (heads or layers, samples, lengths).
     values = {name: np.moveaxis(array, 2, 0) for name, array in values.items()}

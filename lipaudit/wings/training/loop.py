@@ -214,6 +214,7 @@ class Training:
             values = torch.stack(means).cpu().double().numpy()  # (batches, 2)
             if not np.isfinite(values).all():
                 raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
+            # The mean of a batch counts as often as the batch has samples.
             sizes = np.array([len(index) for index in group])
             sums = np.sum([sums, *sizes[:, None] * values], axis=0)
         net.module.eval()
@@ -235,7 +236,7 @@ class Training:
         recipe = self.recipe
         x, target = self.augment(batch)
         self.optimizer.zero_grad()
-        with self._observe(batch.mask) as measure_penalty:
+        with self._watch_penalty(batch.mask) as measure_penalty:
             logits = net.read(net.call(x, batch.mask))
         loss = F.cross_entropy(logits, target)
         penalty = measure_penalty()
@@ -265,21 +266,24 @@ class Training:
             x = x + recipe.noise * torch.randn(x.shape, generator=self.rng).to(x)
         return x, target
 
-    def _observe(self, mask: Tensor | None) -> AbstractContextManager[Callable[[], Tensor]]:
+    def _watch_penalty(self, mask: Tensor | None) -> AbstractContextManager[Callable[[], Tensor]]:
         """Return a context manager for the forward pass of a training step.
 
-        The block gets a function that, after the pass, returns the penalty of the step. There are
-        three cases. specformer depends only on the weights and ignores the pass. Without a penalty
-        the function returns 0. jasmin records the attention calls inside the block.
+        The block gets a function that returns the penalty of the step, to be called after it:
+
+            with self._watch_penalty(mask) as measure_penalty:
+                logits = model(x)
+            penalty = measure_penalty()
 
         Args:
             mask: True at real tokens, (batch, tokens); None: no padding.
         """
         recipe = self.recipe
-        if self.specformer is not None:
+        if self.specformer is not None:  # a function of the weights alone
             return nullcontext(self.specformer)
         if recipe.penalty is None:
             return nullcontext(lambda: torch.zeros((), device=self.net.device))
+        # jasmin records the calls of attention in the block.
         return attention_penalty(
             self.net.module, k=recipe.k, reduction=recipe.reduction, mask=mask
         )

@@ -90,8 +90,9 @@ class _PenaltyObserver:
     """The penalties of the layers observed so far.
 
     Attributes:
-        k: of the JaSMin penalty: 0 lowers log g_1, and k > 1 lowers log(g_1 / g_k), where g_k
-            depends on the k-th largest entry of an attention row.
+        k: of the JaSMin penalty: log g_1 of each attention row for k = 0, log(g_1 / g_k) for
+            k > 1. g_1 bounds the norm of the softmax Jacobian; g_k is the same function of the
+            k-th largest entry.
         reduction: how the rows of an attention map are reduced, "max" or "mean".
         mask: True at real tokens, (batch, tokens); None: all.
         entries: number of map entries in memory at a time.
@@ -121,29 +122,29 @@ class _PenaltyObserver:
             raise InputError(text, advice)
         # Autocast is off here: it would compute the matrix products of the penalty in 16 bits.
         with torch.autocast(call.q.device.type, enabled=False):
-            values, counts = _measure_rows(call, self.k, self.entries)
+            values, is_counted = _measure_rows(call, self.k, self.entries)
         if self.mask is not None:
-            counts = self.exclude_padding(counts, self.mask.to(counts.device))
-        # `counts` says which rows count; the penalty of a map is their maximum or mean.
-        by_map = penalties.reduce_rows(values, counts, self.reduction)
+            is_counted = self.exclude_padding(is_counted, self.mask.to(is_counted.device))
+        # The penalty of a map is the maximum or the mean over the rows that count.
+        by_map = penalties.reduce_rows(values, is_counted, self.reduction)
         self.layers.append(by_map.sum() / self.batch)
 
-    def exclude_padding(self, counts: Tensor, mask: Tensor) -> Tensor:
+    def exclude_padding(self, is_counted: Tensor, mask: Tensor) -> Tensor:
         """Return which attention rows of a layer count, without the rows of padding.
 
         Args:
-            counts: which rows count, (batch, heads, queries), or (batch * heads, queries).
+            is_counted: which rows count, (batch, heads, queries), or (batch * heads, queries).
             mask: True at real tokens, (batch, tokens).
         """
         batch, tokens = mask.shape
         # The queries of some layers are not the tokens of the batch, but windows or pooled tokens.
         # The mask does not describe them, so all their rows stay.
-        if counts.shape[-1] != tokens or len(counts) % batch:
-            return counts
-        self.masked = True
-        by_sample = counts.reshape(batch, -1, tokens)
+        if is_counted.shape[-1] != tokens or len(is_counted) % batch:
+            return is_counted
+        self.masked = True  # the mask fits at least one layer
+        by_sample = is_counted.reshape(batch, -1, tokens)
         unpadded = by_sample & mask[:, None]
-        return unpadded.reshape(counts.shape)
+        return unpadded.reshape(is_counted.shape)
 
     def take_total(self) -> Tensor:
         """Return the sum over the layers since the last call, and start again at 0."""
@@ -167,8 +168,9 @@ def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Te
 
     Args:
         call: a call of attention in the model, with its q and k.
-        k: of the JaSMin penalty: 0 lowers log g_1, and k > 1 lowers log(g_1 / g_k), where g_k
-            depends on the k-th largest entry of an attention row.
+        k: of the JaSMin penalty: log g_1 of each attention row for k = 0, log(g_1 / g_k) for
+            k > 1. g_1 bounds the norm of the softmax Jacobian; g_k is the same function of the
+            k-th largest entry.
         entries: number of entries of the attention map in memory at a time.
     """
     form = call.form
@@ -193,22 +195,23 @@ def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Te
         if mask is not None and mask.shape[-2] > 1:  # a mask of one row is for all queries
             bias = mask[..., rows, :]
         parts.append(fused_rows(q[..., rows, :], keys, bias, k))
-    values, counts = zip(*parts, strict=True)
-    return torch.cat(values, -1), torch.cat(counts, -1)
+    values, is_counted = zip(*parts, strict=True)
+    return torch.cat(values, -1), torch.cat(is_counted, -1)
 
 
 def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """Return the penalty of the attention rows of some queries, and whether each row counts.
 
-    Storing the attention map P would need memory for queries x keys numbers. So the backward pass
-    computes P again.
+    The attention map P is not stored, because it has queries x keys entries: the backward pass
+    computes it again.
 
     Args:
         q: scaled queries, (..., queries, d).
         keys: (..., keys, d).
         bias: added to the logits; None: nothing.
-        k: of the JaSMin penalty: 0 lowers log g_1, and k > 1 lowers log(g_1 / g_k), where g_k
-            depends on the k-th largest entry of an attention row.
+        k: of the JaSMin penalty: log g_1 of each attention row for k = 0, log(g_1 / g_k) for
+            k > 1. g_1 bounds the norm of the softmax Jacobian; g_k is the same function of the
+            k-th largest entry.
     """
     rows = _Rows(bias, k)
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
@@ -220,8 +223,9 @@ class _Rows:
 
     Attributes:
         bias: added to the logits; None: nothing.
-        k: of the JaSMin penalty: 0 lowers log g_1, and k > 1 lowers log(g_1 / g_k), where g_k
-            depends on the k-th largest entry of an attention row.
+        k: of the JaSMin penalty: log g_1 of each attention row for k = 0, log(g_1 / g_k) for
+            k > 1. g_1 bounds the norm of the softmax Jacobian; g_k is the same function of the
+            k-th largest entry.
         largest: indices of the largest entries of each row, found in the forward pass: the
             backward pass, which computes P again, uses the same ones.
     """
@@ -280,8 +284,8 @@ class SpecformerPenalty:
         # Functions that read the current weights of q, k and v of each layer, (heads, D, d).
         self._weights = list(_find_weights(net, batch))
         generator = torch.Generator().manual_seed(0)
-        # A vector per head, at which the power iteration for its largest singular value starts.
-        # Each call continues from the vectors of the last one.
+        # For each of these weights a vector per head, (heads, d): the start of a power iteration
+        # for the largest singular value. Each call of the penalty continues from the last one.
         self.vectors: Sequence[Tensor] = []
         for read_weight in self._weights:
             heads, _, width = read_weight().shape
@@ -309,7 +313,8 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
     The model runs once on the batch, to find the parameters that hold these weights.
     """
     layers, weights = _survey_weights(net, batch)
-    # Parameters by the address of their memory: a weight may be a view or a slice of a parameter.
+    # Parameters by the address of their memory: a weight may be a view or a slice of one, such as
+    # the weight of q in the weight of a fused projection to q, k and v.
     parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
     for layer in layers:
         where = f"layer {layer.index} ({layer.module})"
@@ -321,8 +326,8 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
                 "they have no weight of their own"
             )
         for projection in filter(None, (layer.structure.q, layer.structure.k, layer.structure.v)):
-            # Several linear maps may make q together: their columns are numbered one map after
-            # the other. `first` is the first column of a map.
+            # Several linear maps may compute q together, each for some of the heads. Their columns
+            # are numbered one map after the other; `first` is the first column of a map.
             first = 0
             for source in projection.source:
                 weight = weights[source]
@@ -343,12 +348,12 @@ def _survey_weights(net: Net, batch: Batch) -> tuple[Sequence[Site], dict[Addres
     weights: dict[Address, Tensor] = {}
 
     def collect_weights(call: AttentionCall, _address: Address) -> None:
-        """Store the weights of the linear maps before a call."""
+        """Store the weights of the linear maps that computed q, k and v of a call."""
         for _, origin in call.origins.leaves(call.q, call.k, call.v):
             if origin.linear is not None:
                 weights[origin.address] = origin.linear.weight
 
-    # Flags and random states are restored: the model may be in training.
+    # Restore flags and random states afterwards: the model may be in training.
     with restore(net.module), trace.fork_random(net):
         net.module.eval().requires_grad_(False)
         layers = survey(net, batch).sites

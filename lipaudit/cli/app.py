@@ -422,7 +422,9 @@ app = make_typer(
 
 
 @app.callback()
-def _describe_all(version: Version = False) -> None:
+def _describe_all(  # typer shows the docstring as help of `lipaudit`, and --version has a callback
+    version: Version = False,
+) -> None:
     """Audit how robust a transformer checkpoint is.
 
     Per-head Lipschitz bounds beside exact norms, attention statistics, the exact Jacobian norm of
@@ -430,7 +432,6 @@ def _describe_all(version: Version = False) -> None:
 
     Start with: lipaudit audit demo
     """
-    # Typer shows this docstring as the help of `lipaudit`. --version ends by its callback.
 
 
 def make_command(name: str, function: Callable[..., None]) -> Any:

@@ -598,7 +598,7 @@ def _write_back(name: str, target: Any, result: Form) -> Form:
     """
     if not isinstance(target, Form) or result.shape != target.shape:
         raise NoRuleError(f"{name} into a constant or another shape")
-    if result is target:
+    if result is target:  # such as dropout_ in eval mode, which changes nothing
         return target
     if name in VIEWS:  # transpose_ and others would change how the same memory is viewed
         raise NoRuleError(f"{name} in place")

@@ -284,9 +284,9 @@ def _bound_log_mean(deviation: Deviation) -> Form:
 def _mask_negligible_keys(s: Form) -> tuple[Form, Tensor]:
     """Return scores in which keys with a weight below e^-1000 are -inf, and a mask of these keys.
 
-    The scores s are a form: centre + coefficients . symbols +- slack, for all inputs of a ball.
-    Such a weight is 0 in float64. A key with the constant score -inf has no coefficients and no
-    slack, so errors of its score do not widen the other bounds.
+    The scores s are a form: centre + coefficients . symbols +- slack, for all inputs of a ball. A
+    weight below e^-1000 is 0 in float64. A key with the constant score -inf has no coefficients
+    and no slack, so errors of its score do not widen the other bounds.
     """
     # A mask of the model makes scores of -inf. Their radius may be NaN or inf and is set to 0.
     radius = (s.symbol_radius + s.slack).nan_to_num(nan=0.0, posinf=torch.inf)
@@ -311,7 +311,7 @@ def _subtract_mean(s: Form, p: Tensor) -> Form:
         centred,
         lambda t, w: t - _sum_row(t * w),
         p.to(s.symbols.dtype),
-        roundings=p.shape[-1] + 2,
+        roundings=p.shape[-1] + 2,  # products, their sum over the keys, and a difference
         # The map with the absolute values of its entries: it bounds how slack grows.
         absolute_op=lambda t, w: t + _sum_row(t * w),
         mixes="rows",
@@ -369,7 +369,7 @@ def _bound_by_chords(p: Tensor, r: Tensor) -> Tensor:
     # M. For small r, sinh(r) / r is 1 + r^2 / 6 to the last place.
     ratio = torch.sinh(r) / r.clamp_min(1e-9)
     m = p * torch.where(r > 1e-6, ratio, 1 + r.square() / 6)
-    # A, without the error of cosh: as a share of A, it is added to log A below.
+    # A. The error of cosh is a share of A, so it is added to log A below.
     a = round_up(_sum_row(p * torch.cosh(r)), keys)
     # |M / A - p|, and the rounding of M, A and p.
     slope = (m / a - p).abs() + bound_rounding(8 * LIBRARY_ULPS + keys, DOUBLE) * p

@@ -75,10 +75,10 @@ def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]
     method = getattr(Tensor, function)
 
     def move(x: Form, *args: Any, **kwargs: Any) -> Any:
-        """Apply the method to a form.
+        """Apply `method`, a method of tensors such as transpose or chunk, to a form.
 
         A pending quotient (numerator / root + constant, not multiplied out yet) stays pending: the
-        method is applied to each of its forms.
+        method is applied to each of its four forms.
         """
         quotient = x.pending_quotient
         if quotient is None:

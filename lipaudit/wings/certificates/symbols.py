@@ -319,8 +319,8 @@ class Symbols:
         e are the n coordinates of the input. e_i e_j and e_j e_i are the same product, so their
         coefficients x_i . y_j and x_j . y_i are added.
         """
-        i, j = self.pairs.to(x.device)
-        matrix = torch.einsum("i...k,j...k->ij...", x, y)
+        matrix = torch.einsum("i...k,j...k->ij...", x, y)  # x_i . y_j, (n, n, *rows)
+        i, j = self.pairs.to(x.device)  # all pairs i <= j
         is_square = (i == j).view(-1, *[1] * (matrix.ndim - 2))
         total = torch.where(is_square, matrix[i, j], matrix[i, j] + matrix[j, i])
         return total[..., None]

@@ -286,10 +286,13 @@ def test_there_is_room_for_the_longest_sample_too_not_only_for_the_first(monkeyp
 )
 def test_a_limit_that_is_given_is_the_only_one(small, monkeypatch, given, nodes, seconds):
     model, (x, y), _ = small
-    limits, decide = [], certificates.decide
-    monkeypatch.setattr(
-        certificates, "decide", lambda form, **how: (limits.append(how), decide(form, **how))[1]
-    )
+    limits, prove = [], certificates.prove_positive
+
+    def record(form, **how):
+        limits.append(how)
+        return prove(form, **how)
+
+    monkeypatch.setattr(certificates, "prove_positive", record)
     measured(model, (x[1:2], y[1:2]), eps=EPS[0], **given)
     assert {each["nodes"] for each in limits} == {nodes}
     assert {math.isinf(each["seconds"]) for each in limits} == {math.isinf(seconds)}

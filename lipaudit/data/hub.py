@@ -85,9 +85,12 @@ def explain_refusal(error: Exception, repository: Repository) -> InputError:
         repository: the repository.
     """
     # What the messages may mention: "{name}", "{revision}", "{page}"...
-    facts = {**vars(repository), "page": repository.page}
-    facts["what"] = f"the {KINDS[repository.kind]} {repository.name}"
-    facts["option"] = ""
+    facts = {
+        **vars(repository),
+        "page": repository.page,
+        "what": f"the {KINDS[repository.kind]} {repository.name}",
+        "option": "",
+    }
     if repository.kind == "dataset":
         facts["option"] = " --repo-type dataset"
     # An exception may be the cause of another one, or have base classes. The first class whose
@@ -314,7 +317,7 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
         import datasets
     repository, config, split = parse_reference(text)
     origin = f"hf:{text}"
-    whole_split = split.partition("[")[0].strip()
+    whole_split = split.partition("[")[0].strip()  # test[:10%] -> test
     with ExitStack() as undo:
         undo.enter_context(hub_access(offline=offline))
         if are_progress_bars_disabled() and datasets.is_progress_bar_enabled():

@@ -225,13 +225,16 @@ def _read_json_lines(path: Path) -> Iterator[_Line]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            values: Any = None
+            values: Any = {}
+            fault = ""
             try:
                 values = json.loads(line, object_pairs_hook=_make_object)
-                fault = "" if isinstance(values, dict) else "is not a {...} object"
             except (ValueError, RecursionError) as error:  # broken, or nested beyond all bounds
                 fault = f"is not JSON ({error})"
-            yield f"line {number}", {} if fault else values, fault
+            if not isinstance(values, dict):
+                values = {}
+                fault = "is not a {...} object"
+            yield f"line {number}", values, fault
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

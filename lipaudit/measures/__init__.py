@@ -63,8 +63,7 @@ def _find_fault(name: str, measure: Measure) -> str:
     all further tables a name NAME.SOMETHING. Headlines are the figures that a report shows first:
     their columns must be columns of the table. The drawings of a table must exist.
     """
-    sections = [table.name for table in measure.tables]
-    if not sections or sections[0] != name:
+    if not measure.tables or measure.tables[0].name != name:
         return f"has no table of the section {name!r}"
     drawings = (*get_args(Drawing), *collect(str, "drawings", get_args(Drawing)))
     for number, table in enumerate(measure.tables):

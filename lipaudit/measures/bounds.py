@@ -187,8 +187,8 @@ def _reduce_heads(measured: Mapping[str, Values]) -> dict[str, list[float | None
     cells = _reduce_columns(columns | {"exact_max": exact, "sharp_ratio_max": ratio})
     for name, bound in load_bounds().items():
         if bound.log10_label:  # a bound that may be huge has its logarithm beside it
-            # Of the medians; None if a median is missing or 0.
-            cells[f"log10_{name}"] = [float(np.log10(m)) if m else None for m in cells[name]]
+            medians = cells[name]  # None: not computed
+            cells[f"log10_{name}"] = [float(np.log10(m)) if m else None for m in medians]
     return cells
 
 
@@ -283,8 +283,8 @@ def _make_layer_section(
     index, module = zip(*layers, strict=True)
     columns = {name.removeprefix("layer_"): measured[name] for name in OF_LAYERS}
     rows = base.make_rows(LAYERS_TABLE, layer=index, module=module, **_reduce_columns(columns))
-    concat = columns["exact"]
-    out = columns["exact_out"]
+    concat = columns["exact"]  # norms before W_O
+    out = columns["exact_out"]  # norms after W_O
     notes: list[Note] = []
     if (~np.isnan(out) & np.isnan(concat)).any():
         text = "norms before W_O were not computed; add --concat to get them"

@@ -79,7 +79,7 @@ def describe_gradients(
             direction in which the output changes most.
     """
     # Only an input with a vector per token has shares of tokens. A waveform has none.
-    if gradient.ndim < 3 or batch.x.ndim < 2 or gradient.shape[:2] != batch.x.shape[:2]:
+    if gradient.ndim < 3 or gradient.shape[:2] != batch.x.shape[:2]:
         return {}
     # The mask of the tokens that may change: without padding and, of a prompt, continuations.
     batch = replace(batch, mask=net.find_free_tokens(batch))

@@ -433,7 +433,7 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
         yield from _note_radii(arrays["complete"], arrays["rivals"])
     for prefix, what in (("", "norms of the model"), ("block_", "norms of blocks")):
         if f"{prefix}norm" in arrays:
-            known = ~np.isnan(arrays[f"{prefix}norm"])
+            known = ~np.isnan(arrays[f"{prefix}norm"])  # NaN has a note of its own
             missed = ~arrays[f"{prefix}converged"] & known
             yield from base.note_missed(int(missed.sum()), what)
     undefined = int(np.isnan(arrays["norm"]).sum())
@@ -454,11 +454,12 @@ def _note_radii(complete: Values, rivals: Values) -> Iterator[Note]:
         "indicative",
         "the first-order radius is an estimate at each sample, not a certificate",
     )
-    if not complete.all():
+    incomplete = ~complete
+    if incomplete.any():
         yield Note.warn(
             "radius-incomplete",
-            f"{int((~complete).sum())} first-order radii are lower limits: the nearest class may "
-            f"not be among the {int(rivals[~complete].max())} classes considered. "
+            f"{int(incomplete.sum())} first-order radii are lower limits: the nearest class may "
+            f"not be among the {int(rivals[incomplete].max())} classes considered. "
             "Raise --rivals",
         )
 

@@ -101,7 +101,7 @@ def _merge_outcomes(chosen: Tensor, one: Outcome, other: Outcome) -> Outcome:
     """Return an outcome with the points or texts of `one` where `chosen`, else those of `other`.
 
     Args:
-        chosen: (samples,).
+        chosen: whether a sample takes the point or text of `one`, (samples,).
         one: the outcome of some attacks.
         other: the outcome of other attacks; it gives all other attributes.
     """
@@ -112,6 +112,7 @@ def _merge_outcomes(chosen: Tensor, one: Outcome, other: Outcome) -> Outcome:
             drafts[i] = one.drafts[i]
     return replace(
         other,
+        # Points are embeddings, (samples, tokens, width).
         x_adv=torch.where(chosen[:, None, None], one.x_adv, other.x_adv),
         distance=torch.where(chosen, one.distance, other.distance),
         drafts=drafts,

@@ -200,9 +200,9 @@ def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
         shown = of_reports(shown)
     elif not isinstance(shown, Subject):
         shown = of_reports(*shown)
-    known = find_format(format, shown.forms)
-    form = known.takes  # the form that the format writes, such as a page for HTML
-    return known.render(shown.take(form))
+    writer = find_format(format, shown.forms)
+    form = writer.takes  # the form that the format writes, such as a page for HTML
+    return writer.render(shown.take(form))
 
 
 def summarize(report: Report) -> str:

@@ -319,39 +319,43 @@ class SampleColumn:
         value = self.values[sample]
         column = self.column
         # A sample that occurs several times in the data counts once, as in the gate.
-        known = finite(v for name, v in self.values.items() if not is_repeat(name))
+        numbers = finite(v for name, v in self.values.items() if not is_repeat(name))
         text = cells.format_value(value, column)
         typical = ""
         rank = ""
         if kind in FLAGS:  # yes-or-no values, stored as 1 and 0
             if value is not None:
                 text = cells.format_value(bool(value), column)
-            typical = _describe_flags(kind, known)
+            typical = _describe_flags(kind, numbers)
         elif self.name in CLASSES:  # the number of a class
             name = self.section.classes.get(value, "") if isinstance(value, int) else ""
             if name not in ("", text):
                 text += f" ({name})"
         elif column.format not in cells.UNMEASURED:
-            typical = cells.format_value(middle(known), column)
+            typical = cells.format_value(middle(numbers), column)
         if column.better and kind not in FLAGS and finite([value]):
             # Multiplied by this sign, larger values are worse.
             sign = 1 if column.better == "lower" else -1
-            worse = sum(sign * other > sign * value for other in known)
-            rank = f"{worse + 1} of {len(known)}"
+            worse = sum(sign * other > sign * value for other in numbers)
+            rank = f"{worse + 1} of {len(numbers)}"
         label = cells.write_math(column.label)
         if trial:
             label += f", {trial}"
         return {"figure": label, "value": text, "all": typical, "from the worst": rank}
 
 
-def _describe_flags(kind: str, known: Sequence[float]) -> str:
-    """Return the share of yes among values of 1 and 0; an accuracy also gets limits."""
-    if not known:
+def _describe_flags(kind: str, flags: Sequence[float]) -> str:
+    """Return the share of 1 (yes) among flags of 1 and 0: "62.5% yes"; empty without flags.
+
+    If the kind is an accuracy, such as `robust`, 95% limits follow.
+    """
+    if not flags:
         return ""
-    share = f"{sum(known) / len(known):.1%} yes"
+    count = int(sum(flags))
+    share = f"{count / len(flags):.1%} yes"
     if kind not in SHARES:
         return share
-    low, high = wilson(int(sum(known)), len(known))
+    low, high = wilson(count, len(flags))
     return f"{share}, {cells.format_limits(low, high, SHARE)}"
 
 
@@ -537,24 +541,25 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
     """
     facts = {}
     if sample is None:
-        what = "samples"
+        subject = "samples"
         count = len(list_sample_ids(report))
-        more = f"For one of the {count}, use lipaudit inspect {name} SAMPLE (its id or place)."
-        parts = (*show_worst(report), Paragraph(more))
+        hint = f"For one of the {count}, use lipaudit inspect {name} SAMPLE (its id or place)."
+        parts = (*show_worst(report), Paragraph(hint))
         chapters = [Chapter("worst-samples", "Which samples are the least robust?", parts)]
     else:
-        what = f"sample {sample[:CHARACTERS]}"
+        subject = f"sample {sample[:CHARACTERS]}"
         chapters = [*_list_sample_chapters(report, sample)]
         facts["sample"] = sample
-        known = {"place": report.places, "group": report.groups, "text": report.texts}
-        facts |= {name: texts[sample] for name, texts in known.items() if sample in texts}
+        # What the report has on samples, by the id of the sample.
+        described = {"place": report.places, "group": report.groups, "text": report.texts}
+        facts |= {fact: texts[sample] for fact, texts in described.items() if sample in texts}
     of_run = opening.list_facts(report)
     facts["model"] = of_run["model"]
     facts["data"] = of_run["data"]
     gaps = opening.describe_gaps(report)
     notes = opening.list_top_notes(report)
     start = opening.open_page(None, gaps, facts.items(), notes)
-    return Document(f"lipaudit: {what} of {report.run.model.spec}", (start, *chapters))
+    return Document(f"lipaudit: {subject} of {report.run.model.spec}", (start, *chapters))
 
 
 def _list_sample_chapters(report: Report, sample: str) -> Iterator[Chapter]:
@@ -610,6 +615,7 @@ def record_sample(report: Report, sample: str) -> dict[str, Any]:
             if figure.name in CLASSES:
                 entry["class"] = section.classes.get(value)
             record["figures"].append(entry)
+    # An adversarial example and the gradient, if they are stored, without pictures.
     pictures = {"image", "adversarial", "difference"}
     for section in report.sections:
         for kind, stored in (("example", section.examples), ("gradient", section.gradients)):

@@ -48,7 +48,7 @@ from lipaudit.tables.trials import FLAGS
 
 
 def make_page(
-    found: Comparison | Ranking | Judgement,
+    result: Comparison | Ranking | Judgement,
     reports: Sequence[Report],
     files: Sequence[str] = (),
     *,
@@ -57,18 +57,18 @@ def make_page(
     """Return the page of a comparison, a ranking or a judgement of the gate.
 
     Args:
-        found: a comparison, a ranking or a judgement.
+        result: a comparison, a ranking or a judgement.
         reports: the compared, ranked or judged reports; of a judgement, the baseline's first.
         files: the files of the reports, for commands; empty if unknown.
         short: whether the page has to fit one screen; it then lacks the sections of the reports.
             The page of a judgement is always short.
     """
-    if isinstance(found, Comparison):
-        return make_comparison_page(found, reports, files, short=short)
-    if isinstance(found, Judgement):
-        return gates.make_judgement_page(found, reports, files)
-    opening = open_several(reports, describe_ranking(found), short=short)
-    return make_pages(reports, [opening, show_ranking(found, reports, short=short)], short=short)
+    if isinstance(result, Comparison):
+        return make_comparison_page(result, reports, files, short=short)
+    if isinstance(result, Judgement):
+        return gates.make_judgement_page(result, reports, files)
+    opening = open_several(reports, describe_ranking(result), short=short)
+    return make_pages(reports, [opening, show_ranking(result, reports, short=short)], short=short)
 
 
 # Comparisons

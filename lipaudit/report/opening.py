@@ -51,7 +51,7 @@ def list_facts(report: Report) -> dict[str, str]:
         "data": f"{data.spec}, {data.samples} samples, suite {data.suite_id[:16]}",
         "commit": ", ".join(commits),
         **_list_preprocessing(run),
-        "first sample": data.steps,
+        "first sample": data.steps,  # how the first sample was prepared
         "run": f"{run.device}, {arithmetic}, seed {run.seed}, {run.created}",
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
         "command": run.command,
@@ -304,9 +304,9 @@ def find_file(command: str) -> str | None:
         flags = "--report"
     joined = "\0".join(words)  # no word contains this character, so words may contain spaces
     # -o FILE.json, -qo FILE.json or --output=FILE.json
-    found = re.search(rf"\0(?:{flags})[\0=]?([^\0]+[.]json)(?=\0|$)", joined)
-    if found is not None:
-        return found[1]
+    file = re.search(rf"\0(?:{flags})[\0=]?([^\0]+[.]json)(?=\0|$)", joined)
+    if file is not None:
+        return file[1]
     folder = re.search(r"\0--run-dir[\0=]([^\0]+)", joined)  # where an audit writes
     if folder is not None:
         return f"{folder[1].rstrip('/')}/{FILE}"

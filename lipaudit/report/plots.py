@@ -122,9 +122,9 @@ def _list_cell_tips(block: Heatmap) -> Iterator[Tip]:
     ylabel, xlabel = block.axes
     for y, row in enumerate(block.values):
         for x, value in enumerate(row):
-            place = f"{ylabel} {block.rows[y]}, {xlabel} {block.columns[x]}"
+            cell = f"{ylabel} {block.rows[y]}, {xlabel} {block.columns[x]}"
             text = cells.format_value(value, block.column)
-            yield f"{place}: {text}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
+            yield f"{cell}: {text}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
 
 
 def _choose_norm(block: Heatmap, scale: blocks.Scale) -> Any:
@@ -172,9 +172,9 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
     edges[-1] = high
     most = 1  # the largest count, which sets the height of the axis
     for index, (label, values) in enumerate(block.values.items()):
-        place = block.colours.get(label, index)
-        colour = choose_colour(place)
-        line = choose_line(place)
+        category = block.colours.get(label, index)
+        colour = choose_colour(category)
+        line = choose_line(category)
         counts, _ = np.histogram(values, edges)
         axes.stairs(counts, edges, fill=True, alpha=0.3, color=colour, linewidth=0)
         axes.stairs(counts, edges, label=visible(label), color=colour, linestyle=line)

@@ -188,25 +188,26 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
         by: a column; of many rows, only rows with the largest values in this column are shown.
     """
     rows = _select_rows(sections, by)
-    shown = _choose_columns(find_columns(sections), rows, names)
-    keys = list_keys(shown)
+    columns = _choose_columns(find_columns(sections), rows, names)
+    keys = list_keys(columns)
     rows = _gather_rows(rows, keys)
-    if "" not in sections:  # the model follows the keys
-        pairs = list(shown.items())
+    if "" not in sections:  # several reports: the name of the model follows the keys
+        pairs = list(columns.items())
         pairs.insert(len(keys), ("model", cells.HEADINGS["model"]))
-        shown = dict(pairs)
+        columns = dict(pairs)
         keys = [*keys, "model"]
     lines = []
     for row in rows:
         line = []
-        for name, column in shown.items():
+        for name, column in columns.items():
             low = row.get(f"{name}_low")
             high = row.get(f"{name}_high")
             line.append(cells.format_with_limits(row.get(name), low, high, column))
         lines.append(line)
+    # Emphasised: the rows of all attacks together.
     strong = {i for i, row in enumerate(rows) if row.get("attack") == WORST}
     if rows:
-        yield Table("", [*shown.values()], lines, len(keys), strong)
+        yield Table("", [*columns.values()], lines, len(keys), strong)
 
 
 def _select_rows(sections: Sections, by: str) -> list[Row]:
@@ -242,10 +243,10 @@ def _choose_columns(
         hidden |= {f"{name}_low", f"{name}_high"}
     if "head" in columns:  # a head is named LAYER.HEAD, so the layer needs no column
         hidden |= {"layer", "module"}
-    every = [name for name in columns if name not in hidden]
-    wanted = every
+    wanted = [name for name in columns if name not in hidden]
     if names:
-        bounds = [name for name in every if columns[name].formula]
+        # The columns with a formula are bounds. With exact norms, only the closest are shown.
+        bounds = [name for name in wanted if columns[name].formula]
         if "exact" in columns:
             bounds = list(find_closest_bounds(columns, rows).values())
         wanted = [*names, *(name for name in bounds if name not in names)]

@@ -32,10 +32,10 @@ def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> list[C
         if isinstance(block, Heatmap) and not block.square:
             maps.setdefault(_name_unit(block), []).append(block)
     scales = {unit: _pool_scale(group) for unit, group in maps.items()}
-    places = {name: place for place, name in enumerate(models)}  # indices of colours
+    colours = {name: index for index, name in enumerate(models)}
     result = []
     for chapter in chapters:
-        coloured = [_colour_block(block, scales, places) for block in chapter.blocks]
+        coloured = [_colour_block(block, scales, colours) for block in chapter.blocks]
         result.append(replace(chapter, blocks=coloured))
     return result
 
@@ -69,28 +69,32 @@ def _pool_scale(group: Sequence[Heatmap]) -> Scale:
     return Scale(low, high, scale.log)
 
 
-def _colour_block(block: Block, scales: Mapping[str, Scale], places: Mapping[str, int]) -> Block:
+def _colour_block(block: Block, scales: Mapping[str, Scale], colours: Mapping[str, int]) -> Block:
     """Return a map with the scale of its unit, or a chart with the colours of its models.
 
     Args:
         block: a block of a page; a block that is neither map nor chart is returned unchanged.
         scales: the scale of colours of each unit.
-        places: the index of the colour of each model.
+        colours: the index of the colour of each model.
     """
     if isinstance(block, Heatmap) and not block.square:
         return replace(block, scale=scales[_name_unit(block)])
     if isinstance(block, Histogram):
-        colours = {name: place for name, place in places.items() if name in block.values}
-        return replace(block, colours=colours)
+        shown = {name: index for name, index in colours.items() if name in block.values}
+        return replace(block, colours=shown)
     if isinstance(block, Curve):
-        return replace(block, series=[_colour_series(each, places) for each in block.series])
+        return replace(block, series=[_colour_series(each, colours) for each in block.series])
     return block
 
 
-def _colour_series(series: Series, places: Mapping[str, int]) -> Series:
-    """Return a series of points in the colour of its model."""
-    for name, place in places.items():
-        # The label begins with the name of the model, if the page shows several.
+def _colour_series(series: Series, colours: Mapping[str, int]) -> Series:
+    """Return a series of points in the colour of its model; unchanged if it is of no model.
+
+    Args:
+        series: the series; its label begins with the name of its model.
+        colours: the index of the colour of each model.
+    """
+    for name, index in colours.items():
         if series.label == name or series.label.startswith(f"{name} "):
-            return replace(series, colour=place)
+            return replace(series, colour=index)
     return series

@@ -102,9 +102,9 @@ def describe_closeness(section: Section) -> str:
     if "exact" not in columns:
         return ""
     sentences = []
-    found = list_ratios(columns, section.rows)
+    logarithms = list_ratios(columns, section.rows)  # log10(bound / norm), by bound
     for name in find_closest_bounds(columns, section.rows).values():
-        ratios = [10**ratio for ratio in found[name]]
+        ratios = [10**logarithm for logarithm in logarithms[name]]
         middle = cells.format_significant(median(ratios))
         label = cells.write_math(columns[name].label)
         spread = f"at most {cells.format_significant(max(ratios))}"

@@ -50,7 +50,7 @@ def needs(other: str, *values: Any) -> Need:
         text += f" {' or '.join(map(str, values))}"
 
     def holds(settings: Any) -> bool:
-        # Whether settings fulfil the condition.
+        # Whether the option `other` has one of the values, or any value if none are listed.
         value = getattr(settings, other)
         if values:
             return value in values

@@ -343,7 +343,7 @@ def group_values(pairs: Iterable[tuple[Group, T]]) -> dict[Group, list[T]]:
 
 
 def order(value: Any) -> float:
-    """Sort key that puts missing values and NaN last in descending order."""
+    """Return a number to sort by: missing values and NaN are -inf, last in descending order."""
     if isinstance(value, int | float) and value == value:  # NaN is not equal to itself
         return float(value)
     return -math.inf

@@ -113,7 +113,10 @@ def join_texts(texts: Iterable[str]) -> str:
 
 
 def describe_places(report: Report) -> dict[str, str]:
-    """Return the place of each sample in the data, with the beginning of a text."""
+    """Return the place of each sample in the data; of a text, also its first letters.
+
+    For example, `row 3`, or `row 3 "a very good film"` with the text in quotes.
+    """
     places = {}
     for name, place in report.places.items():
         text = report.texts.get(name)

@@ -278,8 +278,8 @@ def read_worst(headline: Headline, section: Section, report: Report) -> Iterator
             if attacks == before:
                 remarks = ["same attacks"]
         for row in rows:
-            for found in read_row(headline, section, row, *remarks):
-                yield describe_survivors(found, attacks, report)
+            for figure in read_row(headline, section, row, *remarks):
+                yield describe_survivors(figure, attacks, report)
             before = attacks
 
 

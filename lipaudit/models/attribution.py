@@ -98,9 +98,9 @@ def compute_shares(
 ) -> Shares:
     """Return the shares of heads, layers and blocks in the Jacobian of f at every sample.
 
-    The share of a part O, along an output direction u, is < (df/dO)^T u, (dO/dx) v > / sigma with
-    v = J^T u / |J^T u| and sigma = <u, J v>. It is the fraction of sigma that the paths through O
-    carry.
+    Let J be the Jacobian of f, u an output direction, v = J^T u / |J^T u| and sigma = <u, J v>.
+    The share of a part O is < (df/dO)^T u, (dO/dx) v > / sigma. It is the fraction of sigma that
+    the paths through O carry.
 
     Args:
         net: the model.

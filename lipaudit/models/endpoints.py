@@ -258,10 +258,12 @@ def make_sample_function(
         part = replace(batch.rows_without_ids(index), y=labels)
 
         def forward() -> Any:
+            """Run the model on z: its input, or (`is_embedded`) the embeddings of the texts.
+
+            In the second case it also gets the token ids, to compute positions and masks.
+            """
             if not is_embedded:
                 return net.call(z, part.mask)
-            # The model gets the token ids, to compute positions and masks. z replaces the
-            # embeddings.
             with net.replace_embedding(z):
                 return net.call(part.x, part.mask)
 
@@ -346,7 +348,7 @@ def _read_output(
             the whole sample.
     """
     if what in ("logits", "probabilities"):
-        if scorer is None or place is None:  # of the classes
+        if scorer is None or place is None:  # logits of classes
             logits = net.read(forward())
         else:
             logits = compute_next_logits(scorer, place, forward)

@@ -212,6 +212,8 @@ class Probed:
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the entries of y behind each head and token of t, (windows, heads, tokens, e).
 
+        Here t is q, k or v, and y is the output of a linear map.
+
         Args:
             rows: the row of y of each token, (windows, tokens).
             columns: the columns of y of each head, (heads, e).
@@ -282,6 +284,8 @@ def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def label_affected(source: Probed, label: Tensor, *, rows: bool) -> Tensor | None:
     """Return which labelled part of t, such as a token or a head, each row of y affects.
 
+    Here t is q, k or v, and y is the output of a linear map, (tokens, channels).
+
     Instead of one backward pass per label, a few passes (here called probes) are enough. Each
     label takes part in half of the probes. No two labels take part in the same half. If a row of y
     affects a single label, exactly the probes of this label have a gradient in the row (they "hit"
@@ -330,10 +334,10 @@ def _assign_probes(labels: int) -> Tensor:
 
 
 def reads_only(source: Probed, rows: Tensor) -> bool:
-    """Check, by one backward pass, that every token of t depends on its own row of y only.
+    """Say whether every token of t depends on its own row of y only, by one backward pass.
 
-    The pass starts from a random half of the tokens. Only the rows of these tokens may get a
-    gradient.
+    Here t is q, k or v, and y is the output of a linear map. The pass starts from a random half of
+    the tokens of t. Only the rows of these tokens may get a gradient.
 
     Args:
         source: t, (windows, heads, tokens, width), as a function of y.
@@ -352,7 +356,8 @@ def reads_only(source: Probed, rows: Tensor) -> bool:
 def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return M (heads, d, e) and c (heads, d) with t = M y + c in each head, or None.
 
-    None if no M and c are the same at every token.
+    Here t is q, k or v, and y is the output of a linear map. None if no M and c are the same at
+    every token.
 
     Args:
         source: t, (windows, heads, tokens, d), as a function of y.
@@ -378,8 +383,9 @@ def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tens
 def find_position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None:
     """Return G (1, 1, tokens, d, e) with t_i = G_i y_i at each token i, or None.
 
-    G_i depends on the position i only, and is the same in all windows and heads, such as a rotary
-    position embedding. None if there is no such G.
+    Here t is q, k or v, and y is the output of a linear map. G_i depends on the position i only,
+    and is the same in all windows and heads, such as a rotary position embedding. None if there is
+    no such G.
 
     Args:
         source: t, (windows, heads, tokens, d), as a function of y.
@@ -395,7 +401,9 @@ def find_position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor |
 def compute_map(
     source: Probed, rows: Tensor, columns: Tensor, *, shared: Sequence[int] = ()
 ) -> Tensor:
-    """Return the Jacobian of each vector of t by the entries of y behind it.
+    """Return the Jacobian of each vector of t by the entries of y that it depends on.
+
+    Here t is q, k or v, and y is the output of a linear map.
 
     A backward pass differentiates one channel of every vector: one row of each Jacobian. Vectors
     along the `shared` axes have the same Jacobian. In one pass, each of them differentiates
@@ -442,6 +450,8 @@ def compute_map(
 
 def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
     """Say whether t = G y (without a constant) at every token, apart from rounding.
+
+    Here t is q, k or v, and y is the output of a linear map.
 
     Args:
         source: t, (windows, heads, tokens, d), as a function of y.

@@ -194,6 +194,7 @@ def _is_reordered(one: Tensor, other: Tensor) -> bool:
     """
     if one.shape != other.shape or torch.equal(one, other):
         return False
+    # `unique` sorts the tokens.
     return torch.equal(torch.unique(one, dim=0), torch.unique(other, dim=0))
 
 

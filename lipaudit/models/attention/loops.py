@@ -84,8 +84,8 @@ def find_loops(layers: Collection[Surveyed]) -> list[Loop]:
     return loops
 
 
-def mark_parts(layers: Collection[Surveyed]) -> None:
-    """Note for each layer the other layers that are parts of the same attention.
+def note_partners(layers: Collection[Surveyed]) -> None:
+    """Note for each layer its partners: all layers that are parts of the same attention.
 
     These are calls of a loop over heads or queries that `find_loops` could not join. A layer with
     only a part of the queries is refused, because its norm is not the norm of a head.

@@ -119,8 +119,11 @@ def _linearize_layer(layer: Layer) -> Linearization:
     z = torch.cat([t.detach().flatten() for t in inputs])[None]
 
     def compute_output(z: Tensor, _index: Tensor) -> Tensor:
-        """Run the module with the entries of z as inputs, and return the layer's O, flat."""
-        replacements = {}
+        """Return the layer's O if the entries of z replace the module's inputs.
+
+        z and O are one vector of all samples, (1, numbers).
+        """
+        replacements = {}  # by the identity of the tensor that is replaced
         parts = torch.split(z[0], [t.numel() for t in inputs])
         for t, part in zip(inputs, parts, strict=True):
             replacements[id(t)] = part.view(t.shape)

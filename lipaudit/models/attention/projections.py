@@ -236,6 +236,8 @@ def _classify(
 def find_token_rows(source: Probed) -> Tensor:
     """Return the row of y that each token of t reads, (windows, tokens).
 
+    Here t is q, k or v, and y is the output of a linear map.
+
     Args:
         source: t, (windows, heads, tokens, width), as a function of y, (rows, columns).
 
@@ -276,9 +278,9 @@ def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
     """Return which token of its sample each token of the attention reads, for any batch size.
 
     Args:
-        rows: the row of y that each token reads, (windows, tokens).
+        rows: the row of the linear map that each token reads, (windows, tokens).
         samples: number of samples in the batch; windows are ordered by sample.
-        total: number of rows of y.
+        total: number of rows of the linear map: the tokens of all samples.
 
     Raises:
         NotClosedForm: rows are ordered neither by sample, then token, nor by token, then sample.
@@ -296,12 +298,12 @@ def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
 
 
 def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
-    """Find which columns of y each head reads, and how often heads are repeated.
+    """Find which columns of a linear map each head reads, and how often heads are repeated.
 
     With grouped-query attention, several heads in a row have the same keys and values.
 
     Args:
-        source: q, k or v, (windows, heads, tokens, width), as a function of y.
+        source: q, k or v, (windows, heads, tokens, width), as a function of the map's output.
 
     Returns:
         The source with one of each group of repeated heads; the columns, (heads, e), or None if
@@ -327,10 +329,11 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
 
 
 def _find_columns(source: Probed) -> Tensor | None:
-    """Return the columns of y that each head reads, (heads, e); None if heads share some.
+    """Return the columns of a linear map that each head reads, (heads, e), or None if shared.
 
     Args:
-        source: q, k or v, (windows, heads, tokens, width), as a function of y, (rows, columns).
+        source: q, k or v, (windows, heads, tokens, width), as a function of the map's output y,
+            (rows, columns).
 
     Raises:
         NotClosedForm: heads read different numbers of columns.
@@ -353,7 +356,8 @@ def _find_columns(source: Probed) -> Tensor | None:
 def _refuse_large(source: Probed, form: ProjectionForm) -> None:
     """Raise NotClosedForm if the Jacobians of all tokens take too much memory.
 
-    Each vector of t has a Jacobian, (channels of the head, columns of y that the head reads).
+    Each vector of q, k or v has a Jacobian, (channels of the head, columns of the linear map that
+    the head reads).
     """
     size = source.t.numel() * form.columns.shape[1]
     if size > LARGEST_LOCAL:
@@ -487,6 +491,8 @@ def _read_projection(
 
 def _require_affine(form: ProjectionForm, source: Probed, rows: Tensor) -> None:
     """Raise NotClosedForm unless t = M y + c at every token, up to rounding.
+
+    Here t is q, k or v, and y is the output of a linear map.
 
     Args:
         form: holds M (None for the identity) and c (None for 0) of each head.

@@ -29,7 +29,7 @@ from lipaudit.errors import (
 from lipaudit.models import requirements
 from lipaudit.models.attention import calls, trace
 from lipaudit.models.attention.capture import Site
-from lipaudit.models.attention.loops import find_loops, mark_parts
+from lipaudit.models.attention.loops import find_loops, note_partners
 from lipaudit.models.attention.surveyor import Surveyor
 from lipaudit.models.attention.uses import Uses
 from lipaudit.models.net import Net
@@ -250,7 +250,7 @@ def _observe_passes(
         surveyor.leave_loops()
     if not surveyor.layers:
         raise _make_heads_error(net, uses)
-    mark_parts(surveyor.layers.values())
+    note_partners(surveyor.layers.values())
     return tuple(layer.site for layer in surveyor.layers.values()), scores
 
 
@@ -263,8 +263,7 @@ def _require_unchanged(net: Net, pair: Batch, output: Tensor, observed: Tensor) 
         output: the output without an observer.
         observed: the output with an observer.
     """
-    # A strict tolerance first: with a small difference, the model may be random. If it is, this
-    # raises an error that says so.
+    # A difference above a strict tolerance may come from a random model: raise an error if so.
     if not agree(output, observed, each=0):
         requirements.require_repeat(net, pair, pair, output)
     if not agree(output, observed, requirements.AGREES, each=0):
@@ -398,7 +397,7 @@ def _take_sample(net: Net, batch: Batch) -> Tensor:
     if batch.mask is not None:
         longest = int(batch.mask.sum(1).argmax())
         ids = batch.x[longest, batch.mask[longest]]
-    fewest = min(FEWEST_TOKENS, net.input_shape[0])
+    fewest = min(FEWEST_TOKENS, net.input_shape[0])  # the model may take fewer tokens
     length = max(len(ids), fewest)
     tokens = ids.repeat(math.ceil(length / len(ids)))
     return tokens[None, : min(length, MOST_TOKENS)]

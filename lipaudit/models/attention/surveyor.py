@@ -54,8 +54,9 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
     # leave uncut for it. In the example: norm(x A): (), x: (B,) for B, and x: () for C. An object
     # that identifies the tensor stands for it.
     by_map = {origin.address: dict(origin.ancestors) for origin in origins if origin.linear}
+    # A common tensor is also an ancestor of the first map: try these in turn, the nearest first.
     for tensor in next(iter(by_map.values()), ()):
-        if all(tensor in ancestors for ancestors in by_map.values()):  # a common tensor
+        if all(tensor in ancestors for ancestors in by_map.values()):
             return frozenset().union(*(ancestors[tensor] for ancestors in by_map.values()))
     return frozenset()
 
@@ -124,11 +125,11 @@ class Surveyor(Tracer):
             origin = self.origins.by_leaf.get(leaf)
             if origin is None or origin.linear is None or origin.address not in self.products:
                 continue
-            # Let y be the output of the map, (tokens, columns). If it is keys times queries, one
-            # row of the logits depends on one column of y (its query) at all tokens. For any other
-            # map, the row depends on several columns, or on one token of each sample.
-            y = graph.Probed(logits, (leaf,), origin.linear.outputs)
-            is_read = y.pull(one_row) != 0
+            # If the output of the map, (tokens, columns), is keys times queries, one row of the
+            # logits depends on one column (its query) at all tokens. For any other map, the row
+            # depends on several columns, or on one token of each sample.
+            source = graph.Probed(logits, (leaf,), origin.linear.outputs)
+            is_read = source.pull(one_row) != 0
             columns = is_read.any(0).sum()
             tokens = is_read.any(1).sum()
             if columns == 1 and tokens > len(self.batch):
@@ -289,7 +290,7 @@ class Surveyor(Tracer):
         layer = self.layers.get(address)
         if layer is None:
             return
-        arranged = call.arrange(layer.site.layout, 2)
+        arranged = call.arrange(layer.site.layout, samples=2)
         # q, k and v of both samples in this pass; `layer.parts` has those of the earlier pass.
         parts = arranged.q, arranged.k, arranged.v
         if layer.site.sources:  # q, k and v are not all constants, equal for all samples
@@ -368,7 +369,7 @@ def _read_output_map(layer: Surveyed, linear: calls.Linear, outputs: tuple[Tenso
 
     def as_rows(*outputs: Tensor) -> Tensor:
         """Convert O to one row per token, (tokens of both samples, heads * d_v)."""
-        t = site.layout.arrange(site.join(outputs), 2)  # (windows, heads, tokens, d_v)
+        t = site.layout.arrange(site.join(outputs), samples=2)  # (windows, heads, tokens, d_v)
         return t.transpose(1, 2).flatten(2).flatten(0, 1)
 
     if site.structure is not None:

@@ -336,10 +336,11 @@ class Tracer(AttentionMode):
         return output.detach()
 
     def _join_loop(self, call: AttentionCall, address: Address) -> AttentionCall | None:
-        """Return a call, or at the last call of a loop all calls of the loop as one; else None.
+        """Return the call to report: a call, or the calls of a loop joined to one; else None.
 
         Some models compute one layer in a loop, such as one head after the other. The calls wait
-        for the last one. If a model leaves out some of them for a sample, none is reported.
+        for the last one, which returns all. If a model leaves out some of them for a sample, none
+        is reported.
         """
         loop = self.loops.get(address)
         if loop is None:

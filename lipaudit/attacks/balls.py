@@ -145,8 +145,8 @@ def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:
     if z.shape != x.shape:
         raise blame_attack(attack, f"returned {tuple(z.shape)}, {expected}")
     z = z.detach().to(x)
-    finite = z.isfinite().flatten(1).all(1)
-    bad = int((~finite).sum())
+    is_finite = z.isfinite().flatten(1).all(1)
+    bad = int((~is_finite).sum())
     if bad:
         raise blame_attack(attack, f"returned values that are not finite on {bad} samples")
     projected = project(z, x, ball)
@@ -155,8 +155,8 @@ def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:
     if ball.norm == "l1":  # only entries that changed have an error: scale by their share
         moved = (z != x).flatten(1).to(rounding)
         rounding *= moved.mean(1)
-    outside = excess > SLACK * ball.eps + rounding
-    bad = int(outside.sum())
+    is_outside = excess > SLACK * ball.eps + rounding
+    bad = int(is_outside.sum())
     if bad:
         largest = float(excess.max())
         text = f"left the ball or the box on {bad} samples, by up to {largest:.3g}"

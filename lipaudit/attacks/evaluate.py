@@ -454,8 +454,8 @@ def derive_seed(seed: int, attack: str, chunk: int) -> int:
 
 def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
     """Return the logits, or raise an error if the logits of a sample are not finite."""
-    finite = logits.isfinite().all(1)
-    bad = int((~finite).sum())
+    is_finite = logits.isfinite().all(1)
+    bad = int((~is_finite).sum())
     if bad:
         raise EvaluationError(
             f"the model's output is not finite on {bad} {what} of chunk {chunk.number}",

@@ -392,8 +392,8 @@ def pgd(
             # A step moves only the entry with the largest slope. An entry at an edge of the box
             # with a slope outwards could not move, and the step would be lost: exclude it.
             low, high = ball.box
-            stuck = torch.where(gradient > 0, z >= high, z <= low)
-            gradient = gradient.masked_fill(stuck, 0.0)
+            is_stuck = torch.where(gradient > 0, z >= high, z <= low)
+            gradient = gradient.masked_fill(is_stuck, 0.0)
         z = project(z + step_size * steepest(gradient, ball), x, ball)
     return choose_closer(z, margins(logits_of(f(z)), y), best, lowest)[0]
 

@@ -93,7 +93,7 @@ def examine(
     """
     correct = logits.argmax(1) == y
     largest_slope = gradient.flatten(1).abs().amax(1)
-    flat = largest_slope == 0
+    is_flat = largest_slope == 0
     # How far each logit moved between the two passes. In both, the median logit of the sample is
     # subtracted first, because a shift of all logits changes no prediction.
     median = logits.median(1, keepdim=True)[0]
@@ -103,18 +103,18 @@ def examine(
     # from the median to the largest logit.
     height = logits.amax(1, keepdim=True) - median
     rounding = torch.finfo(logits.dtype).eps * (logits.abs() + median.abs())
-    moved = change > NOISE * height + ROUNDINGS * rounding
+    has_moved = change > NOISE * height + ROUNDINGS * rounding
     # Probabilities: between 0 and 1, with sum 1.
-    in_range = (logits > -SIMPLEX).all(1) & (logits < 1 + SIMPLEX).all(1)
+    is_in_range = (logits > -SIMPLEX).all(1) & (logits < 1 + SIMPLEX).all(1)
     off_one = (logits.sum(1) - 1).abs()
-    simplex = in_range & (off_one < SIMPLEX)
+    is_simplex = is_in_range & (off_one < SIMPLEX)
     return Checks(
         classes=logits.shape[1],
         samples=len(y),
         correct=int(correct.sum()),
-        zero_gradients=int((flat & correct).sum()),
-        random=int(moved.any(1).sum()),
-        probabilities=int(simplex.sum()),
+        zero_gradients=int((is_flat & correct).sum()),
+        random=int(has_moved.any(1).sum()),
+        probabilities=int(is_simplex.sum()),
         nonfinite=nonfinite,
     )
 

@@ -333,8 +333,8 @@ class Attend:
         inner = (u * self.o[:, queries]).sum(-1, keepdim=True)
         ds = u @ self.v[:, keys].mT
         ds.sub_(inner).mul_(p)
-        largest = (u * self.c[:, queries]).sum(-1, keepdim=True)
-        return ds.scatter_(-1, self._find_anchors(block), largest)
+        ds_anchor = (u * self.c[:, queries]).sum(-1, keepdim=True)
+        return ds.scatter_(-1, self._find_anchors(block), ds_anchor)
 
     def push(self, inputs: list[Tensor]) -> Tensor:
         """Return the change dO of O = P V for changes of x W of every input x (forward mode).
@@ -551,7 +551,7 @@ def _flatten_local_maps(heads: Heads) -> dict[str, Tensor]:
     for name, projection in readers.items():
         if projection is None or projection.local is None:
             continue
-        g = projection.local
+        g = projection.local  # (#batch, #heads, tokens, d, e)
         if g.shape[:2] == (1, 1):
             local[name] = g[0]
         else:

@@ -120,6 +120,7 @@ def _require_finite(heads: Heads) -> None:
         EvaluationError: an entry is infinite or NaN.
     """
     for name in ("x", "q", "k", "v"):
+        # A sum with an infinite or NaN entry is not finite: no mask of all entries is needed.
         if not getattr(heads, name).sum().isfinite():
             raise EvaluationError(
                 f"The attention layer has infinite or undefined {name} entries.",

@@ -157,9 +157,9 @@ class Heads:
             sink = self.sink
             if sink.shape[-1] > 1:  # one logit per query; otherwise all queries share one
                 sink = sink[..., start:stop]
-            rows = logits.shape[:-1]
-            last_key = sink[..., None].expand(*rows, 1)
-            logits = torch.cat([logits, last_key], -1)
+            shape = logits.shape[:-1]  # (batch, heads, rows)
+            sink_logits = sink[..., None].expand(*shape, 1)
+            logits = torch.cat([logits, sink_logits], -1)
 
         p = torch.softmax(logits, -1)
         if sees_nothing is not None:
@@ -248,8 +248,8 @@ class Heads:
         """Return which keys the queries start..stop-1 can see, independent of P.
 
         A bias hides a key if its entry is `MASK` or more below the largest of its row. It hides a
-        whole row if the largest is hardly above the most negative number (`_HIDES_ROW`). P does
-        not show this: with very different logits, a visible key may also have P = 0.
+        whole row if no entry is above `_HIDES_ROW`, half of the most negative float32 number. P
+        does not show this: with very different logits, a visible key may also have P = 0.
         """
         shape = (1, 1, stop - start, self.k.shape[2])
         seen = self.q.new_ones(shape, dtype=torch.bool)

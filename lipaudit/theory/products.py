@@ -252,10 +252,11 @@ class _ValuePath:
         F y = sum_h a_h kron (W_O,h^T t_h). Without W_O, the a_h kron t_h side by side.
         """
         t = self._project(y)  # (rows, heads, dv)
+        a = self.a.mT  # (rows, n, heads)
         if self.out is None:
-            image = self.a.mT[..., None] * t[:, None]
+            image = a[..., None] * t[:, None]
         else:
-            image = self.a.mT @ torch.einsum("bhd,hdo->bho", t, self.out)
+            image = a @ torch.einsum("bhd,hdo->bho", t, self.out)
         return image.flatten(1)
 
     def gram(self, y: Tensor) -> Tensor:
@@ -275,7 +276,7 @@ class _ValuePath:
 
 
 def _find_leading(multiply: Products, start: Tensor) -> Tensor:
-    """Return vectors near the leading eigenvectors of A >= 0 by a few Lanczos steps.
+    """Return vectors near the leading eigenvectors of positive semidefinite A, by Lanczos steps.
 
     Args:
         multiply: y -> A y for all problems at once.

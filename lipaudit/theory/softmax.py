@@ -262,7 +262,8 @@ def _step_secular(rows: _Ordered, gap: Tensor, t: Tensor) -> Tensor:
     r += t[..., None]
     torch.div(tail, r, out=r)
     total = r.sum(-1)
-    # b / t = t sum_j r_j (1 + r_j) / lambda, c = sum_j r_j - b / t
+    # b / t = t sum_j r_j (1 + r_j) / lambda, where sum_j r_j (1 + r_j) = ||r||^2 + sum_j r_j, and
+    # c = sum_j r_j - b / t.
     b_over_t = torch.linalg.vector_norm(r, dim=-1).square_().add_(total)
     b_over_t.mul_(t / (rows.second + t))
     c = total - b_over_t

@@ -419,8 +419,8 @@ class _Krylov:
         beta_k = |w| and u_{k+1} = w / beta_k.
         """
         alpha, w = self._orthogonalise(product)
-        self.coupling = vector_norm(w, dim=2, keepdim=True)
-        entries = torch.cat([alpha, self.coupling], 2)
+        self.coupling = vector_norm(w, dim=2, keepdim=True)  # beta_k
+        entries = torch.cat([alpha, self.coupling], 2)  # both in one transfer to the CPU
         entries = entries[:, 0].to("cpu", torch.float64)
         is_finite = entries.isfinite().all(1)
         self.steps += 1
@@ -431,7 +431,7 @@ class _Krylov:
                 "Look for infinite weights or activations, or compute in float64.",
             )
         self._extend_t(*entries.unbind(1))
-        if self.steps % _GROWTH == 0:
+        if self.steps % _GROWTH == 0:  # the last block of the basis is full
             block = w.new_zeros(len(w), _GROWTH, w.shape[2])
             self.basis.append(block)
         length = self.coupling.clamp_min(torch.finfo(w.dtype).tiny)

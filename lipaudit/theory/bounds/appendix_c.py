@@ -22,8 +22,9 @@ def appendix_c(ingredients: Ingredients) -> Tensor:
 
     if not ingredients.affine:
         return ingredients.nothing
-    # Proof: as `theorem3`, where row i of the change E of the output through the logits S has
-    # ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||.
+    # Proof. If the tokens move by dX, the output moves by P dX W_V + E, where the change dS of the
+    # logits gives E the rows E_i = dS_i M(P_i) X W_V.
+    # ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||, and ||dS||_F <= 2 ||A|| ||X|| ||dX||_F.
     x_norm = ingredients.tokens.norm
     centred = ingredients.tokens.centred
     # The smaller of two upper limits of max_i ||X^T M(P_i)||: by a Gram matrix, and

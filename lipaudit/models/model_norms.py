@@ -182,11 +182,11 @@ def _find_left_vectors(linear: Linearization, lanczos: Norms) -> tuple[Tensor, T
         The vectors, (samples, 2, outputs), of any length, and the squared values, (samples, 2).
     """
     assert lanczos.second is not None
-    pair = [v for v in (lanczos.vector, lanczos.second_vector) if v is not None]
-    if linear.outputs > linear.inputs:  # u = J v
-        pair = [linear.jvp(v.view(linear.x.shape).to(linear.x)).flatten(1) for v in pair]
+    vectors = [t for t in (lanczos.vector, lanczos.second_vector) if t is not None]
+    if linear.outputs > linear.inputs:  # these are v, and u = J v
+        vectors = [linear.jvp(v.view(linear.x.shape).to(linear.x)).flatten(1) for v in vectors]
     squares = torch.stack([lanczos.norm, lanczos.second], 1).square()
-    return torch.stack(pair, 1), squares
+    return torch.stack(vectors, 1), squares
 
 
 def _compute_largest_row_sum(linear: Linearization) -> JacobianNorms:

@@ -288,6 +288,7 @@ class EntrySearch:
         # The model may transpose its ids, (batch, tokens), before it embeds them.
         ids = self.x
         transposed = ids.mT
+        # Then the output is (tokens, batch, width). A square batch cannot show this.
         if isinstance(output, Tensor) and output.shape[:2] == transposed.shape != ids.shape:
             self.tokens_first.add(name)
         if not args or not isinstance(args[0], Tensor):

@@ -131,6 +131,7 @@ def make_zero_shot(
             scale = module.logit_scale.to(device, dtype).exp()
             # SigLIP has a bias, CLIP has none.
             bias = getattr(module, "logit_bias", torch.zeros(1)).to(device, dtype)
+            # Refuse a model whose own code computes other logits, on a blank image.
             blank = torch.zeros(1, *spec.input_shape, device=device, dtype=dtype)
             _require_cosines(module, blank, ids, scale * embeddings, bias)
             by_class = embeddings.view(len(names), len(prompts), -1)

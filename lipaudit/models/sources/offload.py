@@ -58,6 +58,7 @@ def place_weights(
     if options.weights != "stored":
         dtype = run_dtype
         notes = note_half_precision(p.dtype for p in module.parameters())
+    # Without a map, all weights go to one device.
     if options.device_map is None:
         # Not `module.to`: transformers overrides it, and refuses models that were quantised.
         nn.Module.to(module, find_device(options.device))
@@ -74,10 +75,12 @@ def place_weights(
             f"--device {options.device} and --device-map both choose the device of the model",
             "Leave --device out.",
         )
+    # With a map, weights go to several devices or the disk.
     placement = plan_placement(module, options.device_map, dtype)
     placement.move(module, dtype)
     notes += (placement.note(module),)
-    call = placement.connect(module, call)
+    call = placement.connect(module, call)  # tensors travel between the devices
+    # Weights on the CPU or the disk may stay as stored even if `dtype` is given.
     narrow = convert_on_read(module, run_dtype, placement.find_compute_device)
     if dtype is None:
         notes += (_note_stored(narrow, options.dtype),)

@@ -215,6 +215,8 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
             state |= read_weights(path / file)[0]
     formats = Counter[str]()  # number of weights of each number format
     count = 0  # entries of quantised weights
+    # A quantised layer has a `qweight`. Its names are listed first, because the loop changes
+    # `state`.
     for layer in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
         # The tensors of the layer become arguments of `dequantise_codes`, and leave the state.
         parts: dict[str, Tensor] = {}

@@ -45,10 +45,10 @@ BEGINS_MARKS = ("\u0120", "\u2581")
 def read_lexicon(
     tokenizer: Any, vocabulary: int, encode: Callable[..., Mapping[str, Any]]
 ) -> Lexicon:
-    """Return the words of a tokenizer's vocabulary, for attacks that change texts.
+    """Return the words of a tokenizer's vocabulary, and functions that read and write them.
 
-    Attacks may not change special ids, ids unknown to the tokenizer, and tokens without a letter
-    or digit (signs, single bytes).
+    Attacks that change texts use the result. They may not change special ids, ids unknown to the
+    tokenizer, and tokens without a letter or digit (signs, single bytes).
 
     Args:
         tokenizer: a fast tokenizer of transformers: it returns the characters of each token.

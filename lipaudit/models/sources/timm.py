@@ -137,6 +137,7 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     # whose name would look like such a prefix.
     state = strip_prefix(state)
     config = timm.models.get_pretrained_cfg(arch)
+    # The name of the classifier, such as "head". Its weight has a row per class.
     classifier = getattr(config, "classifier", None)
     if isinstance(classifier, tuple):  # the model has a second classifier, for distillation
         classifier = classifier[0]

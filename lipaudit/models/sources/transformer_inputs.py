@@ -59,13 +59,16 @@ def describe_transformers(
 
 
 def _complete_settings(config: Any) -> None:
-    """Add the settings of a configuration that the code of transformers reads in every model."""
+    """Set special ids that a configuration lacks to None, and switch the cache of tokens off.
+
+    The code of transformers reads these ids in every model.
+    """
     text_config = find_text_config(config)
     for part in (config, text_config):
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if not hasattr(part, key):
                 setattr(part, key, None)
-    text_config.use_cache = False  # no passes over texts one token at a time
+    text_config.use_cache = False  # it is for passes over texts one token at a time
 
 
 def _require_image_text(module: Any, options: LoadOptions) -> None:

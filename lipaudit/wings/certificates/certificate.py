@@ -279,9 +279,9 @@ def _prove_box(
     box is cut in two.
     """
     boxes = [(low, high)]  # still to be proven
-    nodes = 0
-    smallest = math.inf
-    limited = replace(proof, nodes=min(proof.nodes, NODES_PER_BOX))
+    nodes = 0  # boxes that were tried
+    smallest = math.inf  # of the margins' lower bounds in all of them
+    limited = replace(proof, nodes=min(proof.nodes, NODES_PER_BOX))  # the settings for one box
     while boxes:
         if proof.seconds <= 0:
             return Certificate(why="seconds", bound=smallest, nodes=nodes)
@@ -360,6 +360,7 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int) -> None:
     Raises:
         InputError: the message states the memory needed.
     """
+    # Bytes of the coefficients of a few tensors.
     needed = TENSORS_AT_ONCE * torch.finfo(net.dtype).bits // 8
     needed *= _count_coefficients(net, sample, order, inputs)
     if net.device.type == "cpu":

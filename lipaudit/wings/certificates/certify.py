@@ -55,7 +55,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
             # The generator yields after the attacks (done == 0), then after each proof.
             for done, _ in enumerate(bracket.decide_balls(options.eps)):
                 if done == 0 and not is_cost_reported:
-                    is_cost_reported = _report_choices(bracket, options)
+                    is_cost_reported = _report_passes(bracket, options)
                 base.report_progress(number + done / steps)
             if options.radius:
                 bracket.search(options.tol)
@@ -115,7 +115,7 @@ def _make_part(
     return Part(batch.ids, arrays, facts, tuple(notes))
 
 
-def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
+def _report_passes(bracket: Bracket, options: CertifyOptions) -> bool:
     """Tell the user how many passes the proofs of a sample need, and how long a pass takes.
 
     A proof for 2 patches on a grid of 196 places has a pass for each of the 196 * 195 / 2 choices

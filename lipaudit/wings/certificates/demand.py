@@ -367,10 +367,10 @@ def _list_axes(call: Call, read: Tensor) -> list[int]:
     # If the first argument is broadcast, its rows are not the rows of the result.
     if not isinstance(first, Node) or first.read.shape[:-1] != read.shape[:-1]:
         return []
+    # The other functions are row-wise: they mix the last axis. Some mix other axes, too, or have
+    # arguments that would have to be narrowed.
     if call.name == "softmax" and _read_argument(call, "dim") not in (-1, read.ndim - 1):
         return []
-    # Row-wise functions mix the last axis. Some mix other axes, or have arguments that would have
-    # to be narrowed.
     if call.name == "layer_norm":  # mixes the last axes: as many as `normalized_shape` has
         shape = _read_argument(call, "normalized_shape")
         return axes[len(shape) :]

@@ -178,6 +178,7 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
             if name not in radii:  # the report certifies no ball of this sample
                 continue
             radius = radii[name]
+            # The class to prove is the label, or the prediction of a sample without one.
             label = predicted[name]
             if sample.y is not None and int(sample.y) >= 0:
                 label = int(sample.y)

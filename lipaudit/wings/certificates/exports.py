@@ -45,9 +45,9 @@ def export_balls(
         if not bracket.correct:  # there is no property to prove
             continue
         x = net.point(sample).double()
-        free = net.find_free_tokens(sample)
+        free_tokens = net.find_free_tokens(sample)
         # 1 for entries that may change: all entries of an image, or of the free tokens of a text.
-        moving = x.new_ones(x.shape) if free is None else free[..., None]
+        moving = x.new_ones(x.shape) if free_tokens is None else free_tokens[..., None]
         label = bracket.label_to_prove
         for eps in options.eps:
             low = (x - float(eps) * moving).clamp(lowest, highest)
@@ -66,8 +66,9 @@ def name_proof(sample: str, radius: float) -> str:
 def encode_proofs(brackets: Sequence[Bracket]) -> dict[str, bytes]:
     """Return the proofs of certified balls that were split, as .npz files by name.
 
-    A proof is the list of the parts of the ball with their multipliers (`Nodes`). A ball that was
-    not split needs no proof file: a pass through the model proves the ball again.
+    A proof has the parts of the ball (the leaves of a tree of splits): for each part the signs of
+    ReLUs, and the multipliers that prove a bound on it. A ball that was not split needs no file: a
+    pass through the model proves the ball again.
     """
     import numpy as np
 
@@ -102,7 +103,8 @@ def encode_files(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, b
         for name in exported:
             if not name.endswith(".vnnlib"):
                 continue
-            # Each text has a model file; all other samples share one.
+            # The property 7_eps_0.01.vnnlib is of sample 7. Each text has a model file, 7.onnx,
+            # and all other samples share one.
             model = f"{name.partition('_')[0]}.onnx"
             if model not in exported:
                 model = "model.onnx"

@@ -223,6 +223,8 @@ def _choose_columns(
         always: indices of the symbols that always get a column: of the input and of ReLUs.
         room: largest number of other columns.
     """
+    # The sum of the absolute coefficients of each symbol. A stack lacks symbols that were created
+    # later.
     sizes = always.new_zeros(symbols.count, dtype=DOUBLE)
     for stack in stacks:
         sizes[: len(stack)] += stack.abs().sum(1)

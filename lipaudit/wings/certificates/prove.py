@@ -279,9 +279,8 @@ def hull(
     x = x.detach().to(DOUBLE)
     # The slack of a form is the radius of a further error. Here it covers the rounding of a move:
     # of its cast to `dtype`, and of its computation as a difference of embeddings.
-    rounding = (moves - rows.to(DOUBLE)).abs() + bound_rounding(4, DOUBLE) * (
-        moves.abs() + x.abs()
-    )
+    cast_error = (moves - rows.to(DOUBLE)).abs()
+    rounding = cast_error + bound_rounding(4, DOUBLE) * (moves.abs() + x.abs())
     # At most `max_words` moves are made at once, each with at most the largest rounding.
     return Form(x, rows, round_up(max_words * rounding.amax(0)), symbols)
 

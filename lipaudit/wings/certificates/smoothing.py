@@ -274,10 +274,9 @@ def _classify_copies(
     """
     import torch
 
-    free_tokens = net.find_free_tokens(
-        batch
-    )  # a mask, (batch, tokens); None: all entries may change
-    if free_tokens is not None:  # padding of texts gets no noise
+    # Padding of texts gets no noise. The mask is (batch, tokens); None: everything may change.
+    free_tokens = net.find_free_tokens(batch)
+    if free_tokens is not None:
         noise = noise * free_tokens[..., None]
     with torch.no_grad():
         z = point + (options.smooth or 0.0) * noise

@@ -283,7 +283,7 @@ def _identify_fit(row: Row) -> tuple[Any, ...]:
     """
     values = [row[name] for name in OF_FIT]
     if row.mode == "radius":
-        values[-1] = None
+        values[-1] = None  # the radius
     return tuple(values)
 
 

@@ -375,11 +375,11 @@ def _select_heads(columns: Tensor, first: int, count: int, where: str) -> Tensor
         InputError: a head has columns of several maps.
     """
     # Either all columns of a head belong to this map, or none of them.
-    inside = (columns >= first) & (columns < first + count)
-    heads = inside.all(1)
-    if bool((inside.any(1) != heads).any()):
+    is_inside = (columns >= first) & (columns < first + count)  # (heads, d)
+    is_head_inside = is_inside.all(1)
+    if bool((is_inside.any(1) != is_head_inside).any()):
         raise InputError(
             f"{where} adds several linear maps up in a head, so it has no weight of its own",
             "Merge adapters into the weights first.",
         )
-    return columns[heads] - first
+    return columns[is_head_inside] - first

@@ -498,7 +498,7 @@ def _make_tensor(values: Any) -> Tensor:
             values = torch.as_tensor(np.require(values, requirements=["C", "W"]))
         return values.detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        if errors.of_machine(error):
+        if errors.is_machine_error(error):
             raise
         raise InputError(
             f"data of type {type(values).__name__} cannot be read as an array of samples "

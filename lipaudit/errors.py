@@ -198,7 +198,7 @@ _NO_MEMORY = re.compile("out of memory|allocate memory|not enough memory|Storage
 _DEVICE = re.compile("CUDA error|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error|HIP error|MPS backend")
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Say whether an exception means that memory ran out, on the host or a device.
 
     Only accelerators have a special exception. The host's allocator raises RuntimeError, which is
@@ -209,17 +209,17 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
-def of_machine(error: BaseException) -> bool:
+def is_machine_error(error: BaseException) -> bool:
     """Say whether an exception is about the machine (memory, device, disk), not the model.
 
     Code that tries whether a model can run must raise these exceptions again.
 
-    >>> of_machine(RuntimeError("CUDA error: device-side assert triggered"))
+    >>> is_machine_error(RuntimeError("CUDA error: device-side assert triggered"))
     True
-    >>> of_machine(RuntimeError("shapes do not fit"))
+    >>> is_machine_error(RuntimeError("shapes do not fit"))
     False
     """
-    if out_of_memory(error) or isinstance(error, OSError):
+    if is_out_of_memory(error) or isinstance(error, OSError):
         return True
     # The exception of torch is compared by name: this file must not import torch.
     if type(error).__name__ == "AcceleratorError":
@@ -266,10 +266,10 @@ def explain_failure(what: str, advice: str, *kinds: type[BaseException]) -> Iter
     except caught as error:
         # By default, faults of memory or a device pass through. Readers of files convert them too,
         # with `Exception` as `kinds`: a damaged file may ask for any amount of memory.
-        if not kinds and of_machine(error) and not isinstance(error, OSError):
+        if not kinds and is_machine_error(error) and not isinstance(error, OSError):
             raise
         reason = summarise_error(error)
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             reason = "it needs more memory than is available"
         raise InputError(f"{what} ({reason})", advice) from error
 
@@ -323,7 +323,7 @@ def find_user_error(error: BaseException) -> LipauditError | None:
     if isinstance(error, LipauditError):
         return error
     said = first_line(error)
-    if out_of_memory(error):
+    if is_out_of_memory(error):
         advice = "Try --batch-size 1, --device cpu, fewer --samples, or a smaller model."
         return EvaluationError("out of memory" + (f" ({said})" if said else ""), advice)
     # The operators of torchvision work with one version of torch only: with another, the first
@@ -350,7 +350,7 @@ def find_user_error(error: BaseException) -> LipauditError | None:
             f"the operating system refused: {reason}",
             "Check the path, its permissions and the space left.",
         )
-    if of_machine(error):
+    if is_machine_error(error):
         advice = "Look at the device (lipaudit env), or try --device cpu."
         return EvaluationError(f"the device failed: {said}", advice)
     return None

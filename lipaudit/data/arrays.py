@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lipaudit.data import batch
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, draw_indices, make_batch
-from lipaudit.errors import InputError, explain_failure, of_machine
+from lipaudit.errors import InputError, explain_failure, is_machine_error
 from lipaudit.tables import Note, Notes
 
 if TYPE_CHECKING:
@@ -397,7 +397,7 @@ def _is_accepted(ids: Tensor, net: Net) -> bool:
         with torch.no_grad():
             net.output(one)
     except Exception as error:  # the model's own code may raise anything
-        if of_machine(error):
+        if is_machine_error(error):
             raise
         return False
     return True

@@ -122,7 +122,7 @@ def explain_refusals(repository: Repository) -> Iterator[None]:
     except LipauditError:
         raise
     except Exception as error:  # every HTTP library has its own exceptions
-        if errors.out_of_memory(error):
+        if errors.is_out_of_memory(error):
             raise
         raise explain_refusal(error, repository) from error
 

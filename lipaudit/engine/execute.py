@@ -21,7 +21,7 @@ from lipaudit.engine.prepare import Job, leave_out_layers
 from lipaudit.errors import (
     EvaluationError,
     find_user_error,
-    out_of_memory,
+    is_out_of_memory,
 )
 from lipaudit.measures import load_measures
 from lipaudit.measures.base import (
@@ -406,7 +406,7 @@ def _measure_in_memory(
             return
         except Exception as error:
             remaining = progress.list_unfinished(remaining)
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 _blame_sample(job, net, error, [whole_first, *remaining[:1]])
                 raise
             if size == 1:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lipaudit.errors import EvaluationError, UsageError, out_of_memory
+from lipaudit.errors import EvaluationError, UsageError, is_out_of_memory
 from lipaudit.measures.base import Part
 from lipaudit.tables import Note
 
@@ -272,6 +272,6 @@ def decode_part(content: bytes) -> Part:
             ids = tuple(header["ids"])
             return Part(ids, values, header["facts"], remarks, header["complete"])
     except Exception as error:  # zip, zlib, numpy and json have their own exceptions
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise ValueError(f"damaged parts ({error})") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.errors import LipauditError, few, first_line, of_machine
+from lipaudit.errors import LipauditError, few, first_line, is_machine_error
 from lipaudit.measures import base
 from lipaudit.measures.base import MeasureOptions, Part, Values
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
@@ -237,7 +237,7 @@ def measure_shares(
         # The norm does not need shares, so the run continues without them. For example, an
         # operation of the model may have a first derivative but no second one. An error of the
         # machine (memory, device) ends the run.
-        if of_machine(error):
+        if is_machine_error(error):
             raise
         return {}, {"unshared": first_line(error)}
     shares = join_shares(shares_of_pieces)

@@ -27,7 +27,7 @@ from lipaudit.attacks.text import (
 )
 from lipaudit.data.batch import Batch
 from lipaudit.data.continuations import WHOLE, Packer
-from lipaudit.errors import InputError, escape_controls, of_machine
+from lipaudit.errors import InputError, escape_controls, is_machine_error
 from lipaudit.measures.base import Part
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import agree
@@ -154,7 +154,7 @@ def _reads_padding(reader: Reader, ids: Tensor) -> bool:
             padded = reader.output(longer.to(device), mask.to(device))
         return not agree(alone, padded)
     except Exception as error:  # the model takes no mask, or texts of one length only
-        if of_machine(error):
+        if is_machine_error(error):
             raise
         return True
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from lipaudit.errors import InputError, StructureError, of_machine
+from lipaudit.errors import InputError, StructureError, is_machine_error
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part
 from lipaudit.settings.option import Need, option, repeat_option
@@ -414,7 +414,7 @@ def _find_gain(part: nn.Module, weight: Tensor) -> Tensor | None:
             # The factor is so large that the epsilon of the normalisation does not matter.
             odd = (part(1e3 * x) - part(-1e3 * x)) / 2
     except (RuntimeError, TypeError, ValueError) as error:  # it takes other inputs
-        if of_machine(error):
+        if is_machine_error(error):
             raise
         return None
     if odd.shape != x.shape:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import EvaluationError, InputError, of_machine
+from lipaudit.errors import EvaluationError, InputError, is_machine_error
 from lipaudit.models.linearize import Function
 from lipaudit.models.net import Net, NextToken, watch_modules
 from lipaudit.models.outputs import is_saturated
@@ -128,7 +128,7 @@ def scores_each_token(net: Net, batch: Batch) -> bool:
         try:
             last_logits = compute_next_logits(scorer, last_column, lambda: net.call(text, None))
         except (IndexError, RuntimeError, ValueError) as error:
-            if of_machine(error):
+            if is_machine_error(error):
                 raise
             return False  # the head does not accept the states of a single position
     return agree(all_logits[-1:], last_logits, AGREES)

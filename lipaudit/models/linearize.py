@@ -21,7 +21,7 @@ from lipaudit.errors import (
     LipauditError,
     UsageError,
     first_line,
-    of_machine,
+    is_machine_error,
 )
 from lipaudit.models.graph import leaves, make_identity
 from lipaudit.models.precision import (
@@ -222,7 +222,7 @@ def explain_errors() -> Iterator[None]:
         # `_CAUSES` are parts of autograd's messages. An assertion comes from a backward pass that
         # the model's authors have written.
         is_known = isinstance(error, AssertionError) or any(part in str(error) for part in _CAUSES)
-        if of_machine(error) or not is_known:
+        if is_machine_error(error) or not is_known:
             raise
         raise InputError(
             f"the model cannot be linearised: {first_line(error)}",
@@ -393,7 +393,7 @@ class Linearization:
                 with exact_arithmetic(self.x.device):
                     return pull_back_rows(value, leaf, u)
             except (RuntimeError, AssertionError) as error:  # usually an operation without vmap
-                if of_machine(error):
+                if is_machine_error(error):
                     raise
         return torch.stack([self.vjp(cotangent) for cotangent in u])
 
@@ -486,7 +486,7 @@ def _run_beside_others(f: Function, x: Tensor) -> Tensor:
         try:
             output = evaluate(f, batch, index)
         except Exception as error:  # a model may refuse such entries, and raise anything
-            if isinstance(error, LipauditError) or of_machine(error):
+            if isinstance(error, LipauditError) or is_machine_error(error):
                 raise
             others[:] = low + span * noise  # from low to high
             output = evaluate(f, batch, index)

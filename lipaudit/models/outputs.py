@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, explain_failure, few, of_machine
+from lipaudit.errors import InputError, explain_failure, few, is_machine_error
 from lipaudit.models.net import Call, ModelSpec, Net, NextToken, OutputForm, Read, watch_modules
 from lipaudit.models.precision import HALF, exact_arithmetic, find_dtype, list_devices
 from lipaudit.tables import Note, Notes
@@ -366,7 +366,7 @@ def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) 
             watched = run_watched(call, x, None)
             output = read(watched.result)
         except Exception as error:  # a model may refuse a blank sample, and raise anything
-            if of_machine(error):
+            if is_machine_error(error):
                 raise
             failures.append(error)
             continue

@@ -20,7 +20,7 @@ from lipaudit.errors import (
     UsageError,
     explain_failure,
     first_line,
-    of_machine,
+    is_machine_error,
     summarise_error,
 )
 from lipaudit.models.net import Net
@@ -134,7 +134,7 @@ def find_first_failure(net: Net, batch: Batch) -> SampleFailure | None:
                     point = net.point(sample).detach().requires_grad_()
                     _compute_gradient(net.forward(point, sample).sum(), point)
         except Exception as error:  # the model's own code may raise anything
-            if of_machine(error):
+            if is_machine_error(error):
                 return None
             return SampleFailure(i, summarise_error(error), error)
     return None
@@ -170,7 +170,7 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
             again = run_alone()
             together = net.output(pair)
     except Exception as error:  # the model's own code may raise anything
-        if of_machine(error):
+        if is_machine_error(error):
             raise
         # Accept this if the model fails on a single sample, too (`alone` is None): the measure
         # will name the sample. Also accept it if samples are measured one at a time.
@@ -264,7 +264,7 @@ def require_autocast(net: Net, batch: Batch, autocast: str | None) -> Notes:
         try:
             deployed = net.deploy(autocast).output(first)
         except Exception as error:  # the model's own code may raise anything
-            if of_machine(error):
+            if is_machine_error(error):
                 raise
             text = f"{where}: {net.architecture} fails ({first_line(error)})"
             raise UsageError(text, "Use the other half precision, or leave it out.") from error
@@ -355,7 +355,7 @@ def compare_derivative(net: Net, batch: Batch) -> Notes:
         with exact_arithmetic(net.device), widening:
             errors = _measure_gradient_errors(net, pair.to(net.device, torch.float64))
     except Exception as error:  # the model's own code may raise anything: the measures report it
-        if of_machine(error):
+        if is_machine_error(error):
             raise
         return ()
     finally:

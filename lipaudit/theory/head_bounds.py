@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine
+from lipaudit.errors import EvaluationError, LipauditError, UsageError, is_machine_error
 from lipaudit.theory.block_norms import affine_rows
 from lipaudit.theory.bounds.castin import castin
 from lipaudit.theory.bounds.hu import hu
@@ -179,7 +179,7 @@ def _compute(bound: Bound, ingredients: Ingredients) -> Tensor:
     except Exception as error:
         # Errors of memory or device are not the bound's fault and stay as they are. An OSError is
         # about a file that the function of the bound opens.
-        machine = of_machine(error) and not isinstance(error, OSError)
+        machine = is_machine_error(error) and not isinstance(error, OSError)
         if isinstance(error, LipauditError) or machine:
             raise
         reason = f"{type(error).__name__}: {error}"

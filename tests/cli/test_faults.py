@@ -22,8 +22,8 @@ from lipaudit.errors import (
     UsageError,
     explain_failure,
     find_user_error,
-    of_machine,
-    out_of_memory,
+    is_machine_error,
+    is_out_of_memory,
 )
 from lipaudit.settings import RunOptions
 from tests.commands import invoke, refuse
@@ -187,7 +187,7 @@ MACHINE = [
 
 @pytest.mark.parametrize("error", MACHINE, ids=str)
 def test_faults_of_the_machine_are_told_from_those_of_a_model(error):
-    assert of_machine(error)
+    assert is_machine_error(error)
     met = find_user_error(error)
     assert isinstance(met, EvaluationError)
     assert met.advice
@@ -196,8 +196,8 @@ def test_faults_of_the_machine_are_told_from_those_of_a_model(error):
         raise error
     assert (caught.value is error) == (kind is not InputError)  # nor is it laid to what is loaded
     for said in (RuntimeError("shapes do not fit"), ValueError("CUDA error")):
-        assert not of_machine(said)
-        assert not out_of_memory(said)
+        assert not is_machine_error(said)
+        assert not is_out_of_memory(said)
         assert find_user_error(said) is None
 
 
@@ -222,7 +222,8 @@ def test_every_broad_handler_asks_whose_fault_it_is():
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ExceptHandler) and node.type:
                     kinds, text = ast.unparse(node.type), ast.unparse(node)
-                    asks = any(f in text for f in ("of_machine", "out_of_memory", "find_user_err"))
+                    questions = ("is_machine_error", "is_out_of_memory", "find_user_err")
+                    asks = any(question in text for question in questions)
                     broad = re.search(r"\b(Exception|RuntimeError)\b", kinds)
                     silent[path.relative_to(root).as_posix()] += bool(broad) and not asks
     assert +silent == BESIDE

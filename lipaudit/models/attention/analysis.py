@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import first_line, of_machine
+from lipaudit.errors import first_line, is_machine_error
 from lipaudit.models import graph
 from lipaudit.models.attention import calls, capture, projections
 from lipaudit.models.attention.calls import AttentionCall, AxisLayout, Leaf, Origin
@@ -70,7 +70,7 @@ def _try_layouts(layouts: Sequence[AxisLayout], call: AttentionCall, batch: Batc
         except NotClosedForm as obstacle:
             failures.append(Analysis(layout, tuple(kinds), None, obstacle.reason))
         except RuntimeError as error:
-            if of_machine(error):
+            if is_machine_error(error):
                 raise
             # The model writes in place, or has an op without a derivative. So this layer has no
             # closed form that could be checked; other layers may have one.

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipaudit.errors import of_machine
+from lipaudit.errors import is_machine_error
 from lipaudit.models.attention.calls import TOKENS, AttentionCall, AxisLayout, Factor, Leaf, Role
 from lipaudit.models.graph import Probed, draw_positive
 
@@ -80,7 +80,7 @@ def find_layouts(call: AttentionCall, samples: int) -> tuple[AxisLayout, ...]:
         leading = [_find_factors(moved, axis, size) for axis, size in axes]
         queries = _find_query_factors(moved, call.q.shape[-2])
     except RuntimeError as error:  # an op of the model has no second derivative
-        if of_machine(error):
+        if is_machine_error(error):
             raise
         return ()
     return tuple(AxisLayout(each, queries) for each in _choose_samples(leading, samples))

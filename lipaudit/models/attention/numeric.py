@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import EvaluationError, first_line, of_machine
+from lipaudit.errors import EvaluationError, first_line, is_machine_error
 from lipaudit.models.attention import trace
 from lipaudit.models.attention.calls import Address, AttentionCall
 from lipaudit.models.attention.capture import Layer, Site
@@ -92,7 +92,7 @@ def linearize_module(layer: Layer) -> Linearization | str:
         # A trial product: an op without a derivative fails only in the backward pass.
         linear.outer(torch.ones_like(linear.output))
     except Exception as error:  # the model's own code may raise anything when run again
-        if of_machine(error):
+        if is_machine_error(error):
             raise
         return first_line(error) or reason
     return linear

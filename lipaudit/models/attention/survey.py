@@ -22,8 +22,8 @@ from lipaudit.errors import (
     InputError,
     LipauditError,
     few,
+    is_machine_error,
     is_ours,
-    of_machine,
     summarise_error,
 )
 from lipaudit.models import requirements
@@ -145,13 +145,13 @@ def survey(net: Net, batch: Batch) -> Survey:
             try:
                 sites, scores = _observe_passes(net, pair, other, output, uses)
             except Exception as error:
-                if of_machine(error):
+                if is_machine_error(error):
                     raise
                 # If the model is random or mixes samples, report that in place of this error.
                 requirements.require_repeat(net, pair, other, output)
                 raise
     except Exception as error:  # the model's own code may raise anything
-        if isinstance(error, LipauditError) or of_machine(error) or is_ours(error):
+        if isinstance(error, LipauditError) or is_machine_error(error) or is_ours(error):
             raise
         reason = summarise_error(error)
         raise InputError(

@@ -251,7 +251,7 @@ def find_device(name: str, advice: str = "Use --device auto or cpu.") -> torch.d
         torch.empty(1, device=device).item()  # the meta device holds no values
         torch.empty(1, device=device, dtype=torch.float64)  # mps has none
     except (RuntimeError, AssertionError, ImportError, TypeError) as error:
-        if errors.out_of_memory(error):  # the device exists, and is full
+        if errors.is_out_of_memory(error):  # the device exists, and is full
             raise
         raise UsageError(
             f"device {name!r} is not available on this machine, or has no float64",

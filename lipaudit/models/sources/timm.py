@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lipaudit.data.hub import Repository, explain_refusals, find_commit
 from lipaudit.data.image_files import Resizing
-from lipaudit.errors import InputError, UsageError, of_machine, suggestion
+from lipaudit.errors import InputError, UsageError, is_machine_error, suggestion
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources import DEMOS, timm_names
 from lipaudit.models.sources.imports import import_library
@@ -276,7 +276,8 @@ def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
             f"timm cannot build {name} with {kwargs}: {error}", "Check --model-kwargs."
         ) from error
     except (RuntimeError, ValueError) as error:
-        if weights or of_machine(error):  # while weights are loaded, the caller explains errors
+        # While weights are loaded, the caller explains errors.
+        if weights or is_machine_error(error):
             raise
         raise InputError(f"timm cannot build {name}: {error}", "Check the name.") from error
     finally:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lipaudit.errors import InputError, explain_failure, few, out_of_memory, summarise_error
+from lipaudit.errors import InputError, explain_failure, few, is_out_of_memory, summarise_error
 from lipaudit.models.precision import HALF, compute_values, name_dtypes
 from lipaudit.tables import Note, Notes
 
@@ -224,7 +224,7 @@ def _read_pickle(path: Path) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # junk may raise anything
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         # The classes and functions in the file that torch does not regard as safe. torch lists
         # them for zip archives only. For a bare pickle it raises an error, and the list is empty.

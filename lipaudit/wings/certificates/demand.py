@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lipaudit.errors import of_machine
+from lipaudit.errors import is_machine_error
 from lipaudit.wings.certificates.form import Form, list_forms
 from lipaudit.wings.certificates.rearrangements import CONSTANT_MAKERS, MOVE_METHODS, rearrange
 from lipaudit.wings.certificates.symbols import Symbols
@@ -247,7 +247,7 @@ def plan_calls(model: Callable[[Any], Any], x: Form) -> Plan | None:
         # what all later calls read. `_mark_read` marks what the call reads of its arguments.
         positions = [(call.name, _mark_read(call)) for call in reversed(trial.calls)]
     except (RuntimeError, TypeError, ValueError) as error:
-        if of_machine(error):  # such as no memory
+        if is_machine_error(error):  # such as no memory
             raise
         # Any other failure, such as mismatched dtypes, only means that no entry can be left out.
         return None

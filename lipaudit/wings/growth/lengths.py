@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, StructureError, UsageError, first_line, of_machine
+from lipaudit.errors import InputError, StructureError, UsageError, first_line, is_machine_error
 from lipaudit.measures.layers import choose_layers
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import find_layers
@@ -121,7 +121,8 @@ def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
         with torch.no_grad():
             net.output(cut_samples(net, batch[:1], lengths[0])[0])
     except (AssertionError, ValueError, RuntimeError) as error:
-        if of_machine(error):  # out of memory or a device error: nothing to do with the length
+        # Out of memory or a device error: nothing to do with the length.
+        if is_machine_error(error):
             raise
         advice = "Leave out the modes that use data: --mode adversarial,radius,ascent."
         # An image model of timm can be loaded to take any size.

@@ -31,7 +31,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import Samples
 from lipaudit.engine.files import ordinary_mode, require_folder, write
 from lipaudit.engine.results import versions
-from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
+from lipaudit.errors import EvaluationError, InputError, UsageError, is_out_of_memory
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import has_converted_weights, seed_device
 from lipaudit.models.sources.saving import save_net
@@ -488,7 +488,7 @@ class TrainingRecord:
             epochs = stored["epochs"]
             state = dict(stored["state"])
         except Exception as error:  # pickle, zip and torch have their own exceptions
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             raise InputError(f"{self.out / CHECKPOINT} is damaged ({error})") from None
         # Model, data, held-out data and recipe must be the same as in the interrupted run.

@@ -161,7 +161,7 @@ def _average(shares: Sequence[Tensor], count: Tensor) -> Tensor:
         count: how many directions count for each sample, (samples,).
     """
     first = shares[0]
-    count = count.view(-1, *[1] * (first.ndim - 1))
+    count = count.view(-1, *[1] * (first.ndim - 1))  # (samples, 1, ...)
     mean = torch.stack([*shares]).nansum(0) / count
     return mean.masked_fill(first.isnan(), torch.nan)
 
@@ -172,9 +172,9 @@ def _compute_one_by_one(
     """Return the shares of a batch like `compute_shares`, by one forward pass for each sample."""
     shares = []
     for i in range(len(x)):
-
+        # The default value binds i of this round. Index 0 stands for sample i.
         def f_of_sample(z: Tensor, index: Tensor, i: int = i) -> Tensor:
-            return f(z, index + i)  # index 0 stands for sample i
+            return f(z, index + i)
 
         one = slice(i, i + 1)
         shares.append(compute_shares(net, sites, f_of_sample, x[one], directions[one], tied[one]))

@@ -468,20 +468,20 @@ def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> b
     return is_rounding(t - image, LINEAR_TOLERANCE, t)
 
 
-def is_rounding(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
+def is_rounding(difference: Tensor, tolerance: float, *sizes: Tensor) -> bool:
     """Say whether a difference of tensors is only rounding error, in each head.
 
-    Each head has its own limit: in a head with small entries, an error may be as small as the
-    rounding errors of another head.
+    Each head has its own limit: a true difference in a head with small entries may be as small as
+    the rounding errors of another head.
 
     Args:
-        rest: the difference, (windows, heads, tokens, width).
+        difference: (windows, heads, tokens, width).
         tolerance: the limit, relative to the largest entry of the head in any of `sizes`.
         sizes: the tensors that were subtracted.
     """
     size = torch.stack([find_largest(t) for t in sizes]).amax(0)
-    limit = tolerance * size + torch.finfo(rest.dtype).tiny
-    return bool((find_largest(rest) <= limit).all())
+    limit = tolerance * size + torch.finfo(difference.dtype).tiny
+    return bool((find_largest(difference) <= limit).all())
 
 
 def is_orthogonal(local: Tensor) -> bool:

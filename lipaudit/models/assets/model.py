@@ -17,7 +17,7 @@ class Block(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (batch, tokens, width) of the same."""
+        """Return x plus its attention; both are (batch, tokens, width)."""
         batch, tokens, width = x.shape
         qkv = self.qkv(self.norm(x)).view(batch, tokens, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)

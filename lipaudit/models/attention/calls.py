@@ -442,7 +442,7 @@ class AttentionCall:
         k = layout.arrange_keys(self.k, samples)
         v = layout.arrange_keys(self.v, samples)
         form = self.form
-        rows = self.q.shape[:-1]
+        rows = self.q.shape[:-1]  # (..., queries), with the axes of the model
         keys = self.k.shape[-2]
 
         def arrange_pairs(pairs: Tensor) -> Tensor:
@@ -458,7 +458,7 @@ class AttentionCall:
         if form.causal and not layout.keeps_queries:
             # `causal` hides keys by the position of a query along the model's axis of queries. The
             # layout divides this axis, so make an explicit mask first.
-            mask = hide_later_keys(self.q.shape[-2], keys, mask, self.q)
+            mask = hide_later_keys(rows[-1], keys, mask, self.q)
             form = replace(form, causal=False)
         if mask is not None and layout.is_plain:
             # No axis moves, so the mask need not be expanded to all heads, which takes memory. Add

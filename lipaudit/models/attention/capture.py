@@ -187,13 +187,14 @@ def capture(
     Raises:
         EvaluationError: a selected layer did not run.
     """
-    chosen = {site.address: site for site in sites if layers is None or site.index in layers}
+    # Requested layers that have not run yet. A layer that the model skips stays in here.
+    pending = {site.address: site for site in sites if layers is None or site.index in layers}
     # Cut the graph at the linear maps behind q, k and v of the layers whose projections are read.
     # Do so for every written-out softmax, too: the tracer recognises it by a graph from q or k.
-    with_projections = chosen if projections else {}
-    cut_sites = [site for site in sites if site.explicit or site.address in with_projections]
-    # Layers that have not run yet. A layer that the model skips for this batch stays in here.
-    pending = dict(chosen)
+    cut_at = frozenset[Address]()
+    for site in sites:
+        if site.explicit or (projections and site.address in pending):
+            cut_at |= site.sources
     results = list[Result]()
 
     def reduce_layer(call: AttentionCall, address: Address) -> None:
@@ -206,8 +207,6 @@ def capture(
         if not pending:
             raise _AllRead
 
-    # The linear maps at which the graph is cut.
-    cut_at = frozenset().union(*(site.sources for site in cut_sites))
     tracer = Tracer(reduce_layer, cut_at=cut_at, loops=(site.loop for site in sites))
     with suppress(_AllRead), fork_random(net), exact_arithmetic(net.device):
         run(net, batch, tracer)

@@ -182,7 +182,7 @@ def _read_conv(
 ) -> Contraction | None:
     """Read the arguments of a 1x1 convolution, a linear map of the channels of each pixel.
 
-    The same einsum is "xyab..,zy->xzab..", with samples x, channels in y, channels out z, and a, b
+    As an einsum it is "xyab..,zy->xzab..", with samples x, channels in y, channels out z, and a, b
     for the pixels. None for any other convolution, because it mixes pixels.
     """
     is_pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
@@ -217,7 +217,7 @@ def _read_matmul(*operands: Any, **kwargs: Any) -> Contraction | None:
 
 
 def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Contraction:
-    """Read the arguments of torch.tensordot.
+    """Read the arguments of torch.tensordot: for three axes each and dims=2, "abc,bcf->af".
 
     `dims` are the axes of a and of b that are summed over, in pairs, or the number of such axes.
     """

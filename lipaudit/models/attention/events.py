@@ -196,12 +196,12 @@ class AttentionMode(TorchFunctionMode):
     def remember(self, linear: Linear, result: Tensor) -> None:
         """Store which q k^T or P is behind a linear map of logits or P, as in talking heads.
 
-        The graph is cut at every linear map, so a later walk back from the softmax or the values
-        ends at the map's output. `_past` has the q k^T and P before the cut, by this leaf.
+        The graph is cut at this map, so a later walk back from the softmax or the values ends at
+        the map's output, a leaf. `_past` has the q k^T and P before the cut, by this leaf.
 
         Args:
             linear: the map.
-            result: its output, a leaf.
+            result: its output.
         """
         # All noted products q k^T and softmaxes P, by their graph nodes.
         edges = [product.edge for product in self._products]

@@ -52,7 +52,7 @@ class Surveyed:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Return the numbers of the tokens that q, k and v read, in whichever linear map."""
+        """Return the numbers of the tokens that q, k and v read, whichever their linear map is."""
         numbers = []
         for reads in self.reads:
             numbers.append(sorted(number for _, number in reads.rows))

@@ -368,7 +368,7 @@ class _AttackRun:
         """
         chunk = self.chunk
         assert chunk.texts is not None
-        drafts = list(last.drafts or chunk.texts.drafts)
+        drafts = list(last.drafts or chunk.texts.drafts)  # as earlier attacks left them
         robust = last.robust.clone()
         confidence = last.confidence.clone()
         attacked = robust
@@ -390,7 +390,7 @@ class _AttackRun:
         return self._report(
             tried=last.robust,
             robust=robust,
-            x_adv=chunk.x,
+            x_adv=chunk.x,  # unchanged: the changed samples are texts, in `drafts`
             distance=chunk.x.new_tensor(counts),
             confidence=confidence,
             drafts=drafts,

@@ -92,6 +92,7 @@ class AttackKind:
         """Say whether the attack suits a kind of model: image, tokens or text."""
         if kind == "text" and not self.masked:  # texts have padding, which must not change
             return False
+        # SPACES has the kinds of model to which a norm applies.
         return any(kind in SPACES[norm] for norm in self.norms)
 
     @property
@@ -100,7 +101,7 @@ class AttackKind:
         return self.function.partition(":")[0].partition(".")[0]
 
     def load(self) -> Callable[..., Any]:
-        """Import the function.
+        """Import the function that runs the attack, and return it.
 
         Raises:
             UsageError: the function does not exist, or its module cannot be imported.
@@ -532,6 +533,7 @@ def require_suitable(
     for trial in trials:
         for attack in trial.attacks:
             _require_suitable_attack(attack, trial.norm, kind)
+        # SPACES has the kinds of model to which a norm applies; norms in WHOLE count changes.
         if kind not in SPACES[trial.norm]:
             fitting = [n for n, kinds in SPACES.items() if kind in kinds and n not in WHOLE]
             raise UsageError(

@@ -145,7 +145,8 @@ class _Step:
         of_words = group_values((change.word, change) for change in self.untried)
         evenly = take_turns(of_words.values())
         by_word = sorted(self.untried, key=rank)
-        # Each of the three orders has all changes: a dict drops the repeats.
+        # `untried` is in the order of the gradient. Each of the three orders has all changes: a
+        # dict drops the repeats.
         ordered = dict.fromkeys(take_turns([self.untried, by_word, evenly]))
         return self._make_texts(ordered, self.queries - self.tried)
 
@@ -288,7 +289,7 @@ def rewrite_words(
 
     def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
         """Return every substitute of every word; first those that lower the margin most."""
-        rises = []
+        margin_changes = []
         changes = []
         position = 0  # the position of the first token of the word
         for i, word in enumerate(draft.words):
@@ -296,14 +297,14 @@ def rewrite_words(
             if substitutes:
                 # To first order, slope . (e(substitute) - e(word)).
                 step = reader.table[substitutes] - reader.table[word[0]]
-                rises.append(step @ slope[position])
+                margin_changes.append(step @ slope[position])
                 for new in substitutes:
                     make = partial(_replace_word, draft, i, new, reader.lexicon)
                     changes.append(Change(i, make))
             position += len(word)
         if not changes:
             return []
-        order = torch.cat(rises).argsort(stable=True)
+        order = torch.cat(margin_changes).argsort(stable=True)
         return [changes[k] for k in order.tolist()]
 
     return search(oracle, drafts, y, budget, propose, turn.attack.queries)

@@ -132,7 +132,7 @@ class Lexicon:
         One piece, or more than two, make one text.
         """
         pieces: list[list[int]] = []
-        special_before = True
+        special_before = True  # the first id begins a piece
         for token in ids:
             is_special = token in self.special
             if special_before and not is_special:

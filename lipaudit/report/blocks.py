@@ -513,10 +513,10 @@ def compute_scale(block: Heatmap) -> Scale:
     """
     if block.scale is not None:  # several maps of the page share a scale
         return block.scale
-    values = finite(chain.from_iterable(block.values))
-    known = [value for value in values if abs(value) < EXTREME]
-    low = min(known, default=0.0)
-    high = max(known, default=1.0)
+    numbers = finite(chain.from_iterable(block.values))
+    values = [value for value in numbers if abs(value) < EXTREME]
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
     centre = block.centre
     if centre is not None:  # a map of changes, for example, has "no change" in the middle
         far = max(high - centre, centre - low) or 1.0
@@ -525,8 +525,9 @@ def compute_scale(block: Heatmap) -> Scale:
         return Scale(low, low + 1.0, log=False)
     # Shares keep a linear scale: 10% has to look like a tenth of 100%.
     is_share = block.square or block.column.format.endswith("%")
-    if is_share or not 0 < 10 * low < high:
+    spans_decade = 0 < 10 * low < high
+    if is_share or not spans_decade:
         return Scale(low, high, log=False)
     # Crowded: the median is in the lowest quarter, where a linear scale would show one colour.
-    is_crowded = median(known) < low + 0.25 * (high - low)
+    is_crowded = median(values) < low + 0.25 * (high - low)
     return Scale(low, high, is_crowded)

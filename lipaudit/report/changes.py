@@ -161,6 +161,7 @@ def draw_changes(
     # The bars of each unit, each bar after the size of its change.
     units: dict[str, list[tuple[float, Bar]]] = {unit: [] for unit in TITLES}
     for name, verdict in changes:
+        # The numbers that must be finite: of a proven change only the change itself.
         needed = [read_change(verdict)]
         if verdict.status not in MOVED:
             needed += (verdict.low, verdict.high)

@@ -119,19 +119,19 @@ def _shorten(file: str) -> str:
             element = element.replace(f' id="{name}"', "")
     element = element.replace("xlink:href", "href")
     element = re.sub(r">\s+<", "><", element)
-    element = PLACES.sub(_round_place, element)
+    element = PLACES.sub(_round_attribute, element)
     return re.sub(r' (height|width)="[\d.]+pt"', "", element, count=2).strip()
 
 
-def _round_place(found: re.Match[str]) -> str:
+def _round_attribute(match: re.Match[str]) -> str:
     """Return an SVG attribute with rounded numbers and without repeated spaces.
 
     Args:
-        found: the match of the attribute: its name and its value.
+        match: the match of the attribute: its name and its value.
     """
-    value = NUMBER.sub(_round_number, found[2])
+    value = NUMBER.sub(_round_number, match[2])
     value = " ".join(value.split())
-    return f' {found[1]}="{value}"'
+    return f' {match[1]}="{value}"'
 
 
 def _round_number(found: re.Match[str]) -> str:

@@ -423,7 +423,7 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
     if ranking.criterion:
         title = "Which model is the most robust?"
         keys = 2  # the rank and the model
-        # Of each model from the best one, which has none.
+        # The difference of each model from the best one, which has none itself.
         differences = [model.difference for model in ranking.models if model.difference]
         text = (
             f"Ranked by {differences[0].subject}{count_samples(differences)}; rank 1 has the best "

@@ -135,14 +135,14 @@ def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> blocks.Serie
         x: name of the column along the horizontal axis.
         y: name of the column along the vertical axis.
     """
-    known = [row for row in rows if len(finite((row[x], row[y]))) == 2]
-    known.sort(key=lambda row: row[x])
+    points = [row for row in rows if len(finite((row[x], row[y]))) == 2]
+    points.sort(key=lambda row: row[x])
     return blocks.Series(
         label,
-        x=[float(row[x]) for row in known],
-        y=[float(row[y]) for row in known],
-        low=[row.get(f"{y}_low") for row in known],
-        high=[row.get(f"{y}_high") for row in known],
+        x=[float(row[x]) for row in points],
+        y=[float(row[y]) for row in points],
+        low=[row.get(f"{y}_low") for row in points],
+        high=[row.get(f"{y}_high") for row in points],
     )
 
 

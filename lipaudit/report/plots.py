@@ -334,8 +334,8 @@ def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
         yield f"{bar.label}: {bar.text}", (low, high), (row - 0.9, row + 0.3)
     axes.set_ylim(len(block.bars) - 0.5, -1.0)
     # Lines without points, which only appear in the legend.
-    for place, word in block.legend.items():
-        axes.plot([], [], color=choose_colour(place), label=word, **MARK)
+    for index, word in block.legend.items():
+        axes.plot([], [], color=choose_colour(index), label=word, **MARK)
     if any(bar.limit is not None for bar in block.bars):
         axes.plot([], [], label="limit of the rule", **LIMIT)
     frames.set_legend(axes)

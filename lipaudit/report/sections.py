@@ -154,8 +154,8 @@ def _find_idle_settings(section: Section) -> set[str]:
     # An option has an effect if it needs no other option, or if that option has the needed value.
     idle = set()
     for each in options.options().values():
-        is_usual = each.rare and section.settings.get(each.name) == each.default
-        if is_usual or (each.need and not each.need.holds(options)):
+        is_rare_default = each.rare and section.settings.get(each.name) == each.default
+        if is_rare_default or (each.need and not each.need.holds(options)):
             idle.add(each.name)
     return idle
 
@@ -174,7 +174,7 @@ def show_sections(sections: Sections) -> Iterator[Block]:
             failed = True
             text = f"FAILED: {failure.reason}. {failure.advice}"
             yield Paragraph(add_model(label, text).strip())
-        if section.rows or len(section.samples) > 1:
+        if section.rows or len(section.samples) > 1:  # more than the ids of the samples
             measured[label] = section
     if not measured:
         if not failed:
@@ -190,6 +190,7 @@ def show_sections(sections: Sections) -> Iterator[Block]:
         yield from draw_declared(name, measured)
     for name in display.histograms:
         yield from count_samples(measured, name)
+    # A single report also gets the columns that the table above leaves out.
     if display.columns and "" in measured and first.rows:
         yield from _tabulate_all(first, tables)
 
@@ -232,9 +233,9 @@ def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
     values = {}  # by the name of the report
     for label, section in sections.items():
         if name in section.samples:
-            known = finite(section.samples[name])
+            numbers = finite(section.samples[name])
             # matplotlib overflows at larger values.
-            values[label or "samples"] = [v for v in known if abs(v) < EXTREME]
+            values[label or "samples"] = [v for v in numbers if abs(v) < EXTREME]
     distinct = set(chain.from_iterable(values.values()))
     if len(distinct) > 1:
         first = next(iter(sections.values()))

@@ -61,7 +61,7 @@ def render(page: blocks.Document, width: int | None = None, colour: str | None =
         if chapter.title:
             items.append(_heading(chapter.title, "─", console.width))
         elif chapter is not page.chapters[0] or not _begins_with_table(chapter):
-            items.append(Text(""))
+            items.append(Text(""))  # a blank line; a table brings its own
         for block in chapter.blocks:
             if not isinstance(block, Forest):  # the table below it has the same figures
                 items += _write_block(block, console.width)
@@ -90,7 +90,7 @@ def _begins_with_table(chapter: blocks.Chapter) -> bool:
 
 
 def _heading(title: str, rule: str, width: int) -> Text:
-    """Return a blank line, a title and a rule below it."""
+    """Return a blank line, a title and a line below it, drawn with the character `rule`."""
     lines = wrap(title, min(width, PROSE))
     longest = max(map(cell_len, lines))
     text = "\n".join(lines)

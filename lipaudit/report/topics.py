@@ -251,4 +251,5 @@ def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
             yield Topic("Options", flag.removeprefix("--"), title, meaning, words=words)
             for value in option.values():
                 meaning = values.get(value, option.help)
+                # The group is empty: values are not in the index.
                 yield Topic("", value, f"{value}, a value of {title}", meaning)

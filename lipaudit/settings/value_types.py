@@ -57,7 +57,7 @@ def read_layers(text: str) -> tuple[int, ...]:
         first, last = _read_integers(r"(\d+)(?:-(\d+))?", piece)
         if last < 0:  # a single layer
             last = first
-        _require(first <= last < first + MOST_LAYERS)
+        _require(first <= last < first + MOST_LAYERS)  # else: ValueError
         layers += range(first, last + 1)
     return tuple(layers)
 
@@ -162,7 +162,7 @@ def _read_with(read: Callable[[str], Any], form: str = "") -> BeforeValidator:
     """
 
     def convert(value: Any) -> Any:
-        # From Python, a value may have the right type already: it is not parsed.
+        # Parse a text by `read`. A value from Python may have the right type already.
         if not isinstance(value, str):
             return value
         try:
@@ -190,7 +190,10 @@ def _read_radius(value: Any, *, parse: Callable[[str], Any] = parse_radius) -> A
 
 
 def _read_radii(values: Any) -> Any:
-    """Parse radii and ranges of radii: a text with commas, one value, or several."""
+    """Return the radii of an option as a tuple: of a text with commas, one value, or several.
+
+    Ranges give all their radii: `0:4/255:3` is 0, 2/255 and 4/255.
+    """
     if isinstance(values, str):
         values = list(filter(str.strip, values.split(",")))
     if not isinstance(values, Iterable):

@@ -380,9 +380,10 @@ def list_ratios(columns: Mapping[str, Column], rows: Sequence[Row]) -> dict[str,
     The closest bound comes first: its median over the heads is the smallest. A bound without
     heads is left out.
     """
-    heads = {name: finite(log10_ratio(row, name) for row in rows) for name in find_bounds(columns)}
-    medians = [(median(ratios), name) for name, ratios in heads.items() if ratios]
-    return {name: heads[name] for _, name in sorted(medians)}
+    bounds = find_bounds(columns)
+    ratios = {name: finite(log10_ratio(row, name) for row in rows) for name in bounds}
+    medians = [(median(values), name) for name, values in ratios.items() if values]
+    return {name: ratios[name] for _, name in sorted(medians)}
 
 
 def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
@@ -413,7 +414,8 @@ def sign_test_place(count: int, level: float) -> int:
     # In exact integers: the condition is C(count, 0) + ... + C(count, k - 1) <= level 2^count.
     most = int(Fraction(level) * 2**count)
     sums = accumulate(_list_binomials(count))
-    return min(sum(1 for _ in takewhile(lambda total: total <= most, sums)), count // 2)
+    k = sum(1 for _ in takewhile(lambda total: total <= most, sums))
+    return min(k, count // 2)  # beyond the middle, the two limits would change places
 
 
 def sum_binomial(most: int, count: int) -> float:

@@ -93,6 +93,7 @@ def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
     """
     for name, array in arrays.items():
         kind, _, head = name.partition("@")
+        # Whether the shape is right, by kind; other arrays may have any shape.
         fits = {"map": len(array.shape) == 2, "map_tokens": array.shape == (2,)}
         if array.data and not fits.get(kind, True):
             raise ValueError(f"{name} has the shape {array.shape}")

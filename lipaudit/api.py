@@ -99,9 +99,9 @@ def audit_request(
         for name, given in measures.items():
             planned = plan[name]
             kind = type(planned)
-            of_audit = {field: getattr(planned, field) for field in planned.model_fields_set}
+            from_audit = {field: getattr(planned, field) for field in planned.model_fields_set}
             (of_measure,) = _split_options(given, kind)
-            plan[name] = kind.parse(of_audit | of_measure)
+            plan[name] = kind.parse(from_audit | of_measure)
     # Measures that the model or the data do not allow are left out, with a note.
     return replace(request, measures=plan, optional={*plan})
 
@@ -156,7 +156,7 @@ def _split_options(
     for number, group in last_first:
         for field, option in group.options().items():
             owners[field] = (number, field)
-            # On the command line some fields have other names: `--save-adv` becomes `save_adv`.
+            # On the command line some fields have other names: `--to` is the field `target`.
             typed = option.flags[0].removeprefix("--").replace("-", "_")
             owners[typed] = (number, field)
     split: tuple[dict[str, Any], ...] = tuple({} for _ in groups)
@@ -326,7 +326,8 @@ def run_audits(
         with opened as job, run_job(job, observer) as report:
             yield report
         return
-    if requests[0].run.shard or requests[0].run.parts:
+    run = requests[0].run  # its options are those of every run
+    if run.shard or run.parts:
         raise UsageError(
             "shards and folders of parts are of one model", "Audit the models one by one."
         )

@@ -99,14 +99,15 @@ def load(path: Path | str) -> Report:
     Raises:
         InputError: the file is missing, unreadable or not a report.
     """
+    file = Path(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        if Path(path).exists():
+        if file.exists():
             known = []
-        else:
-            known = neighbours(Path(path))
+        else:  # the name may be misspelled: suggest the files beside it
+            known = neighbours(file)
         advice = suggestion(str(path), known, "Check the path.")
         raise InputError(f"cannot read {path}: {reason}", advice) from None
     return loads(text, name=str(path))

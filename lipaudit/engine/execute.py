@@ -228,8 +228,9 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     request = job.request
     observer = findings.observer
     planned = shards.describe_shard(job)
-    if request.run.parts is not None:
-        shards.save_shard(planned, request.run.parts)
+    folder = request.run.parts  # where the parts of a shard are stored; None: only in the cache
+    if folder is not None:
+        shards.save_shard(planned, folder)
     errors = []
     for name, options in request.measures.items():
         # `leave_out_layers` below makes a smaller job: the measures that it left out do not run.
@@ -267,8 +268,8 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
             "remainder": findings.remainder,
         }
     )
-    if request.run.parts is not None:
-        shards.save_shard(shard, request.run.parts)
+    if folder is not None:
+        shards.save_shard(shard, folder)
     return job, shard
 
 
@@ -344,7 +345,7 @@ def run_measure(
         The parts in the order of the samples, including parts of an interrupted run; and the ids
         of samples without a complete part, because the time limit came first.
     """
-    run = job.request.run
+    request = job.request
     observer = findings.observer
     # The first batch of the run, and the batches of this process.
     first, batches = job.batches(name)
@@ -356,7 +357,7 @@ def run_measure(
         moves=partial(observer.moves, name),
         costs=partial(_note_cost, observer, name, total),
         notes=observer.note,
-        end=job.request.started + (run.time_limit or math.inf),
+        end=request.started + (request.run.time_limit or math.inf),
     )
     _measure_in_memory(job, options, first, unfinished, progress, listener)
     if progress.journal.refusal:

@@ -396,6 +396,7 @@ def _advise_missing(command: str, unfinished: Sequence[str]) -> str:
     if unfinished:
         which = f"shard {unfinished[0]}"
         shard_option = f" --shard {unfinished[0]}"
+    # The command for the missing shard, or without --shard; a call from Python has no --shard.
     changed, count = re.subn(r" --shard[ =]\S+", shard_option, command)
     if count:
         return f"Measure them: {changed}"

@@ -350,7 +350,7 @@ class Shared:
         Args:
             index: positions in the lists of shared samples.
         """
-        new, old = self.takes
+        new, old = self.takes  # the indices of the shared samples in each section
         # None only if samples have no ids. Then no sample belongs to a group, and nothing calls
         # this method.
         assert new is not None
@@ -384,9 +384,10 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
         return Shared((new, old), (None, None), recompute=False, skipped=unconverged_rows)
     # Leave out unconverged samples: their ids become "", which matches no sample of the current
     # report. All other samples stay at their indices.
-    known = ["" if name in unconverged_samples else name for name in old.ids]
-    least = 0.0 if lenient else pairing.ALL_BUT_FEW  # as a share of the baseline's samples
-    takes = pairing.find_shared(rule.measure, new.ids, known, least)
+    old_ids = ["" if name in unconverged_samples else name for name in old.ids]
+    # The share of the baseline's samples that has to be in the current report.
+    least = 0.0 if lenient else pairing.ALL_BUT_FEW
+    takes = pairing.find_shared(rule.measure, new.ids, old_ids, least)
     # Rows are statistics of all samples of a section. They are computed again if the sections have
     # different samples, or if samples are left out. Per-sample values stay as they are.
     recompute = not rule.per_sample and (
@@ -409,7 +410,7 @@ def _find_unconverged(rule: Rule, new: Section, old: Section) -> tuple[set[Key],
     # leave out these samples. A rule on rows can leave out rows, but needs at least one.
     if rows and (rule.per_sample or rows >= readings.index_rows(old).keys()):
         raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
-    shared = set(new.ids) & set(old.ids)
+    shared = set(new.ids).intersection(old.ids)
     if shared and shared <= samples:
         raise BaselineError(
             f"{rule.measure}: {len(samples)} samples did not converge, or have no value"

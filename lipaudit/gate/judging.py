@@ -188,9 +188,11 @@ def _express_change(rule: Rule, worse: float) -> float:
         rule: the rule; its `worse` is -1 if a smaller value is worse.
         worse: the change, positive for the worse: a log-ratio if the limit is relative.
     """
-    value = rule.worse * worse + 0.0  # adding 0.0 turns -0.0 into 0.0
+    change = rule.worse * worse + 0.0  # adding 0.0 turns -0.0 into 0.0
+    if rule.limit.kind != "relative":
+        return change
     with np.errstate(over="ignore"):
-        return float(np.expm1(value)) if rule.limit.kind == "relative" else value
+        return float(np.expm1(change))  # exp(log(new / old)) - 1
 
 
 def _judge_rules(
@@ -327,6 +329,7 @@ def _forbids_improvement(rule: Rule) -> bool:
         better = "higher"
     if better is None:
         return False
+    # `<=` forbids higher values, and `>=` lower ones.
     return (better == "higher") == (rule.op == "<=")
 
 
@@ -515,12 +518,12 @@ def _breaks_limit(rule: Rule, new: float, old: float | None) -> bool:
         new: the value.
         old: the value that a limit on a change starts from; None for an absolute limit.
     """
-    bound = rule.limit.value
+    bound = rule.limit.value  # of the new value
     if old is not None and rule.limit.kind == "relative":
         bound = _round_digits(_to_decimal(old) * (1 + bound))
     elif old is not None and rule.limit.kind == "difference":
         bound = _round_digits(_to_decimal(old) + bound)
-    return rule.worse * (_to_decimal(new) - bound) > 0
+    return rule.worse * (_to_decimal(new) - bound) > 0  # `worse` is -1 if smaller is worse
 
 
 def _round_digits(value: Fraction) -> Fraction:

@@ -297,6 +297,7 @@ def find_contradiction(section: Section, column: str) -> str:
         if how.weights in section.arrays:
             continue
         for key, cell, values in _list_reduced(section, name, how):
+            # Without a figure, or without a value for every sample, there is nothing to compare.
             if cell is None or values.size != len(section.ids):
                 continue
             known = values[distinct]
@@ -504,7 +505,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
     if how == RIGHT and "correct" in section.samples:
         flags = np.array(section.samples["correct"], dtype=float)[take]
         return [float(flags.mean())] * len(section.rows)
-    stored = None
+    stored = None  # the values of the samples, (rows, samples); ratios (`per`) have none
     if how is not None and not how.per:
         stored = section.arrays.get(how.values)
     if how is None or stored is None:

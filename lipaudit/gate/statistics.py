@@ -391,13 +391,13 @@ def correct_by_holm(p_values: Mapping[Name, float]) -> dict[Name, tuple[float, i
         For each hypothesis, the adjusted p-value and the factor (k, k - 1, ...) of its p-value.
         Source: Holm, Scand. J. Statist. 6 (1979) 65.
     """
-    found = {}
+    adjusted = {}
     largest = 0.0  # of the adjusted p-values so far
     for step, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
-        remaining = len(p_values) - step
-        largest = max(largest, min(1.0, p_values[name] * remaining))
-        found[name] = largest, remaining
-    return found
+        factor = len(p_values) - step
+        largest = max(largest, min(1.0, p_values[name] * factor))
+        adjusted[name] = largest, factor
+    return adjusted
 
 
 def _count_signs(signs: Values, both_sides: bool) -> Values:

@@ -104,7 +104,7 @@ class Verdict(Frozen):
             return 0.0
         if self.unit != "%":
             return self.new - self.old
-        if self.old == 0:
+        if self.old == 0:  # relative to 0, every change is infinite
             return math.copysign(math.inf, self.new)
         return self.new / self.old - 1
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 import lipaudit
 from lipaudit.measures.base import Part
-from lipaudit.measures.texts import table
+from lipaudit.measures.texts import encode_table
 from lipaudit.models.sources.loader import load_net
 from lipaudit.models.sources.saving import save_net
 from lipaudit.schema import dumps
@@ -243,7 +243,7 @@ def test_certificates_and_audits(folder):
 
 def test_saved_texts_read_back_as_they_were():
     kept = {"id": "a", "text": EVIL, "original": EVIL}
-    saved = table([Part(("a",), {"label": np.zeros(1, int)}, {"texts": [kept]})]).decode()
+    saved = encode_table([Part(("a",), {"label": np.zeros(1, int)}, {"texts": [kept]})]).decode()
     assert not OBEYED.search(saved)
     assert json.loads(saved)["text"] == EVIL
 

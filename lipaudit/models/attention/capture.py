@@ -447,28 +447,15 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     the input's channels. This costs one backward pass through the attention, and about as much
     again for the closed form.
 
-    In each head and window u is scaled such that ||J^T u|| = 1. Gradients of several heads and
-    windows cancel only by chance. So the norm of the whole difference is at least about as large
-    as the relative error of any head.
-
     Args:
         heads: the layer in closed form.
         parts: how its q, k and v are computed from its input, by name; constants are missing.
         call: its attention call, with canonical axes and its graph.
     """
-    u = _draw_cotangent(heads, call.output)
+    u, closed_form = _pull_closed_form(heads, parts, _draw_cotangent(heads, call.output))
+    u = u.to(call.output)
     queries = [parts["q"]] if "q" in parts else []
     keys_and_values = [parts["k"], parts["v"]]
-    # The closed form: J^T u R of each input, by the names "x" and "x_kv", and the scaled u. Heads
-    # with large rounding errors (`forward_error`) get a smaller u, so that these do not count.
-    sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(keys_and_values[0].x)}
-    size = 1 / (1 + forward_error(heads).to(u) / AGREES)
-    u, pulled = sketched_vjp_x(heads, u, size, sketches)
-    u = u.to(call.output)
-    # Each J^T u R with the first projection that reads the input: its rows are the tokens of this
-    # projection.
-    readers = {"x": queries, "x_kv": keys_and_values}
-    closed_form = [(readers[name][0], gradient) for name, gradient in pulled.items()]
     # Projections that read one input: all of them in self-attention, or if one linear map serves
     # both queries and keys.
     groups = [queries, keys_and_values]
@@ -486,6 +473,33 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
                 difference = difference.index_add(0, rows, gradient, alpha=-1)
         differences.append(torch.linalg.vector_norm(difference))
     return bool(torch.stack(differences).norm() <= AGREES)
+
+
+def _pull_closed_form(
+    heads: Heads, parts: Mapping[str, Projected], u: Tensor
+) -> tuple[Tensor, list[tuple[Projected, Tensor]]]:
+    """Return the gradients J^T u by the closed form, in random directions R, and the scaled u.
+
+    J is the Jacobian of all heads' outputs O with respect to a layer's input. In each head and
+    window u is scaled such that the gradient has norm 1. Gradients of several heads and windows
+    cancel only by chance. So the norm of the whole error is at least about as large as the
+    relative error of any head. Heads with large rounding errors (`forward_error`) get a smaller u,
+    so that these errors do not count.
+
+    Args:
+        heads: the layer in closed form.
+        parts: how its q, k and v are computed from its input, by name.
+        u: a cotangent of O.
+
+    Returns:
+        The scaled u. And for each input, x of queries and x_kv of keys and values, the first
+        projection that reads it, and the gradient times R, (windows, tokens, directions).
+    """
+    sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(parts["k"].x)}
+    size = 1 / (1 + forward_error(heads).to(u) / AGREES)
+    u, pulled = sketched_vjp_x(heads, u, size, sketches)
+    readers = {"x": "q", "x_kv": "k"}
+    return u, [(parts[readers[name]], gradient) for name, gradient in pulled.items()]
 
 
 def _draw_cotangent(heads: Heads, output: Tensor) -> Tensor:

@@ -58,8 +58,7 @@ def read_product(
     q = call.q.detach()
     k = call.k.detach()
     v = call.v.detach()
-    windows = q.shape[0]
-    tokens = q.shape[2]
+    windows, _, tokens, _ = q.shape
     heads = Heads(
         x=q.new_zeros(windows, tokens, 0),  # `capture.add_inputs` replaces it
         q=q,

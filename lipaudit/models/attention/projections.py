@@ -168,14 +168,13 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     """
     if not leaves:
         return None
-    origins = [origin for _, origin in leaves]
+    outputs, origins = zip(*leaves, strict=True)
     first, *others = origins
     if not all(first.reads_same(other) for other in others):
         raise NotClosedForm("is made from linear maps of several tensors", "multi-source")
     linears = [origin.linear for origin in origins if origin.linear is not None]
     if not linears:
         raise NotClosedForm("is not the output of a linear map", "unprojected")
-    outputs = tuple(leaf.tensor for leaf in leaves)
     source = Probed(t, outputs, join_linears(linears).outputs)
     rows = find_token_rows(source)
     source, columns, repeat = _find_heads(source)

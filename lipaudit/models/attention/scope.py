@@ -23,8 +23,7 @@ def find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:
         call: the attention call.
     """
     origins = [leaf.origin for leaf in call.origins.leaves(call.q, call.k, call.v)]
-    maps = [origin for origin in origins if origin.linear]
-    modules = _list_projection_modules(call, maps)
+    modules = _list_projection_modules(call, origins)
     for frame in reversed(frames):
         if all(map(frame.holds, modules)) and _is_complete(frame, call, origins):
             return frame
@@ -62,21 +61,21 @@ def _is_complete(frame: Frame, call: AttentionCall, origins: Sequence[Origin]) -
     return all(frame.holds(o.address.module) for o in other_origins if o is not None)
 
 
-def _list_projection_modules(call: AttentionCall, maps: Sequence[Origin]) -> list[str]:
+def _list_projection_modules(call: AttentionCall, origins: Sequence[Origin]) -> list[str]:
     """Return the modules whose linear maps are the projections of q, k and v.
 
     If q, k or v is made from several maps, the result has no module for this tensor.
 
     Args:
         call: the attention call.
-        maps: all linear maps behind q, k and v.
+        origins: all linear maps behind q, k and v.
     """
     modules = []
     for t in (call.q, call.k, call.v):
         leaves = call.origins.leaves(t)
         # v without a projection is the input of the layer, which the maps of q and k read. The
         # linear map behind it is then no projection, but a map of an earlier layer.
-        is_input = any(origin.root is graph.root(t) for origin in maps)
+        is_input = any(origin.root is graph.root(t) for origin in origins)
         if len(leaves) == 1 and leaves[0].origin.linear and not is_input:
             modules.append(leaves[0].origin.address.module)
     return modules

@@ -57,11 +57,11 @@ def set_axis(
         log: whether the axis is logarithmic; it then shows positive values only.
     """
     # Bounds may be infinite or overflow; the other values still need an axis.
-    known = [v for v in values if v == 0 or 1 / EXTREME < abs(v) < EXTREME]
+    shown = [v for v in values if v == 0 or 1 / EXTREME < abs(v) < EXTREME]
     if log:
-        known = [v for v in known if v > 0]
-    low = min(known, default=1.0)
-    high = max(known, default=1.0)
+        shown = [v for v in shown if v > 0]
+    low = min(shown, default=1.0)
+    high = max(shown, default=1.0)
     # Each margin is 4% of the range. Equal values have no range, but still need a margin.
     if log:
         factor = 1.1

@@ -360,7 +360,7 @@ def _describe_flags(kind: str, flags: Sequence[float]) -> str:
 
 
 def list_columns(report: Report) -> list[SampleColumn]:
-    """Return the per-sample columns of all sections."""
+    """Return the per-sample columns of all sections, with their values by the id of the sample."""
     columns = []
     for section in report.sections:
         for name, column in section.samples.items():

@@ -459,7 +459,7 @@ def list_models(
             # With this prefix, a figure called `rank` does not replace the rank of the model.
             figures.setdefault(f"figure {figure.figure}", describe_figure(figure))
     columns = pick_columns("model")
-    if ranking.criterion:
+    if ranking.criterion:  # the metric by which the models are ranked
         columns = pick_columns("rank", "model", "outcome", "difference")
     columns |= dict([*figures.items()][:most])
     rows = []

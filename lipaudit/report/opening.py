@@ -203,7 +203,7 @@ def write_answer(summary: Section) -> Paragraph | None:
 
 
 def _find_broken(summary: Section) -> list[Row]:
-    """Return the accuracies under attack that are below the clean accuracy beyond chance.
+    """Return the accuracies under attack that are proven to be below the clean accuracy.
 
     Their intervals do not overlap: the upper limit under attack is below the lower limit without
     attack.

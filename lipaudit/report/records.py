@@ -27,7 +27,10 @@ JSON = "json"
 
 
 def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
-    """Write a report, a comparison, a judgement or plain values."""
+    """Write a report, a comparison, a judgement or plain values as JSON.
+
+    NaN and infinities, which JSON lacks, become strings.
+    """
     if isinstance(record, Report):
         return schema.dumps(record).encode()
     text = to_json(record, indent=2, inf_nan_mode="strings").decode()
@@ -80,6 +83,7 @@ def write_junit(judgement: Judgement) -> bytes:
     """
     from xml.etree import ElementTree
 
+    # The attributes of the suite count the elements of each kind.
     kinds = Counter(_choose_kind(judgement, verdict) for verdict in judgement.verdicts)
     counts = {"tests": str(len(judgement.verdicts))}
     for name, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):

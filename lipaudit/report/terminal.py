@@ -179,7 +179,7 @@ def _add_bars(block: Heatmap) -> Grid:
     rows = []
     for names_and_numbers, values in zip(grid.rows, block.values, strict=True):
         row = list(names_and_numbers)
-        for j, value in enumerate(values, start=1):
+        for j, value in enumerate(values, start=1):  # cell 0 is the name of the row
             share = scale.share(value)
             if share is None:
                 row[j] += LEVELS[0]  # no bar: the value is missing or beyond the scale

@@ -273,6 +273,7 @@ class Settings(BaseModel):
         """
         kind = cls.complete()
         known = kind.options()
+        # How messages write the name of a field.
         spell = spelled or (lambda name: known[name].flags[0] if name in known else flag(name))
         accepted = dict(values)
         for name, value in values.items():

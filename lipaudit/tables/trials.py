@@ -241,11 +241,11 @@ def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
     >>> [(str(ball), len(inside)) for ball, inside in worst_cases([small, large]).items()]
     [('worst,linf,2/255', 1), ('worst,linf,4/255', 2)]
     """
-    known = list(trials)
+    trials = list(trials)
     balls = {}
-    for trial in known:
+    for trial in trials:
         ball = replace(trial, attack=WORST)
-        same_norm = [inner for inner in known if inner.norm == ball.norm]
+        same_norm = [inner for inner in trials if inner.norm == ball.norm]
         balls[ball] = [inner for inner in same_norm if inner.radius.value <= ball.radius.value]
     return balls
 

@@ -292,9 +292,9 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
     """
     contrasts = []
     for group, members in groups.list_own_members(rule, current, "the current report").items():
-        take = [i for i, name in enumerate(section.ids) if name in members]
+        indices = [i for i, name in enumerate(section.ids) if name in members]
         # The stored rows are statistics of all samples: they are computed again for each group.
-        reading = readings.read(rule, section, take, recompute=not rule.per_sample)
+        reading = readings.read(rule, section, indices, recompute=not rule.per_sample)
         readings.require_finite(rule, reading)
         for contrast in _drop_copies(rule, _list_figures(reading.points)):
             contrasts.append(replace(contrast, group=group, ids=tuple(members)))
@@ -330,14 +330,14 @@ class Shared:
 
     Attributes:
         sections: the current section and the baseline's.
-        takes: indices of the shared samples in each, in the order of the baseline; None: the
+        indices: indices of the shared samples in each, in the order of the baseline; None: the
             sections name no samples, and all are read.
         recompute: whether rows are computed again from these samples.
         skipped: rows that did not converge in a comparison.
     """
 
     sections: tuple[Section, Section]
-    takes: tuple[list[int] | None, list[int] | None]
+    indices: tuple[list[int] | None, list[int] | None]
     recompute: bool
     skipped: set[Key]
 
@@ -350,13 +350,13 @@ class Shared:
         Args:
             index: positions in the lists of shared samples.
         """
-        new, old = self.takes  # the indices of the shared samples in each section
+        new, old = self.indices  # in the current section, and in the baseline's
         # None only if samples have no ids. Then no sample belongs to a group, and nothing calls
         # this method.
         assert new is not None
         assert old is not None
-        takes = [new[i] for i in index], [old[i] for i in index]
-        return replace(self, takes=takes, recompute=True)
+        indices = [new[i] for i in index], [old[i] for i in index]
+        return replace(self, indices=indices, recompute=True)
 
 
 def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Shared:
@@ -387,13 +387,13 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     old_ids = ["" if name in unconverged_samples else name for name in old.ids]
     # The share of the baseline's samples that has to be in the current report.
     least = 0.0 if lenient else pairing.ALL_BUT_FEW
-    takes = pairing.find_shared(rule.measure, new.ids, old_ids, least)
+    indices = pairing.find_shared(rule.measure, new.ids, old_ids, least)
     # Rows are statistics of all samples of a section. They are computed again if the sections have
     # different samples, or if samples are left out. Per-sample values stay as they are.
     recompute = not rule.per_sample and (
         bool(unconverged_samples) or sorted(new.ids) != sorted(old.ids)
     )
-    return Shared((new, old), takes, recompute=recompute, skipped=unconverged_rows)
+    return Shared((new, old), indices, recompute=recompute, skipped=unconverged_rows)
 
 
 def _find_unconverged(rule: Rule, new: Section, old: Section) -> tuple[set[Key], set[str]]:
@@ -428,17 +428,17 @@ def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tu
         EvaluationError: a value is not finite.
     """
     values = []  # of the current report and of the baseline
-    # `take`: indices of the shared samples in this section; None if the sections have no ids.
-    for section, take in zip(shared.sections, shared.takes, strict=True):
+    # `indices` are those of the shared samples; None if the sections have no ids.
+    for section, indices in zip(shared.sections, shared.indices, strict=True):
         reading = readings.read(
-            rule, section, take, recompute=shared.recompute, skipped=shared.skipped
+            rule, section, indices, recompute=shared.recompute, skipped=shared.skipped
         )
         readings.require_finite(rule, reading)
         values.append(reading)
     new_values, old_values = values
     _, old = shared.sections
-    _, old_take = shared.takes
-    return new_values, old_values, tuple(old.ids[i] for i in old_take or ())
+    _, old_indices = shared.indices
+    return new_values, old_values, tuple(old.ids[i] for i in old_indices or ())
 
 
 def _contrast_row(

@@ -35,35 +35,35 @@ def describe_movement(current: Report, baseline: Report) -> Movement | None:
         if new is None or not all("predicted" in section.samples for section in (new, old)):
             continue
         try:  # the indices of the shared samples in both sections, however few (0.0)
-            takes = pairing.find_shared(old.measure, new.ids, old.ids, 0.0)
+            indices = pairing.find_shared(old.measure, new.ids, old.ids, 0.0)
         except BaselineError:  # no sample is shared
             continue
-        return _compare_sections(new, old, *takes)
+        return _compare_sections(new, old, *indices)
     return None
 
 
 def _compare_sections(
-    new: Section, old: Section, new_take: Sequence[int], old_take: Sequence[int]
+    new: Section, old: Section, new_indices: Sequence[int], old_indices: Sequence[int]
 ) -> Movement:
     """Return how predictions changed between two sections of the same measure.
 
     Args:
         new: the section of the second report.
         old: the section of the first report.
-        new_take: the indices of the shared samples in the new section.
-        old_take: the indices of the same samples in the old section, in the same order.
+        new_indices: the indices of the shared samples in the new section.
+        old_indices: the indices of the same samples in the old section, in the same order.
     """
-    count = len(old_take)
+    count = len(old_indices)
     # Two models may number the same classes differently: if both sections have names of the
     # classes, names are compared.
-    is_named = _has_names(new, new_take) and _has_names(old, old_take)
-    after = _name_predictions(new, new_take, is_named)
-    before = _name_predictions(old, old_take, is_named)
+    is_named = _has_names(new, new_indices) and _has_names(old, old_indices)
+    after = _name_predictions(new, new_indices, is_named)
+    before = _name_predictions(old, old_indices, is_named)
     equal = np.array([one == two for one, two in zip(before, after, strict=True)])
     share = Proportion.of(int(equal.sum()), count)
     fields: dict[str, Any] = {"measure": old.measure, "samples": count, "equal": share}
-    right_before = _read_flags(old, old_take)
-    right_after = _read_flags(new, new_take)
+    right_before = _read_flags(old, old_indices)
+    right_after = _read_flags(new, new_indices)
     known = ~np.isnan(right_before) & ~np.isnan(right_after)  # samples with a label
     labelled = int(known.sum())
     if labelled:
@@ -71,7 +71,7 @@ def _compare_sections(
         is_right = right_after[known] == 1
         moved = ~equal[known]
         fields |= _count_moves(was_right, is_right, moved)
-    fields |= _measure_divergence(new, old, new_take, old_take)
+    fields |= _measure_divergence(new, old, new_indices, old_indices)
     return Movement(labelled=labelled, **fields)
 
 
@@ -105,40 +105,40 @@ def _count_moves(was_right: Any, is_right: Any, moved: Any) -> dict[str, Any]:
     }
 
 
-def _has_names(section: Section, take: Sequence[int]) -> bool:
+def _has_names(section: Section, indices: Sequence[int]) -> bool:
     """Return whether every predicted class has a name; names are comparable between models."""
     predicted = section.samples["predicted"]
-    return all(predicted[i] is None or predicted[i] in section.classes for i in take)
+    return all(predicted[i] is None or predicted[i] in section.classes for i in indices)
 
 
-def _name_predictions(section: Section, take: Sequence[int], is_named: bool) -> list[Any]:
+def _name_predictions(section: Section, indices: Sequence[int], is_named: bool) -> list[Any]:
     """Return the predicted class of each sample: the name if `is_named`, else the number."""
-    predicted = [section.samples["predicted"][i] for i in take]
+    predicted = [section.samples["predicted"][i] for i in indices]
     if not is_named:
         return predicted
     names: dict[Any, str] = {**section.classes}
     return [names.get(number) for number in predicted]
 
 
-def _read_flags(section: Section, take: Sequence[int]) -> Values:
+def _read_flags(section: Section, indices: Sequence[int]) -> Values:
     """Return 1 for each correctly classified sample, 0 for a wrong one, NaN without a label."""
     cells = section.samples.get("correct") or [None] * len(section.ids)
-    return readings.read_numbers(cells[i] for i in take)
+    return readings.read_numbers(cells[i] for i in indices)
 
 
 def _measure_divergence(
-    new: Section, old: Section, new_take: Sequence[int], old_take: Sequence[int]
+    new: Section, old: Section, new_indices: Sequence[int], old_indices: Sequence[int]
 ) -> dict[str, Any]:
     """Return the mean KL divergence of the outputs with 95% limits, or why there is none.
 
     Args:
         new: the section of the second report.
         old: the section of the first report.
-        new_take: the indices of the shared samples in the new section.
-        old_take: the indices of the same samples in the old section, in the same order.
+        new_indices: the indices of the shared samples in the new section.
+        old_indices: the indices of the same samples in the old section, in the same order.
     """
-    after = _read_scores(new, new_take)
-    before = _read_scores(old, old_take)
+    after = _read_scores(new, new_indices)
+    before = _read_scores(old, old_indices)
     if after is None or before is None:
         return {"reason": NOT_STORED}
     renamed = any(new.classes.get(number, name) != name for number, name in old.classes.items())
@@ -162,12 +162,12 @@ def _measure_divergence(
     return fields
 
 
-def _read_scores(section: Section, take: Sequence[int]) -> Values | None:
+def _read_scores(section: Section, indices: Sequence[int]) -> Values | None:
     """Return the log-probabilities of the classes, (samples, classes), if they are stored."""
     stored = section.arrays.get(SCORES)
     if stored is None or stored.shape[1:] != (len(section.ids),):
         return None
-    return stored.numpy()[:, take].T
+    return stored.numpy()[:, indices].T
 
 
 def compute_divergence(first: Values, second: Values) -> Values:

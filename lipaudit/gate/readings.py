@@ -70,25 +70,25 @@ def read(
         UsageError: the rule matches nothing.
         BaselineError: the rows cannot be computed again.
     """
-    take = list(range(len(section.ids)))
+    indices = list(range(len(section.ids)))
     if samples is not None:
-        take = list(samples)
+        indices = list(samples)
     # By row or per-sample column. `points`: the figure. `pairs`: the values of the samples behind
     # it, (samples,), which are later paired with those of another report.
     points = {}
     pairs = {}
     if rule.per_sample:
         for key, values in _read_columns(rule, section).items():
-            pairs[key] = values[take]
+            pairs[key] = values[indices]
             points[key] = math.nan
-            if take:
+            if indices:
                 points[key] = float(reduce_values(rule.stat, pairs[key]))
     else:
         rows = index_rows(section)
         points = _read_rows(rule, section, rows, skipped)
-        pairs = _read_pairs(rule, section, take, rows, points)
+        pairs = _read_pairs(rule, section, indices, rows, points)
         if recompute and points and _has_to_recompute(rule, pairs):
-            reduced = dict(zip(rows, _reduce_samples(rule, section, take), strict=True))
+            reduced = dict(zip(rows, _reduce_samples(rule, section, indices), strict=True))
             points = {key: reduced[key] for key in points}
     if not points:
         raise UsageError(
@@ -149,7 +149,7 @@ def _read_rows(
 def _read_pairs(
     rule: Rule,
     section: Section,
-    take: list[int],
+    indices: list[int],
     rows: Collection[Key],
     points: Mapping[Key, float],
 ) -> dict[Key, Values]:
@@ -158,7 +158,7 @@ def _read_pairs(
     Args:
         rule: the rule that reads the rows.
         section: the section of the rows.
-        take: indices of the samples to read.
+        indices: indices of the samples to read.
         rows: the names of all rows, in the order of the section.
         points: the rows that the rule picks, with their figures.
     """
@@ -166,7 +166,7 @@ def _read_pairs(
     stored = section.arrays.get(rule.column)
     if stored is not None and stored.shape == (len(rows), len(section.ids)):
         pairs = {}
-        for key, values in zip(rows, stored.numpy()[:, take], strict=True):
+        for key, values in zip(rows, stored.numpy()[:, indices], strict=True):
             # A mean over some tokens is NaN for a sample without such tokens. Then the row cannot
             # be tested sample by sample: its values are left out.
             complete = not is_mean(rule) or np.isfinite(values).all()
@@ -176,7 +176,7 @@ def _read_pairs(
     # RIGHT is the accuracy without attack: all rows of attacks have the same values per sample.
     if rule.stat == "each" and rule.about.reduction == RIGHT and section.samples:
         flags = np.array(section.samples["correct"], dtype=float)
-        return dict.fromkeys(points, flags[take])
+        return dict.fromkeys(points, flags[indices])
     return {}
 
 
@@ -486,7 +486,7 @@ def _matches(row: Row, word: str, section: Section) -> bool:
     return value == str(cell)
 
 
-def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float]:
+def _reduce_samples(rule: Rule, section: Section, indices: list[int]) -> list[float]:
     """Compute the figure of each row again, from some of the samples.
 
     The accuracy without attack is the share of samples that are right. Any other figure is a
@@ -495,7 +495,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
     Args:
         rule: names the column; its description has the statistic over samples.
         section: the section of the rows.
-        take: indices of the samples.
+        indices: indices of the samples.
 
     Raises:
         BaselineError: the report lacks the values of each sample.
@@ -503,7 +503,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
     how = rule.about.reduction  # the statistic over samples, and the array of their values
     metric = f"{rule.measure}.{rule.column}"
     if how == RIGHT and "correct" in section.samples:
-        flags = np.array(section.samples["correct"], dtype=float)[take]
+        flags = np.array(section.samples["correct"], dtype=float)[indices]
         return [float(flags.mean())] * len(section.rows)
     stored = None  # the values of the samples, (rows, samples); ratios (`per`) have none
     if how is not None and not how.per:
@@ -515,9 +515,9 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
         )
     weights = None
     if how.weights in section.arrays:
-        weights = section.arrays[how.weights].numpy()[:, take]
+        weights = section.arrays[how.weights].numpy()[:, indices]
     cells = []
-    for i, values in enumerate(stored.numpy()[:, take]):
+    for i, values in enumerate(stored.numpy()[:, indices]):
         if weights is None:
             cell = _reduce_known(how.stat, values)
         else:

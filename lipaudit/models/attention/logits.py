@@ -403,9 +403,13 @@ def _is_cut_off(node: Node) -> bool:
 
 
 def _is_unchanged(form: Explicit, keys: slice) -> bool:
-    """Say whether the model multiplies the values by these columns of P without a change.
+    """Say whether the model multiplies the values by P without a change, such as dropout.
 
     In a row whose keys are all masked, P is NaN. The model may set such rows to 0.
+
+    Args:
+        form: P, and what the model multiplies the values by.
+        keys: the columns of P that belong to keys, without a sink.
     """
     p = form.p.detach()[..., keys].nan_to_num(0.0)
     weights = form.weights.detach()

@@ -63,7 +63,7 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
             return cotangent.flatten()[None]
 
         def multiply(u: Tensor) -> Tensor:
-            """Return J_h J_h^T u at every sample: J J^T of the module, between u and this head."""
+            """Return J_h J_h^T u at every sample: this head's rows of J J^T u of the module."""
             product = linear.outer(embed(u)).view_as(layer.output)
             rows = _zero_padding(product[:, head], layer)
             return rows.reshape(u.shape)

@@ -164,7 +164,7 @@ def survey(net: Net, batch: Batch) -> Survey:
     for site in sites:
         if not site.learned:
             modules += [address.module for address in site.addresses]
-    unread = tuple(dict.fromkeys(uses.beyond(modules)))
+    unread = tuple(dict.fromkeys(uses.list_unread(modules)))
     # The fingerprint comes last: a model may fill buffers in its first pass.
     return Survey(sites, unread, _fingerprint_weights(net.module), scores)
 
@@ -308,7 +308,7 @@ def _make_heads_error(net: Net, uses: Uses) -> NoHeadsError:
         uses: the uses of attention that were counted all the same.
     """
     name = net.architecture
-    modules = uses.beyond(())  # all modules that use attention, with lines of code
+    modules = uses.list_unread(())  # no layer is known: all modules that use attention
     unread = (
         f"no attention was recognised in {name}, and none can be measured ({few(modules)}): "
         "values are multiplied by a product of activations. Attention does so if its weights are "

@@ -181,10 +181,10 @@ class Tracer(AttentionMode):
         self.products: set[Address] = set()
         self._waiting: dict[Address, AttentionCall] = {}  # calls of loops that are not complete
 
-    def input(self, t: Tensor) -> Tensor:
-        """Take the model's input, or a text's embeddings, and cut the graph there if required.
+    def cut_input(self, t: Tensor) -> Tensor:
+        """Return the model's input, or a text's embeddings, as a new leaf if this pass cuts there.
 
-        Returns the tensor as a leaf if this pass cuts there, else the tensor itself.
+        Otherwise return the tensor itself.
         """
         address = self.call_stack.address("input")
         if self.cut_at is None or address in self.cut_at:
@@ -368,13 +368,13 @@ def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
     # that the tracer makes.
     wide = Widening() if net.dtype == torch.float64 else nullcontext()
     following = tracer.call_stack.following(net.module)
-    # `tracer.input` cuts the graph of a text model at its token embedding (by the hook), and of
-    # other models at the input itself.
-    with torch.enable_grad(), following, tracer, wide, watch_embeddings(net, tracer.input):
+    # The graph of a text model is cut at its token embedding (by the hook), and of other models at
+    # the input itself.
+    with torch.enable_grad(), following, tracer, wide, watch_embeddings(net, tracer.cut_input):
         if net.kind == "text":
             x = batch.x
         else:
-            x = tracer.input(batch.x)
+            x = tracer.cut_input(batch.x)
         return net.read(net.call(x, batch.mask)).detach()
 
 

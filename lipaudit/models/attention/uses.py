@@ -79,11 +79,11 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # giving this address to other memory.
         self._marks: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def beyond(self, modules: Iterable[str]) -> list[str]:
-        """Return the modules, with lines of code, that use more attention than the known layers.
+    def list_unread(self, modules: Iterable[str]) -> list[str]:
+        """Return the modules that use more attention than their known layers, with lines of code.
 
         Args:
-            modules: the module of each known attention layer.
+            modules: the module of each known attention layer, once for each layer.
         """
         layers = Counter(modules)
         return [

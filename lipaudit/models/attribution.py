@@ -292,13 +292,13 @@ class _Graph:
         starts = []  # additions of attention, which begin a block
         for i, addition in enumerate(self._additions):
             order = get_order(addition.sum.node)
-            inside = [self._layer_of[node] for node in attention_nodes if addition.holds(node)]
-            if inside:
+            layers = [self._layer_of[node] for node in attention_nodes if addition.holds(node)]
+            if layers:  # attention in its branches, maybe beside an MLP (a branch without any)
                 has_mlp = any(not self._has_attention(nodes) for nodes in addition.inside)
                 part = "attention and MLP" if has_mlp else "attention"
-                step = Step(part, inside[-1], modules[inside[-1]], i)
+                step = Step(part, layers[-1], modules[layers[-1]], i)
                 starts.append(i)
-                added_layers.update(inside)
+                added_layers.update(layers)
             else:  # without attention, it is an MLP after the last layer before it (-1: none)
                 before = [self._layer_of[n] for n in attention_nodes if get_order(n) < order]
                 last_layer = before[-1] if before else -1

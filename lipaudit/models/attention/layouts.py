@@ -149,7 +149,10 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
 
 
 def _find_weight(weights: Sequence[Tensor | None], weight: Tensor | None) -> int | None:
-    """Return the index of an equal weight, or None."""
+    """Return the index of the first of some weights that equals a weight, or None.
+
+    None in place of a weight stands for an input without a linear map: it equals nothing.
+    """
     for i, other in enumerate(weights):
         if other is not None and weight is not None and torch.equal(other, weight):
             return i

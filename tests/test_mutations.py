@@ -72,10 +72,10 @@ a map is affine only by its ops
   models/graph.py tests/models/attention/test_generic.py
 - if op(node) not in affine:
 + if False:
-a bias is judged by its row, and kept where it moves P
+a bias is judged by rounding in its row, and kept where it moves P
   models/attention/logits.py tests/models/attention/test_tolerances.py
-- rows = (bias.abs() > rounding).any(-1, keepdim=True)
-+ rows = (bias.abs() > 1e-5 * linear.abs().amax()).any(-1, keepdim=True)
+- has_bias = (bias.abs() > rounding).any((-2, -1), keepdim=True)
++ has_bias = (bias.abs() > 1e-5 * linear.abs().amax()).any((-2, -1), keepdim=True)
 one input is one tensor of the graph
   models/attention/calls.py tests/models/attention/test_inputs.py
 - self.root is not other.root

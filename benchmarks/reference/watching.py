@@ -115,7 +115,8 @@ class Watch:
         eye = torch.eye(keys, dtype=value.dtype).expand(*value.shape[:-2], keys, keys)
         with torch.no_grad():
             p = op(query.detach(), key.detach(), eye, *args, **kw)
-        return self._record(out, p)
+        self._record(out, p)
+        return out.clone()  # the model may write into it
 
     def softmax(self, op: Any, t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Remember a softmax over the last axis."""
@@ -136,7 +137,10 @@ class Watch:
         for p in self.softmaxes:
             if any(_made_of(t, p) for t in factors):
                 self.softmaxes = [other for other in self.softmaxes if other is not p]
-                return self._record(out, p.detach())
+                equation = operands[0] if isinstance(operands[0], str) else ""
+                of_p = next(i for i, t in enumerate(factors) if _made_of(t, p))
+                self._record(_put_queries_last(out, equation, of_p), p.detach())
+                return out.clone()  # the model may write into it
         return out
 
     def linear(self, op: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -164,11 +168,10 @@ class Watch:
         self.leaves.append(x.detach().clone().requires_grad_())
         return self.leaves[-1].view(x.shape)
 
-    def _record(self, output: Tensor, p: Tensor) -> Tensor:
-        """Keep O, and give the model a copy: it may write into it."""
+    def _record(self, output: Tensor, p: Tensor) -> None:
+        """Keep O and P of a call."""
         name = self.frames[-1].name if self.frames else ""
         self.calls.append(Attention(name, output, p, tuple(self.frames)))
-        return output.clone()
 
 
 def _find_imports(function: Any, packages: set[str]) -> list[tuple[Any, str]]:
@@ -191,6 +194,28 @@ def ancestors(t: Tensor, most: int | None = None) -> Iterator[Any]:
         if most is not None and len(seen) > most:
             return
         todo += [parent for parent, _ in node.next_functions]
+
+
+def _put_queries_last(output: Tensor, equation: str, of_p: int) -> Tensor:
+    """Return O of an einsum with the axes of P, and the width of the values last.
+
+    Example: with "bnij,bjnd->bind", the axes (b, i, n, d) of O become (b, n, i, d). Without an
+    equation that names every axis, O is returned as it is.
+
+    Args:
+        output: what the einsum returned.
+        equation: its equation; empty for a matrix product.
+        of_p: which of the operands is P.
+    """
+    operands, arrow, axes = equation.replace(" ", "").partition("->")
+    if not arrow or "." in equation:
+        return output
+    others = operands.split(",")[of_p][:-1]  # without the axis of the keys
+    width = [axis for axis in axes if axis not in others]
+    order = [*others, *width]
+    if len(width) != 1 or sorted(order) != sorted(axes):
+        return output
+    return output.permute([axes.index(axis) for axis in order])
 
 
 def variables(t: Tensor) -> list[Tensor]:

@@ -3,8 +3,8 @@
 A model may keep them in any order, and several in one axis: (b, h, n, d), (b * h * w, n, d),
 (b, n * h, d). Sizes do not show which is which; the projections do. A head reads channels of its
 own, and a window reads tokens of its own with the weights that all windows share. So one channel
-and one token of each linear map behind q, k and v are moved, and the entries of the call that move
-with them are factored:
+and two tokens of each linear map behind q, k and v are moved, one at a time, and the entries of
+the call that move with them are factored:
 
     a channel moves one entry along a factor    heads
     a token of the keys does                    windows, or samples
@@ -96,7 +96,7 @@ class _Moved:
     Attributes:
         maps: for each map, the vectors that change with its whole output.
         columns: for each map, the vectors that change with one channel of its output.
-        rows: for each map, the vectors that change with one token of its output.
+        rows: for two tokens of each map's output, the vectors that change with this token.
     """
 
     maps: list[Tensor] = field(default_factory=list)
@@ -109,7 +109,7 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
 
     The result holds boolean patterns, (..., tokens), True for the vectors of t that change. For
     each map there is one in `maps` (the whole output of the map changes), one in `columns` (one
-    channel of the output changes), and one in `rows` (one token of the output changes).
+    channel of the output changes), and two in `rows` (one token of the output changes).
 
     Args:
         t: q, k or v, (..., tokens, width).
@@ -128,8 +128,9 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
         tokens = is_read.any(1).nonzero()
         if not len(tokens):
             continue
-        middle_token = int(tokens[len(tokens) // 2])
-        moved.rows.append(_find_moved(source, row=middle_token))
+        # Two tokens, because windows may share some of their keys and have others of their own.
+        for token in (tokens[len(tokens) // 2], tokens[-1]):
+            moved.rows.append(_find_moved(source, row=int(token)))
         pattern_of_map = _find_moved(source)
         weight = None if linear is None else linear.weight
         earlier = _find_weight(weights, weight)

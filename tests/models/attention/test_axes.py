@@ -151,3 +151,38 @@ def test_heads_and_windows_in_any_order(order, folding, attend, heads, windows):
 def test_heads_that_share_a_key_in_any_axis_of_the_queries(order, folding, attend, heads, windows):
     module = Shared(heads, windows, order, folding, attend).double().eval()
     check(module, samples=1 + (heads + windows) % 3)
+
+
+class Streams(Folded):
+    """Windows that attend to the tokens of the first window, too, as the streams of ProphetNet."""
+
+    def forward(self, x):
+        q, k, v = (self.fold(part(x)) for part in (self.q, self.k, self.v))
+        k, v = (torch.cat([t[:, :, :1].expand_as(t), t], -2) for t in (k, v))
+        return (x + self.out(self.unfold(self.attend(q, k, v), len(x)))).mean(1)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_windows_that_share_some_of_their_keys_are_no_more_queries_of_them(samples):
+    module = Streams(2, 3, "bhw", (1, 1, 1), F.scaled_dot_product_attention).double().eval()
+    x = torch.randn(samples, 3 * TOKENS, WIDTH, dtype=torch.float64)
+
+    def attend(one):
+        q, k, v = (module.fold(part(one[None]))[0] for part in (module.q, module.k, module.v))
+        k, v = (torch.cat([t[:, :1].expand_as(t), t], -2) for t in (k, v))
+        p = (q @ k.mT / D**0.5).softmax(-1)
+        return p, p @ v
+
+    rows = lipaudit.measure(module, "attention", data=x, dtype="float64").section("attention").rows
+    norms = [torch.linalg.matrix_norm(attend(one)[0], 2).amax(1) for one in x]
+    truth = torch.stack(norms).mean(0)
+    assert [row.p_norm for row in rows] == pytest.approx(truth.tolist(), rel=1e-6)
+    rows = lipaudit.measure(module, "bounds", data=x, dtype="float64", tol=1e-10)
+    norms = []
+    for one in x:
+        jacobian = torch.autograd.functional.jacobian(lambda z: attend(z)[1], one)
+        norms.append(torch.linalg.matrix_norm(jacobian.reshape(2, -1, one.numel()), 2))
+    truth = torch.stack(norms).quantile(0.5, 0)
+    assert [row.exact for row in rows.section("bounds").rows] == pytest.approx(
+        truth.tolist(), rel=1e-6
+    )

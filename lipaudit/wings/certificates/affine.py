@@ -82,13 +82,15 @@ def linear_map(
     return Form(centre, dense, slack, symbols, blocks=blocks)
 
 
-def cast_form(x: Form, *targets: Any, **options: Any) -> Form:
+def cast_form(x: Tensor, *targets: Any, **options: Any) -> Tensor:
     """Return the result of a cast of a form, such as x.float(): the same real numbers.
 
     A cast of torch copies, or returns the same memory. `Form` counts all casts as views of the
     same memory: after a write to one of the two forms, the use of the other is refused.
     """
     require_floating_point(*targets, *options.values())
+    if not isinstance(x, Form):  # a constant, cast to the dtype of a form: constant.type_as(form)
+        return x
     return x.copy()
 
 

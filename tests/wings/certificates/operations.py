@@ -250,6 +250,7 @@ OPERATIONS = {
     "uint8": lambda x: x * MASK[:, None].byte() - MASK[:, None].byte() + x.sub(MASK.byte()[0]),
     "log_softmax-far": log_softmax_far,
     "casts": lambda x: x + 1e-9 * (x.float() + x.double() + x.type(x.dtype) + x.type_as(x)),
+    "cast_of_a_constant": lambda x: x * torch.full((), 0.5).type_as(x),
     "names": lambda x: torch.true_divide(
         torch.divide(torch.multiply(x, 2.0), 3.0), 0.5
     ).negative(),

@@ -82,6 +82,7 @@ def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     reference = refer_to_weight(weight)
     if isinstance(reference, Tensor):  # not converted
         return NotImplemented
+    # x W^T: False says that W is not transposed (`apply` takes no keywords).
     product: Tensor = _StoredProduct.apply(input, reference, False)
     if bias is None:
         return product
@@ -108,9 +109,11 @@ def _run_batch_norm(
     Statistics of the input itself are refused if they mix samples. If not, the result is
     NotImplemented: torch's own function then runs.
     """
-    # Statistics of the input do not mix samples in two cases. The input is made from parameters
-    # only (a standardised weight). Or the input has a single row with the channels of all samples,
-    # as in F.instance_norm. A row that mixes samples in its last axes is refused by `linearize`.
+    # Statistics of the input do not mix samples in two cases:
+    # 1. The input is made from parameters only: a model standardises a weight.
+    # 2. The input is a single row, (1, batch * channels, ...), as in F.instance_norm. Each sample
+    #    has channels of its own. (Other single rows may mix samples: `linearize` runs a sample
+    #    beside other samples, and refuses the model if its output changes.)
     input_leaves, _ = leaves(input)  # the tensors from which autograd's graph has made the input
     depends_on_samples = not all(isinstance(leaf, nn.Parameter) for leaf in input_leaves)
     mixes_samples = len(input) > 1 and depends_on_samples
@@ -261,7 +264,9 @@ class Linearization:
         self, f: Function, x: Tensor, index: Tensor, graph: tuple[Tensor, Tensor] | None = None
     ) -> None:
         """Run the forward pass f(x), unless `graph` has the leaf x and f(x) of an earlier pass."""
-        self.f, self.x, self.index = f, x.detach(), index
+        self.f = f
+        self.x = x.detach()
+        self.index = index
         # `_graph` is a cached property that runs the forward pass when it is first read. Setting
         # it stands for a pass that has run.
         if graph is not None:
@@ -344,7 +349,9 @@ class Linearization:
             f: the map from that tensor to the output, in case the graph has to be built again.
             inner: the tensor, (batch, *in), as a part of the graph.
         """
-        return Linearization(f, inner, self.index, (inner, self._graph[1]))
+        # `_graph` is the input and the output of the pass that has run. In the graph of the
+        # result, the inner tensor takes the place of the input.
+        return Linearization(f, inner, self.index, graph=(inner, self._graph[1]))
 
     def find_paths(self, inner: Tensor) -> tuple[bool, bool]:
         """Find the paths in the graph from the input x to the output that pass an inner tensor.

@@ -207,8 +207,10 @@ def _decompose_dense(
 ) -> JacobianNorms:
     """Return the largest singular value of whole Jacobians, and the requested singular vectors.
 
+    The vectors may have any length.
+
     Args:
-        linear: the map; it has at most `DENSE` inputs or at most `DENSE` outputs.
+        linear: the map, with Jacobian J; it has at most `DENSE` inputs or at most `DENSE` outputs.
         directions: whether to return the leading right singular vector of each sample.
         left: whether to return the left singular vectors of the largest singular value.
         tol: a singular value counts as equal to the largest one up to this relative distance.
@@ -224,6 +226,8 @@ def _decompose_dense(
         grams.append(wide @ wide.T)
     gram = torch.stack(grams)
     require_finite(gram)
+    # `eigh`, below, also returns these values, but they may differ in the last digit. So norms
+    # come from `eigvalsh`, whether vectors are requested or not.
     largest = torch.linalg.eigvalsh(gram)[:, -1]
     sigma = largest.clamp_min(0).sqrt()
     products = matrix.shape[1]  # each row of M took one product with J or J^T
@@ -237,12 +241,12 @@ def _decompose_dense(
     if directions:
         right = short[:, 0]  # v
         if few_outputs:
-            right = (short[:, :1] @ matrix)[:, 0]  # v = J^T u
+            right = (short[:, :1] @ matrix)[:, 0]  # J^T u = sigma v, not normalised
         norms = replace(norms, vector=right)
     if not left:
         return norms
     if not few_outputs:
-        short = short @ matrix  # u = J v
+        short = short @ matrix  # J v = sigma u, not normalised
     return _add_left(norms, short, squares.flip(1), tol)
 
 
@@ -365,19 +369,20 @@ def _measure(gradients: Tensor, dual: int) -> Tensor:
 
 
 def _limit_slopes(of_label: Tensor, upper: Tensor | None, dual: int) -> Tensor:
-    """Return G of `compute_margins`: an upper bound of ||J^T (e_y - e_j)|| over all classes j.
+    """Return G of each sample: an upper bound of ||J^T (e_y - e_j)|| over all classes j.
 
     Args:
-        of_label: J^T e_y of each sample.
-        upper: upper limit of the norm of J; None: unknown, so G is infinite.
+        of_label: J^T e_y of each sample, for its class y.
+        upper: upper limit of a norm of the Jacobian J; None: unknown, so G is infinite. For
+            gradients in l_2, the spectral norm. For l_1, max_j ||J^T e_j||_1.
         dual: the norm of gradients, 1 or 2.
     """
     if upper is None:
         return torch.full((len(of_label),), torch.inf)
     upper = upper.cpu().double()
     if dual == 2:
-        return 2**0.5 * upper
-    return upper + _measure(of_label, dual)
+        return 2**0.5 * upper  # ||J|| ||e_y - e_j||_2
+    return upper + _measure(of_label, dual)  # max_j ||J^T e_j||_1 + ||J^T e_y||_1
 
 
 def _sort_rivals(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,8 @@ def watch_modules(
     """
     with ExitStack() as hooks:
         for name, part in parts:
-
+            # The default value keeps this module's name. Without it, all hooks would read the name
+            # of the last module.
             def run_hook(_module: nn.Module, args: Any, output: Any, name: str = name) -> Any:
                 return see(name, args, output)
 

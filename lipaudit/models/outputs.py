@@ -285,20 +285,20 @@ class EntrySearch:
         if self.spec.kind == "image":  # the module was chosen by its name: no test is needed
             self.readers.append(name)
             return
-        # The model may transpose its ids, (batch, tokens), before it embeds them.
-        ids = self.x
-        transposed = ids.mT
-        # Then the output is (tokens, batch, width). A square batch cannot show this.
-        if isinstance(output, Tensor) and output.shape[:2] == transposed.shape != ids.shape:
+        # The model may transpose its ids, (batch, tokens), before it embeds them. The output of
+        # the embedding is then (tokens, batch, width). As many samples as tokens cannot show this.
+        expected = self.x  # the argument of an embedding
+        transposed = expected.mT
+        if isinstance(output, Tensor) and output.shape[:2] == transposed.shape != expected.shape:
             self.tokens_first.add(name)
         if not args or not isinstance(args[0], Tensor):
             return
         argument = args[0]
-        if argument.shape != ids.shape:
-            ids = transposed
-        if argument.shape != ids.shape:
+        if argument.shape != expected.shape:
+            expected = transposed
+        if argument.shape != expected.shape:
             return
-        if (argument == ids).all():
+        if (argument == expected).all():
             self.readers.append(name)
         else:  # numbers of positions or types, or ids that the model has changed
             self.similar_readers.append(name)
@@ -363,7 +363,7 @@ def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) 
     failures = []
     for x in samples:
         try:
-            watched = run_watched(call, x, None)
+            watched = run_watched(call, x, mask=None)
             output = read(watched.result)
         except Exception as error:  # a model may refuse a blank sample, and raise anything
             if is_machine_error(error):

@@ -69,6 +69,8 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
         mha: Any = torch.backends.mha
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
+        # On a CPU, torch's gradient of both functions is wrong for a single sample if the incoming
+        # gradient has its channels last in memory.
         for name in ("batch_norm", "instance_norm"):
             repaired = _repair_gradient(getattr(torch, name))
             stack.enter_context(patch.object(torch, name, repaired))

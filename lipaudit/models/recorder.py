@@ -77,7 +77,8 @@ class Recorder(AttentionMode):
         model goes on with the O that is returned.
 
         Returns:
-            None (this class reports no call to `on_attention`), the address of the call, and O.
+            None, the address of the call, and O. For the first item, the base class would call
+            `on_attention`, which this class does not need.
         """
         address = self.call_stack.address("attention")
         # `parts` are P and V. They are missing if the model's output is not P V.
@@ -107,7 +108,8 @@ class Recorder(AttentionMode):
         # Several modules may return one tensor, such as an MLP and the dropout at the end of the
         # MLP. Keep the module with most parameters.
         parameters = len(list(frame.module.parameters()))
-        known_node = self.modules.get(node, _NamedNode(0, ""))
+        # A node without a known module counts as one of a module without parameters.
+        known_node = self.modules.get(node, _NamedNode(parameters=0, module=""))
         if parameters > known_node.parameters:
             self.modules[node] = _NamedNode(parameters, frame.name)
 

@@ -192,6 +192,8 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     change = (together - alone).where(finite, 0.0).abs().amax()
     noise = (again - alone).where(finite, 0.0).abs().amax()  # not 0 for a random model
     largest = alone.where(finite, 0.0).abs().amax()
+    # Two more passes of a random model may differ by more than `noise`, so allow ten times as
+    # much.
     if change > AGREES * largest + 10 * noise:
         raise InputError(
             "the output of one sample depends on another one (beside it, outputs change by up to "
@@ -256,8 +258,10 @@ def require_autocast(net: Net, batch: Batch, autocast: str | None) -> Notes:
         return ()
     where = f"--autocast {autocast}"
     if not can_autocast(net.device, autocast):
-        text = f"{where}: torch {torch.__version__} does not support it on {net.device.type}"
-        raise UsageError(text, "Use the other half precision, or --device cuda.")
+        raise UsageError(
+            f"{where}: torch {torch.__version__} does not support it on {net.device.type}",
+            "Use the other half precision, or --device cuda.",
+        )
     first = batch[:1].trim().to(net.device, net.dtype)
     with exact_arithmetic(net.device), torch.no_grad():
         exact = net.output(first)
@@ -266,8 +270,10 @@ def require_autocast(net: Net, batch: Batch, autocast: str | None) -> Notes:
         except Exception as error:  # the model's own code may raise anything
             if is_machine_error(error):
                 raise
-            text = f"{where}: {net.architecture} fails ({first_line(error)})"
-            raise UsageError(text, "Use the other half precision, or leave it out.") from error
+            raise UsageError(
+                f"{where}: {net.architecture} fails ({first_line(error)})",
+                "Use the other half precision, or leave it out.",
+            ) from error
     if torch.equal(exact, deployed):
         text = f"{where} does not change the output of a sample: the model may switch it off"
         return (Note.warn("autocast", text),)
@@ -419,6 +425,8 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
             behind = net.forward(x - h * u, batch)
         difference = (ahead - behind) * w
         quotient = difference.flatten(1).sum(1) / (2 * h)  # D(h)
+        # The largest of three slopes. With D(h) among them, the error is at most 1 if autograd's
+        # gradient is 0. A tiny number avoids 0 / 0.
         scale = torch.stack([slope.abs(), usual_slope, quotient.abs()]).amax(0)
         error = ((quotient - slope).abs() - rounding / h).clamp_min(0)
         errors = torch.minimum(errors, error / scale.clamp_min(1e-300))

@@ -165,7 +165,7 @@ def _read_addition(
         terms = [branch]
         insides = [inside]
     parts = tuple(frozenset(nodes_inside or ()) for nodes_inside in insides)
-    return Addition(GradientEdge(node, 0), skip, tuple(terms), parts)
+    return Addition(GradientEdge(node, output_nr=0), skip, tuple(terms), parts)
 
 
 def _strip_views(node: Node) -> Node:

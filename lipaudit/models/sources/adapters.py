@@ -56,13 +56,17 @@ def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str,
     ):
         import peft
     if options.device_map is not None:
-        text = f"{path} holds an adapter, and --device-map places the weights of whole models only"
-        raise InputError(text, f"Leave it out, or {MERGE}")
+        raise InputError(
+            f"{path} holds an adapter, and --device-map places the weights of whole models only",
+            f"Leave it out, or {MERGE}",
+        )
     state = _read_state(path, peft)
     base = _find_base(str(name), config.get("revision"), path)
     if Path(base).resolve() == path.resolve():
-        text = f"{path / CONFIG} names its own folder as the base model"
-        raise InputError(text, "Write the folder of the whole model into base_model_name_or_path.")
+        raise InputError(
+            f"{path / CONFIG} names its own folder as the base model",
+            "Write the folder of the whole model into base_model_name_or_path.",
+        )
     # Merging adds an update to the base weights. In half precision the sum would be rounded, and
     # the result would be another model. So the base is converted to float32 on loading.
     options = replace(options, weights="converted")
@@ -73,8 +77,10 @@ def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str,
         options = replace(options, classes=classes)
     source, spec = load(base, options)
     if source != "hf":
-        text = f"the base model {name} of {path} is not one of transformers"
-        raise InputError(text, f"Correct base_model_name_or_path, or {MERGE}")
+        raise InputError(
+            f"the base model {name} of {path} is not one of transformers",
+            f"Correct base_model_name_or_path, or {MERGE}",
+        )
     _merge(spec.module, path, state, peft)
     text = f"the adapter of {path.name} was merged into its base model {name}"
     notes = [Note.info("adapter", text)]
@@ -112,6 +118,7 @@ def _count_classes(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> in
     """Return the number of classes of an adapter's new classifier; None without a classifier."""
     if config.get("task_type") != "SEQ_CLS":
         return None
+    # How models of transformers name the last layer of a classifier.
     names = ("score.weight", "classifier.weight", "out_proj.weight")
     heads = [value for key, value in state.items() if key.endswith(names)]
     return len(heads[-1]) if heads else None  # one row per class
@@ -135,8 +142,10 @@ def _merge(module: Any, path: Path, state: Mapping[str, Tensor], peft: Any) -> N
     ):
         config = peft.PeftConfig.from_pretrained(str(path))
         if config.is_prompt_learning:  # adds tokens to the input, and leaves the weights alone
-            text = f"{path} holds a prompt ({config.peft_type}), and no change of weights"
-            raise InputError(text, "Measure its base model.")
+            raise InputError(
+                f"{path} holds a prompt ({config.peft_type}), and no change of weights",
+                "Measure its base model.",
+            )
         wrapped = peft.PeftModel(module, config)
         # Names are compared here, because peft skips missing and surplus names without an error.
         expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)

@@ -207,7 +207,7 @@ def _embed_texts(module: Any, ids: dict[str, Tensor], dtype: torch.dtype) -> Ten
     for start in range(0, len(ids["input_ids"]), TEXTS):
         chunk = {key: value[start : start + TEXTS] for key, value in ids.items()}
         output = module.get_text_features(**chunk)
-        features.append(transformer_outputs.read_tower(output, None))
+        features.append(transformer_outputs.read_tower(output, mask=None))
     embeddings = torch.cat(features).to(dtype)
     return F.normalize(embeddings, dim=-1)
 
@@ -230,7 +230,7 @@ def _require_cosines(
     two_texts = {key: value[:2] for key, value in ids.items()}
     logits = module(pixel_values=blank, **two_texts).logits_per_image
     output = module.get_image_features(pixel_values=blank)
-    image = F.normalize(transformer_outputs.read_tower(output, None), dim=-1)
+    image = F.normalize(transformer_outputs.read_tower(output, mask=None), dim=-1)
     difference = logits - image @ weight[:2].T - bias
     size = logits.abs().max().clamp(min=1)
     if not difference.abs().max() <= DEVIATION * size:  # NaN is refused, too
@@ -340,6 +340,7 @@ def _score_rows(
     # sample with continuations of one token have the same input, the prompt. `is_run` marks the
     # rows that run, and `run_of_row` is the number of the run of each row.
     is_run, run_of_row = _merge_equal_rows(in_continuation.sum(2) == 1)
+    # `first` is also the first position whose logits are computed.
     logits = net.next_logits(z[is_run, :-1], first)  # (runs, length - 1 - first, vocabulary)
     # The logits at position t score token t + 1 of a row: leave out all tokens before first + 1.
     is_scored = is_scored[:, first + 1 :]
@@ -368,7 +369,11 @@ def _list_columns(in_row: Tensor) -> Tensor:
 def _sum_log_probabilities(
     logs: Tensor, tokens: Tensor, is_scored: Tensor, how: Score, count: int
 ) -> Tensor:
-    """Return the scores of each sample, (batch, classes), from log p at every scored token.
+    """Return the scores of each sample from log p at every scored token.
+
+    The scores are (batch, count) for several continuations of a prompt. A margin needs a second
+    class. So a single continuation is compared with a rival, one token of which differs: the
+    scores are (batch, 2), the continuation first.
 
     Args:
         logs: log p of every id at each scored token, (scored tokens, vocabulary).
@@ -387,9 +392,9 @@ def _sum_log_probabilities(
     scores = table.sum(1) / divisor
     if count:
         return scores.view(-1, count)
-    # The rival is the same continuation with one token replaced. At each token, the lead is log p
-    # of the token minus log p of the likeliest other id. The token with the smallest lead is
-    # replaced by that other id, so the rival's score is lower by this lead.
+    # At each token, the lead is log p of the token minus log p of the likeliest other id. The
+    # rival is the same continuation, but its token with the smallest lead is replaced by that
+    # other id. So the rival's score is lower by this lead.
     other = logs.scatter(1, tokens, -math.inf).amax(1)
     table = log_p.new_full(is_scored.shape, math.inf).index_put((is_scored,), log_p - other)
     lead = table.amin(1)
@@ -425,23 +430,31 @@ def _merge_equal_rows(is_single: Tensor) -> tuple[Tensor, Tensor]:
 def _require_causal(net: Net, entry: nn.Module) -> None:
     """Refuse a language model whose logits at a token depend on later tokens.
 
-    Logits are compared with and without the last token. Their gradient must not reach later
-    embeddings. Also, embeddings must give the same logits as their token ids.
+    There are two tests. Without the last token, the logits at all other tokens must be the same
+    up to a tolerance. And the gradient of the logits at the first token must be exactly 0 at all
+    later embeddings: this shows an influence that is below the tolerance. Also, embeddings must
+    give the same logits as their token ids.
+
+    Args:
+        net: the language model.
+        entry: its embedding layer.
     """
     size = min(TRIED, *net.input_shape)
     ids = torch.arange(1, size + 1, device=net.device)[None] % (net.vocabulary or size)
 
     next_logits = net.next_logits
     assert next_logits is not None
-    # The logits at all tokens, from embeddings. `lift_parameters`: the model sees converted copies
-    # of weights that stay as stored.
+    # The logits at all tokens, from position 0 on. If weights stay in half precision as stored,
+    # the model's own code must find copies in the dtype of the run: `lift_parameters` provides
+    # them.
     score = lift_parameters(lambda embeddings: next_logits(embeddings, 0))
     with exact_arithmetic(net.device), torch.no_grad():
         z = lift_parameters(entry)(ids)
         logits = score(z)
         without_last = score(z[:, :-1])
-        logits_of_ids = net.output(Batch(ids, None, ("",)))
-        # The gradient of the logits at the first token, with respect to all embeddings.
+        logits_of_ids = net.output(Batch(ids, y=None, ids=("",)))
+        # The gradient of the logits at the first token, with respect to all embeddings. Of
+        # squares, because the plain sum of centred logits is constant.
         with torch.enable_grad():
             leaf = z.detach().requires_grad_()
             first = score(leaf)[:, 0]

@@ -153,14 +153,16 @@ def _load_checkpoint(
     plan = plan_dequantising(config, path, {*formats.values()}, later=later)
     # The weights, if lipaudit has read them. None: transformers reads the files.
     state = plan.state
-    # Whether weights keep their precision on loading. If transformers dequantises the weights (a
-    # plan that describes them in `text`, without a state), it would choose the precision: float32
-    # is requested.
-    as_stored = (later or offload) and (not plan.text or state is not None)
+    # Transformers dequantises the weights itself if the plan describes them (`text`), but has no
+    # weights. It would then choose the precision, so float32 is requested. Weights that are not
+    # quantised, or that lipaudit has read, may keep their precision.
+    is_dequantised_by_library = plan.text and state is None
+    as_stored = (later or offload) and not is_dequantised_by_library
     module, report, notes = _load_weights(
         loader, path, config, formats, state, as_stored=as_stored
     )
-    wrong = [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
+    # Each mismatch is a name with the stored and the expected shape.
+    wrong = [str(name) for name, *_ in report.get("mismatched_keys", ())]
     missing = report["missing_keys"]
     surplus = report["unexpected_keys"]
     if has_new_classifier:  # only weights of the base model must fit
@@ -210,7 +212,7 @@ def _note_unknown_fields(path: Path, config: Any) -> Notes:
         *dir(kind),
         *inspect.signature(kind).parameters,
         *kind.attribute_map,
-        "torch_dtype",
+        "torch_dtype",  # the older name of `dtype`
     }
     known_fields.update(dir(transformers.PretrainedConfig()))
     unknown_fields = sorted(settings.keys() - known_fields)
@@ -368,7 +370,7 @@ def _compute_constants(module: nn.Module, loader: Any, config: Any) -> None:
     its construction. The float32 model is built without values of parameters: a second copy of
     the weights would not fit into memory.
     """
-    register = nn.Module.register_parameter
+    register = nn.Module.register_parameter  # the original, which is replaced for a moment below
 
     def register_without_values(part: nn.Module, name: str, p: nn.Parameter | None) -> None:
         """Register a parameter on the meta device, which needs no memory."""
@@ -379,6 +381,7 @@ def _compute_constants(module: nn.Module, loader: Any, config: Any) -> None:
     with patch.object(nn.Module, "register_parameter", register_without_values):
         exact_parts = dict(_build(loader, config).named_modules())
     for name, part in module.named_modules():
+        # A module that the float32 model lacks keeps its constants.
         exact = getattr(exact_parts.get(name), "_buffers", {})
         # Non-persistent buffers are not in the checkpoint: these are the computed constants.
         for key in part._non_persistent_buffers_set & exact.keys():
@@ -455,7 +458,10 @@ def _has_part(key: str, *parts: str) -> bool:
 
 
 def _is_inside(module: Any, key: str) -> bool:
-    """Say whether the name of a weight belongs to a model, with or without the base prefix."""
+    """Say whether the name of a weight belongs to a model, with or without the base prefix.
+
+    In a model of BERT, the names `encoder.layer.0...` and `bert.encoder.layer.0...` do.
+    """
     parts = {name for name, _ in module.named_children()}
     prefix = module.base_model_prefix
     return key.split(".")[0] in parts or bool(prefix and key.startswith(f"{prefix}."))

@@ -80,8 +80,9 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
         UsageError: the options do not fit (a file of weights without `arch`).
         InputError: the model is missing, damaged or not supported.
     """
-    if words := find_unmet_requirement():
-        raise InputError(*words)
+    # Message and advice on a package that is missing or too old.
+    if unmet := find_unmet_requirement():
+        raise InputError(*unmet)
     options = options or LoadOptions()
     # Random weights are the same each time; the caller's random state is restored.
     with seed_device(SEED, find_device(options.device)), hub_access(offline=options.offline):
@@ -503,7 +504,7 @@ def borrow(
     if input_shape is None or isinstance(model, ModelSpec):
         spec = own.describe(model, options)
     else:
-        axes = 0
+        axes = 0  # of an input that is no shape, such as a number: refused below
         if isinstance(input_shape, Sequence):
             axes = len(input_shape)
         if axes not in own.KINDS:

@@ -381,8 +381,9 @@ def _read_device_map(module: nn.Module, file: str) -> dict[str, Any]:
     missing = [name for name in tensors if _look_up(content, name) is None]
     if unknown or missing:
         parts = few([part for part, _ in module.named_children()])
+        misfit = describe_misfit(missing, surplus=sorted(unknown), shapes=())
         raise InputError(
-            f"{path} does not fit the model: {describe_misfit(missing, sorted(unknown), ())}",
+            f"{path} does not fit the model: {misfit}",
             f'Its modules are: {parts}. Add "": "cpu", or another device, for all others.',
         )
     return dict(content)

@@ -213,7 +213,7 @@ def _describe_by_data(module: nn.Module, options: LoadOptions, name: str) -> Mod
     forms = options.forms()
     readings = [form for form in forms if form.fits]
     if all(form.kind == "image" for form in readings):
-        # Pictures have 1 or 3 channels, first or last.
+        # The shape of a reading has channels first, whatever the data. Pictures have 1 or 3.
         readings = [form for form in readings if form.shape[0] in (1, 3)] or readings
     if not readings:
         raise UsageError(
@@ -233,6 +233,7 @@ def _describe_by_data(module: nn.Module, options: LoadOptions, name: str) -> Mod
         )
     form = readings[0]
     notes: Notes = ()
+    # A note if there was a choice, or if four axes were taken for a volume or a video.
     if len(forms) > 1 or len(form.shape) > 3:
         notes = (Note.warn("read-as", f"each sample is read as {form}"),)
     return ModelSpec(module, form.shape, kind=form.kind, notes=notes)

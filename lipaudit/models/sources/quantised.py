@@ -402,7 +402,7 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
                 if later:
                     weights[id(p)] = defer(compute, values.shape)
                 else:
-                    weights[id(p)] = nn.Parameter(values, False)
+                    weights[id(p)] = nn.Parameter(values, requires_grad=False)
             weight = weights[id(p)]
             if library == "torchao":
                 part._parameters[name] = weight

@@ -142,7 +142,7 @@ def _require_whole_groups(weights: Iterable[LinearWeight], group: int, how: str)
     if undivided:
         raise UsageError(
             f"--quantize {how}: groups of {group} do not divide the {inputs[undivided[0]]} "
-            f"inputs of {few(undivided, 1)}",
+            f"inputs of {few(undivided, most=1)}",
             f"Use a divisor of {math.gcd(*inputs.values())}, which divides all layers, or leave "
             "the group out.",
         )
@@ -151,9 +151,11 @@ def _require_whole_groups(weights: Iterable[LinearWeight], group: int, how: str)
 def _round_rows(rows: Tensor, bits: int) -> Tensor:
     """Return rows rounded to multiples of a scale per row, by integer factors of `bits` bits."""
     half = 2 ** (bits - 1)  # the factors are -half to half - 1
+    # The largest entry of a row becomes half - 0.5, in the middle of the limits half and half - 1.
     scale = rows.abs().amax(1, keepdim=True) / (half - 0.5)
     # The smallest scale of torchao. It avoids a division by 0: rows of zeros stay zeros.
     scale = scale.clamp(min=torch.finfo(torch.float32).eps)
+    # Times 1 / scale, as in torchao: a division could round to another integer.
     codes = (rows * (1.0 / scale)).round().clamp(-half, half - 1)
     # `round` may give -0.0, and integers have no -0: adding 0 makes it +0.0, as in torchao.
     return (codes + 0.0) * scale

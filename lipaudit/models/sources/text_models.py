@@ -62,14 +62,16 @@ def read_lexicon(
     mark = _find_mark(tokenizer)
     # Whether each id begins a word, continues a word, or is fixed.
     kinds = [_classify_token(token, mark) for token in tokens]
+    # Ids that an attack may neither change nor insert: special ones, such as [CLS], and tokens
+    # added to the vocabulary.
     reserved = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
     for token in reserved:
         if token < count:
             kinds[token] = FIXED
     # An embedding may have more rows than the tokenizer has tokens.
     kinds += [FIXED] * (vocabulary - count)
-    # Ids around texts, such as [SEP]: `spell` leaves them out. The unknown token stands for a word
-    # of the text, so `spell` writes it.
+    # Ids around texts, such as [SEP]: `spell` leaves them out. The unknown token is also among the
+    # special ids of the tokenizer, but it stands for a word of the text, so `spell` writes it.
     special = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
     def spell(ids: Sequence[int]) -> str:
@@ -469,19 +471,23 @@ def _make_call(module: Any, tower: str | None, feed: Feed | None, end: int | Non
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
         """Run the model on token ids, (batch, tokens), and return its result with the mask."""
-        # `pad_inputs` chooses ids and mask so that each text gives the same output as alone.
+        # `pad_inputs` chooses ids and attention mask so that each text gives the same output as
+        # alone.
         with pad_inputs(module, x, mask, end) as (ids, attention):
             inputs: dict[str, Any] = {}
             if feed is not None:
                 inputs = feed.derive_types(ids, mask)
             if has_decoder:
                 # The decoder reads the same text as the encoder, behind a start token: each token
-                # is moved by one position, and the last token is left out.
+                # is moved by one position, and the last token is left out. The text keeps its
+                # length, so the attention mask of the encoder is right for the decoder, too.
                 starts = (getattr(config, "decoder_start_token_id", None), find_pad(config), 0)
                 start = next(token for token in starts if token is not None)
                 column = torch.full_like(x[:, :1], start)
                 inputs["decoder_input_ids"] = torch.cat([column, ids[:, :-1]], 1)
                 inputs["decoder_attention_mask"] = attention
+            # The output is read from the result by `mask`, which is None without padding; the
+            # attention mask may then be all ones.
             return run(attention_mask=attention, input_ids=ids, **inputs), mask
 
     return call

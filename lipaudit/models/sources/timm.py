@@ -77,7 +77,8 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
     try:
         with explain_refusals(repository):
             commit = find_commit(repository, offline=options.offline)
-            # The weights of exactly this commit.
+            # The weights of exactly this commit. `custom_load` says how timm reads their file:
+            # another source would reset it.
             source = {"hf_hub_id": f"{hub_id}@{commit.sha}", "custom_load": config.custom_load}
             module = _create(
                 name, options.building, pretrained=True, pretrained_cfg_overlay=source

@@ -136,7 +136,7 @@ def describe_sounds(module: Any) -> ModelSpec:
         # The module gets no mask. The mask is returned beside the result, because `read` needs it
         # to average features over the real tokens.
         call=lambda x, mask: (call(**{input_name: x}), mask),
-        read=choose_output(module, None),
+        read=choose_output(module, tower=None),
         **describe_classes(module),
     )
 

@@ -135,7 +135,7 @@ def read_tower(result: Any, mask: Tensor | None) -> Tensor:
     """
     pooled: Tensor | None = getattr(result, "pooler_output", None)
     if pooled is None:
-        return mean_pooling(result, None)
+        return mean_pooling(result, mask=None)
     return pooled
 
 

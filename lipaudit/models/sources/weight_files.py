@@ -277,9 +277,8 @@ def find_misfit(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
         expected: the weights of the module by name; tied weights are one object with two names.
         state: the stored weights by name; of tied weights, one name is enough.
     """
-    present_ids = set[
-        int
-    ]()  # ids of the module's weights that are stored under one of their names
+    # Ids (`id`) of the module's weights that are stored under at least one of their names.
+    present_ids = set[int]()
     wrong_shapes = []
     for name, tensor in expected.items():
         if name not in state:

@@ -58,7 +58,7 @@ class UnitCube:
     """
 
     def __init__(self, f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> None:
-        """Map samples and radius to the cube [0, 1]^n, in which the package searches.
+        """Map samples and radius to the cube [0, 1]^n, in which the package pyautoattack searches.
 
         Args:
             f: x -> logits.
@@ -109,11 +109,12 @@ class UnitCube:
         return logits_of(self.f(z)).float()
 
     def __call__(self, u: Tensor) -> Tensor:
-        """Return the logits of a point per row, (rows, classes), as the package calls a model.
+        """Return the logits of a point per row, (rows, classes): this is the package's model.
 
-        A row is a sample, or with several target classes one of its copies. The call also records
-        which rows are broken, and by which points. A sample is clearly broken if rounding could
-        not change that: its rows are not evaluated any more, and get logits of 0.
+        The package (pyautoattack) searches in the cube [0, 1]^n. A row is a sample, or with
+        several target classes one of its copies. The call also records which rows are broken
+        (misclassified inside the ball), and by which points. A sample is clearly broken if
+        rounding could not change that: its rows are not evaluated any more, and get logits of 0.
 
         Args:
             u: points of the cube, one per row.
@@ -126,7 +127,7 @@ class UnitCube:
         rows = is_open.nonzero()[:, 0]
         if not len(rows):
             raise _AllBrokenError
-        logits = self.evaluate(u[rows])
+        logits = self.evaluate(u[rows])  # of the model at the points mapped back from the cube
         y = self.y[rows]
         points = u[rows].detach()
         scores = logits.detach()
@@ -147,7 +148,7 @@ class UnitCube:
 
     @contextmanager
     def isolate_package(self) -> Iterator[Tensor]:
-        """Isolate a run of the package: `with cube.isolate_package() as start: ...`.
+        """Isolate a run of the package pyautoattack: `with cube.isolate_package() as start: ...`.
 
         `start` has random starting points in the cube, one per row. Inside the block, torch's
         global generator has a seed of this run, and the default dtype is float32. Both are
@@ -188,8 +189,8 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
         ball: norm, radius and box.
         turn: settings, random starts and target classes of this run.
     """
-    # The package searches in the cube [0, 1]^n. `cube` maps samples, radius and results, and
-    # records which rows are broken (misclassified inside the ball).
+    # The package pyautoattack searches in the cube [0, 1]^n. `cube` maps samples, radius and
+    # results, and records which rows are broken (misclassified inside the ball).
     cube = UnitCube(f, x, y, ball, turn)
     # This class of the package can run all three losses.
     attack = APGDAttack_targeted(
@@ -206,9 +207,10 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
             early = 3 * steps // 10
             radii = [3 * cube.eps, 2 * cube.eps, cube.eps]
             steps_of_radii = [early, early, steps - 2 * early]
-            best = attack.decr_eps_pgd(cube.samples, y, radii, steps_of_radii)[0]
+            best, *_ = attack.decr_eps_pgd(cube.samples, y, radii, steps_of_radii)
         else:
-            best = attack.attack_single_run(cube.samples, y, x_init=start)[0]
+            best, *_ = attack.attack_single_run(cube.samples, y, x_init=start)
+        # `best` has the points with the highest loss.
         cube.adversarial[~cube.broken] = best[~cube.broken]
     return cube.map_from_cube(cube.adversarial)
 
@@ -218,7 +220,7 @@ def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     """Run FAB: step onto the decision boundary of the target class, as near to x as possible.
 
     Returns for each row the last misclassified point inside the ball, else the sample itself. The
-    package computes in float32.
+    package pyautoattack computes in float32.
 
     Args:
         f: x -> logits.
@@ -258,7 +260,7 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
         ball: norm, radius and box.
         turn: settings and random numbers of this run.
     """
-    # Samples and radius mapped to the cube [0, 1]^n, in which the package searches.
+    # Samples and radius mapped to the cube [0, 1]^n, in which the package pyautoattack searches.
     cube = UnitCube(f, x, y, ball, turn)
     # The last two axes of a sample; a sample with one axis is an image of one row.
     rows, columns = (1, *x.shape[1:])[-2:]
@@ -289,7 +291,7 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
     )
     attack.init_hyperparam(images)
     with cube.isolate_package():
-        images = attack.attack_single_run(images, y)[1]
+        _, images = attack.attack_single_run(images, y)  # number of queries, and points
     return cube.map_from_cube(images[..., :rows, :].reshape(x.shape))
 
 

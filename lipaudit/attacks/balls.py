@@ -175,7 +175,9 @@ def _bound_rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
     largest = float(x.abs().amax()) + ball.eps
     for end in ball.box or ():
         largest = max(largest, abs(end))
-    # A vector with the same error in every entry has the norm of ones, times this error.
+    # Every entry has a rounding error of about `unit` times the largest value; ROUNDINGS is a
+    # generous factor. A vector with the same error in every entry has the norm of ones, times
+    # this error.
     norm_of_ones = measure_ones(ball.norm, x.shape[1:])
     unit = torch.finfo(dtype).eps / 2
     return ROUNDINGS * unit * norm_of_ones * largest

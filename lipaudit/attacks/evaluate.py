@@ -169,7 +169,17 @@ def evaluate_chunk(
     else:
         clean = _examine_clean(oracle, chunk, logits, seed)
         yield clean
-    prepare = partial(_AttackRun, f, chunk, logits, box, patch, target, batch_size)
+    # What all attacks on this chunk share.
+    prepare = partial(
+        _AttackRun,
+        f=f,
+        chunk=chunk,
+        logits=logits,
+        box=box,
+        patch=patch,
+        target=target,
+        batch_size=batch_size,
+    )
     finished = earlier[1:]
     outcome = clean  # the outcome of the previous step: its robust samples are attacked next
     # By norm and attacks of a trial: the outcome at the largest radius so far. Radii increase.
@@ -183,7 +193,7 @@ def evaluate_chunk(
             outcome = finished[number]
         else:
             attack_seed = derive_seed(seed, attack.name, chunk.number)
-            run = prepare(trial, attack, Meter(check=check), attack_seed)
+            run = prepare(trial=trial, attack=attack, meter=Meter(check=check), seed=attack_seed)
             # COUNTED: words, characters and suffix, whose attacks change texts.
             search = run.rewrite if trial.norm in COUNTED else run.search
             outcome = search(outcome)
@@ -322,7 +332,8 @@ class _AttackRun:
         restart, first = divmod(finished, attack.aims)
         most = max(CHUNK // len(rows), 1)  # copies in a batch
         copies = min(most, attack.aims - first)
-        # The likeliest classes but the predicted one, without the first `first`.
+        # `rivals` has the classes but the predicted one, the likeliest first. Earlier turns from
+        # this start aimed at the first ones.
         targets = self.rivals[rows, first : first + copies]  # (samples, copies)
         return Turn(
             attack=attack,
@@ -408,8 +419,13 @@ class _AttackRun:
         function: RewriteFunction = self.attack.kind.load()
         oracle = TextOracle(texts.reader, self.batch_size, self.meter, self.target)
         originals = [texts.drafts[i] for i in rows.tolist()]
-        runners_up = self.rivals[rows, 0]
-        turn = Turn(self.attack, self.generator, lambda: chunk.x[rows], rows, runners_up)
+        turn = Turn(
+            attack=self.attack,
+            generator=self.generator,
+            start=lambda: chunk.x[rows],  # a text has no random start
+            rows=rows,
+            target=self.rivals[rows, 0],  # the likeliest classes but the predicted one
+        )
         changed = function(oracle, list(originals), chunk.y[rows], budget, turn)
         check_drafts(changed, originals, texts.reader.lexicon, budget, self.attack.name)
         # A fresh evaluation decides which texts are broken, not the attack.

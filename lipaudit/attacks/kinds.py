@@ -210,7 +210,9 @@ class Attack:
     def estimate_cost(self, radius: Radius) -> int:
         """Return the largest cost of the attack on one sample, in forward passes.
 
-        A gradient costs 3: a forward pass, and a backward pass that takes twice as long.
+        A gradient costs 3: a forward pass, and a backward pass that takes twice as long. The cost
+        of one run, which depends on the kind of attack, is multiplied by the number of runs
+        (`turns`: starts times target classes).
         """
         if not radius.value:  # nothing can change: the attack does not run
             return 0
@@ -556,6 +558,7 @@ def _require_suitable_attack(attack: Attack, norm: Norm, kind: str) -> None:
     if not attack.kind.can_attack(kind):
         # All but `transfer`, which needs a file.
         suitable = [n for n, k in attack_kinds().items() if k.can_attack(kind) and n != "transfer"]
+        # What the model takes, in words; `text` stays.
         samples = {"image": "images", "tokens": "sequences of vectors"}.get(kind, kind)
         raise UsageError(
             f"{attack.name} cannot attack {samples}, the input of this model",

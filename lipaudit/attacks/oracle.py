@@ -182,7 +182,10 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        """Return J^T grad_output, made finite; the oracle has no gradient."""
+        """Return J^T grad_output, made finite, with the Jacobian J of the logits in z.
+
+        The second result is the gradient of the argument `oracle`, which has none.
+        """
         oracle = ctx.oracle
         z = ctx.z
 
@@ -271,7 +274,7 @@ def logits_and_gradient(
         logits_of_pieces = []
         gradients = []
         for chunk in list_pieces(len(x), f.batch_size):
-            piece = replace(f, rows=f.rows[chunk])
+            piece = replace(f, rows=f.rows[chunk])  # `rows`: which samples the model gets
             logits, gradient = logits_and_gradient(piece, x[chunk], y[chunk])
             logits_of_pieces.append(logits)
             gradients.append(gradient)

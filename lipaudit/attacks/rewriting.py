@@ -225,7 +225,9 @@ def search(
         steps = []
         for i, slope in zip(robust, slopes, strict=True):
             changes = propose(best[i], best[i].align(slope))
-            steps.append(_Step(i, changes, queries, read, best[i]))
+            steps.append(
+                _Step(position=i, changes=changes, queries=queries, read=read, best=best[i])
+            )
         # All changes if these are few; otherwise one of each word, then those that look best.
         _try_changes(oracle, y, [(step, step.choose_first()) for step in steps])
         _try_changes(oracle, y, [(step, step.choose_others()) for step in steps if step.untried])
@@ -294,8 +296,8 @@ def rewrite_words(
         position = 0  # the position of the first token of the word
         for i, word in enumerate(draft.words):
             substitutes = find_substitutes(near, draft, i, reader.lexicon)
-            if substitutes:
-                # To first order, slope . (e(substitute) - e(word)).
+            if substitutes:  # the word is then a single token, word[0]
+                # To first order, slope . (e(substitute) - e(word)); `table` has the embeddings e.
                 step = reader.table[substitutes] - reader.table[word[0]]
                 margin_changes.append(step @ slope[position])
                 for new in substitutes:
@@ -383,6 +385,7 @@ def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Id
             substitutions.append(text)
     # A tokenizer may join adjacent words: read combinations of substitutions in such words, too.
     # With more than COMBINATIONS of them, the answer is unknown, which counts as None.
+    # Without characters no tokenizer reads the text, and no words are adjacent.
     spans = draft.source.spans if draft.source else ()
     for number, together in enumerate(_combine(substitutions, _chain(spans), k)):
         if number == COMBINATIONS or not _reads_alike(reader, draft, together, word_of_token):

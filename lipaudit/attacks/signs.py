@@ -204,7 +204,8 @@ def note_masking(
         box: smallest and largest value of the attacked space.
     """
     lucky = max(LUCKY, LUCKY_SHARE * len(y))
-    largest_class = np.unique(y, return_counts=True)[1].max()
+    _, class_sizes = np.unique(y, return_counts=True)
+    largest_class = class_sizes.max()
     # The text of each sign, by the label of its attack. A sign at a larger radius replaces the
     # sign at a smaller radius.
     signs = {}
@@ -237,11 +238,14 @@ def note_masking(
 def _count_excess(
     trial: Trial, in_ball: Sequence[Trial], robust: Bool[np.ndarray, "samples trials"]
 ) -> tuple[int, str]:
-    """Return how many samples a trial broke beyond stronger attacks, and words for a sentence.
+    """Return how many samples a weak attack broke that strong attacks did not, and how it counts.
 
-    The words end the sentence "X broke 5 samples ...". Examples of another model count the samples
-    "that no attack on this model broke". All other attacks count how many samples they broke "more
-    than" the iterative attacks.
+    The second result ends the sentence "X broke 5 samples ...":
+
+    * for adversarial examples of another model, "that no attack on this model broke": the samples
+      that they alone broke are counted;
+    * for all other attacks, as for FGSM, "more than pgd": the difference from the number of
+      samples that the iterative attacks (here pgd) broke.
 
     Args:
         trial: the trial.

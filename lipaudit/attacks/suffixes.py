@@ -73,7 +73,7 @@ class _Place:
             yield f" {text.strip()}"
 
 
-def _find_place(draft: Draft, before: bool) -> _Place | None:
+def _find_place(draft: Draft, *, before: bool) -> _Place | None:
     """Return the place of a suffix: before the first token of a text, or behind the last token.
 
     Tokens without characters, such as special tokens, do not count. The result is None if the
@@ -81,7 +81,8 @@ def _find_place(draft: Draft, before: bool) -> _Place | None:
     """
     if draft.source is None:
         return None
-    # By token: index of the text in a pair, first character, and one past the last.
+    # By token: (index of the text in a pair, first character, one past the last character). The
+    # source has a list of these for every word.
     spans = list(chain.from_iterable(draft.source.spans))
     # Special tokens and blanks have no characters.
     tokens = [i for i, (_, start, end) in enumerate(spans) if end > start]
@@ -95,7 +96,7 @@ def _find_place(draft: Draft, before: bool) -> _Place | None:
         token = tokens[-1] + 1
         piece, _, character = spans[token - 1]
         beside = draft.ids[max(0, token - ANCHOR) : token]
-    return _Place(before, token, (piece, character), beside)
+    return _Place(before, token, character=(piece, character), beside=beside)
 
 
 @dataclass(eq=False)
@@ -138,10 +139,11 @@ class _Search:
         return self.lowest >= 0 and not self.ended
 
     def finish(self) -> Draft:
-        """Return the text with the lowest lead, and with the number of tried suffixes.
+        """Return the text with the best suffix found, and with the number of tried suffixes.
 
         For a suffix of a single token, all possible suffixes can be counted, too: the tried ones,
-        and all tokens that were not seen.
+        and all tokens that were not seen. Seen tokens that the tokenizer would read as other
+        tokens are not possible.
         """
         if self.most > 1:
             return replace(self.best, tried=self.tried)
@@ -165,9 +167,9 @@ class _Search:
         return None
 
     def make_drafts(self, suffixes: Iterator[Ids], most: int) -> list[Draft]:
-        """Return at most `most` texts with suffixes that were not tried yet.
+        """Return at most `most` texts with new suffixes: those that were not seen before.
 
-        If there is no such suffix, the search ends.
+        The suffixes are added to `seen`. If no text is left, the search ends.
         """
         drafts = []
         for ids in suffixes:
@@ -175,7 +177,7 @@ class _Search:
                 continue
             self.seen.add(ids)
             changed = self.write(ids)
-            if changed is not None:
+            if changed is not None:  # None: the tokenizer reads the text as other tokens
                 drafts.append(changed)
             if len(drafts) == most:
                 break
@@ -189,14 +191,20 @@ class _Search:
         token. A suffix of full length stays, and any of its tokens may change.
         """
         if len(self.current) < self.most:
-            # Infinity, so that some longer suffix replaces the current one in any case, even if
-            # the lead of the label rises.
+            # The search keeps the suffix with the lowest lead (logit of the label minus the
+            # largest other logit). From infinity, the best longer suffix replaces the current
+            # one in any case, even if its lead is higher.
             self.lead = math.inf
             return self.add((*self.current, self._draw_token()))
         return self.add(self.current)
 
     def propose(self, draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Ids]:
-        """Yield suffixes with one changed token: the best by gradient and a random one in turn.
+        """Yield suffixes with one changed token: the most promising one and a random one in turn.
+
+        The attack lowers the lead of a text: the logit of the label minus the largest other logit
+        (with a target class see `measure_leads`). The most promising suffix lowers it most, to
+        first order. Every suffix comes twice, once in each of the two orders: the caller,
+        `make_drafts`, skips suffixes that it has seen.
 
         Args:
             draft: the text with the suffix of `grow`.
@@ -210,13 +218,15 @@ class _Search:
         start = self.place.token + first
         end = self.place.token + len(ids)
         slopes = slope[start:end]  # (positions, width)
+        # Embeddings e of the tokens in the suffix now, and of all tokens that it may have.
         embeddings = self.reader.table[list(ids[first:])]
         table = self.reader.table[self.tokens.to(embeddings.device)]
-        # To first order, a new token at a position changes the lead by
-        # slope . (e(token) - e(token before)), (positions, tokens).
-        before = (slopes * embeddings).sum(1, keepdim=True)
-        lead_changes = slopes @ table.T - before
-        # Pairs (position, token) are numbered position * tokens + token.
+        # To first order, another token at a position changes the lead by
+        # slope . e(token) - slope . e(token now), (positions, tokens).
+        now = (slopes * embeddings).sum(1, keepdim=True)
+        lead_changes = slopes @ table.T - now
+        # A pair (position, token) has the number position * len(tokens) + token. The pair with
+        # the lowest change comes first.
         by_gradient = lead_changes.flatten().argsort(stable=True).cpu()
         at_random = self._shuffle(len(by_gradient))
         in_turn = torch.stack([by_gradient, at_random], 1).flatten()
@@ -255,7 +265,8 @@ class _Search:
     def note_leads(self, drafts: Sequence[Draft], leads: Sequence[float]) -> None:
         """Record the leads of texts with suffixes: the lowest of this step, and of all steps.
 
-        The next step changes the suffix with the lowest lead of this step.
+        A lead is the logit of the label minus the largest other logit: the lower, the better for
+        the attack. The next step changes the suffix with the lowest lead of this step.
         """
         self.tried += len(drafts)
         for draft, lead in zip(drafts, leads, strict=True):
@@ -334,22 +345,41 @@ def draw_suffix(
 def _begin_searches(
     oracle: TextOracle, drafts: Sequence[Draft], y: Tensor, budget: int, turn: Turn
 ) -> dict[int, _Search]:
-    """Return a search for each text that can have a suffix, by the position of the text."""
+    """Return a search for each text that can have a suffix, by the position of the text.
+
+    Args:
+        oracle: the model.
+        drafts: the unchanged texts.
+        y: their labels.
+        budget: largest number of tokens of a suffix.
+        turn: settings and random numbers of this run.
+    """
     reader = oracle.reader
     # The tokens that a suffix may have: ids with a spelling and an embedding, no special tokens.
     reserved = reader.lexicon.reserved
     count = min(len(reader.lexicon.tokens), len(reader.table))
     tokens = torch.tensor([i for i in range(count) if i not in reserved])
+    # The lead of a text is the logit of its label minus the largest other logit.
     leads = oracle.score([reader.read(draft) for draft in drafts], y)
     seed = turn.generator.initial_seed()
     searches = {}
     for i, (draft, lead) in enumerate(zip(drafts, leads, strict=True)):
-        place = _find_place(draft, turn.attack.place == "before")
+        place = _find_place(draft, before=turn.attack.place == "before")
         if place is None or not len(tokens):
             continue
         # Each text has a seed of its own, so its suffixes do not depend on the other texts.
         rng = random.Random(f"{seed}/{int(turn.rows[i])}")
-        searches[i] = _Search(reader, draft, place, tokens, budget, rng, draft, lead)
+        searches[i] = _Search(
+            reader=reader,
+            draft=draft,
+            place=place,
+            tokens=tokens,
+            most=budget,
+            rng=rng,
+            # Until a suffix was tried, the best text is the unchanged one.
+            best=draft,
+            lowest=lead,
+        )
     return searches
 
 
@@ -360,6 +390,8 @@ def _try_suffixes(
     changed: dict[int, list[Draft]],
 ) -> None:
     """Evaluate the changed texts of all searches in one batch, and record their leads.
+
+    The lead of a text is the logit of its label minus the largest other logit.
 
     Args:
         oracle: the model.

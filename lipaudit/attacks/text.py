@@ -150,31 +150,33 @@ class Lexicon:
             return " ".join(map(str, ids))
         return self.spell(ids).strip()
 
-    def draft(self, ids: Sequence[int], texts: tuple[str, ...], most: int) -> Draft:
+    def make_draft(self, ids: Sequence[int], texts: tuple[str, ...], most: int) -> Draft:
         """Return a text as a draft, which attacks change: split into words.
 
-        The draft knows the characters of its words if the tokenizer reads these ids in them.
+        The draft knows the characters of its words if the tokenizer, applied to the characters,
+        returns these ids. Otherwise the draft has the ids alone.
 
         Args:
             ids: the token ids.
             texts: the text, or the two of a pair; empty: the texts that the ids spell.
             most: largest number of tokens of the model.
         """
-        if self.read is None:
-            return Draft(self.words(ids))
+        if self.read is None:  # no tokenizer says which characters each token has
+            return Draft(self.split_words(ids))
         texts = texts or tuple(self.texts(ids))
-        # Either the whole text has these ids, at most `most`: a limit of one more cuts nothing. Or
-        # the text was cut to the number of the ids.
+        # The ids come from one of two limits on the number of tokens. If the whole text was
+        # tokenized, it has at most `most` tokens, and the limit `most + 1` cuts nothing. If the
+        # text was cut, the limit was the number of its ids.
         for limit in (most + 1, len(ids)):
-            tokens, spans = self.read(texts, limit)
+            tokens, spans = self.read(texts, limit)  # ids, and the characters of each token
             if tokens != tuple(ids):
                 continue
-            words = self.words(ids, spans)
-            # Each word gets as many of the spans as it has tokens.
+            words = self.split_words(ids, spans)
+            # Divide the spans as the ids are divided: a word of two tokens gets the next two.
             unused_spans = iter(spans)
             spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
-            return Draft(words, source=Source(texts, spans_of_words, limit))
-        return Draft(self.words(ids))
+            return Draft(words, source=Source(texts, spans_of_words, most=limit))
+        return Draft(self.split_words(ids))
 
     def name(self, token: int) -> str:
         """Write one token id for people: as text, or else in the vocabulary's spelling."""
@@ -187,7 +189,7 @@ class Lexicon:
             return self.tokens[token]
         return str(token)
 
-    def words(self, ids: Sequence[int], spans: Sequence[Span] = ()) -> tuple[Ids, ...]:
+    def split_words(self, ids: Sequence[int], spans: Sequence[Span] = ()) -> tuple[Ids, ...]:
         """Split a text into words, each a tuple of ids; every fixed id is a piece of its own.
 
         The vocabulary has the kind of each token: FIXED (such as punctuation), BEGINS (the first
@@ -200,8 +202,9 @@ class Lexicon:
         """
         words: list[list[int]] = []
         kinds = self.kinds[list(ids)].tolist()
-        # A vocabulary without marks has only first tokens: then gaps between spans alone divide
-        # words.
+        # The kind of a token that may belong to the word before it. A vocabulary that does not
+        # mark the beginnings of words calls every token BEGINS: then gaps between spans alone
+        # divide words.
         unmarked = bool(spans) and not self.marked
         continuing = BEGINS if unmarked else GOES_ON
         spans = spans or [NOWHERE] * len(ids)  # equal spans, without gaps
@@ -287,7 +290,7 @@ class Draft:
         ids = tuple(token for word in self.words for token in word)
         if self.suffix is None:
             return ids
-        before = self.suffix.token
+        before = self.suffix.token  # how many tokens of the text stand before the suffix
         return ids[:before] + self.suffix.ids + ids[before:]
 
     @property
@@ -338,7 +341,12 @@ class Draft:
         respelled = [(number, text) for number, text in self.spelled if number != i]
         if spelled is not None:
             respelled.append((i, spelled))
-        return Draft(tuple(words), (*self.changed, i), tuple(respelled), self.source)
+        return Draft(
+            words=tuple(words),
+            changed=(*self.changed, i),
+            spelled=tuple(respelled),
+            source=self.source,
+        )
 
 
 @dataclass(frozen=True)
@@ -374,9 +382,11 @@ class Reader:
 
         The result is empty if the model cannot read the text: it is too long, or has an unknown
         token. With `cut`, the tokenizer cuts a long text to the length that the model takes.
+        Without `cut`, the tokenizer has the limit of the unchanged text (`source.most`).
         """
         if draft.source is None or self.lexicon.read is None:
             return draft.ids
+        # A prompt is packed with its continuations: texts behind it that the model scores.
         continuations = draft.source.continuations
         if continuations is not None:
             return continuations.pack(*draft.texts)
@@ -451,6 +461,9 @@ class TextOracle:
     ) -> dict[int, list[float]]:
         """Return the leads of several changed texts of each text, evaluated together.
 
+        The lead of a text is the logit of its label minus the largest other logit; with a target
+        class see `measure_leads`.
+
         Args:
             changed: token ids of the changed texts, by the position of the unchanged text.
             y: labels of the unchanged texts.
@@ -460,6 +473,7 @@ class TextOracle:
             return dict.fromkeys(changed, [])
         # For each changed text the position of its unchanged text.
         originals = [i for i, group in changed.items() for _ in group]
+        # The leads in the same order, divided among the unchanged texts.
         leads = iter(self.score(texts, y[originals]))
         return {i: list(islice(leads, len(group))) for i, group in changed.items()}
 
@@ -468,8 +482,13 @@ class TextOracle:
     ) -> list[Float[Tensor, "tokens width"]]:
         """Return the gradient of each text's lead with respect to its token embeddings.
 
-        Words that were tokenized alone may have more tokens than the model takes. The last tokens
-        except the very last one are then left out, and get gradient 0.
+        The lead is the logit of the label minus the largest other logit; with a target class see
+        `measure_leads`.
+
+        A changed text may have more tokens than the model takes: each changed word was tokenized
+        alone, which may give more tokens than the tokenizer makes of the whole text. The tokens
+        before the last one are then left out, and get gradient 0. The last one stays, because
+        some models need their end token.
         """
         shortened = [self._shorten(ids) for ids in texts]
         self.meter.pass_forward(len(texts))
@@ -486,6 +505,7 @@ class TextOracle:
                 slope = gradient[: len(shortened[i])]  # without padding
                 missing = len(texts[i]) - len(shortened[i])
                 zeros = slope.new_zeros(missing, slope.shape[1])
+                # The tokens that were left out stand before the last one.
                 slopes[i] = torch.cat([slope[:-1], zeros, slope[-1:]])
         return [slopes[i] for i in range(len(texts))]
 

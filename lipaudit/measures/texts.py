@@ -111,7 +111,7 @@ def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
     texts = batch.texts or ((),) * len(rows)  # (): only token ids are known
     drafts = []
     for row, text in zip(rows, texts, strict=True):
-        drafts.append(reader.lexicon.draft(row.tolist(), text, most))
+        drafts.append(reader.lexicon.make_draft(row.tolist(), text, most))
     # A draft has no source if its characters are unknown, or do not give its token ids.
     unknown = sum(draft.source is None for draft in drafts)
     if unknown and (batch.texts or characters):
@@ -233,7 +233,7 @@ def _draft_prompt(
     # `tokens` may have one more: some tokenizers end every text with a special token.
     if tokens[: len(ids)] != ids or list(packed) != list(packer.pack(prompt, continuations)):
         return None
-    words = lexicon.words(ids, spans[: len(ids)])
+    words = lexicon.split_words(ids, spans[: len(ids)])
     # Group the spans by word: each word takes as many of the next spans as it has tokens.
     unused_spans = iter(spans)
     spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)

@@ -64,8 +64,8 @@ def logit_gradients(
         gradients = slope[:, :, chunk, :, None] * gradients
     if added is not None:
         gradients = gradients + added[:, :, chunk]
-    # Plain logits s q k^T have the same gradients for all of the chunk: one copy serves.
-    count = len(range(rows.shape[2])[chunk])
+    # Plain logits s q k^T have the same gradients for all tokens of the chunk: one copy serves.
+    count = len(range(rows.shape[2])[chunk])  # number of tokens of the chunk
     return gradients.expand(-1, -1, count, -1, -1)
 
 
@@ -533,7 +533,8 @@ def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
     for name, term in terms.items():
         vectors = term.flatten(0, 1)  # (sets, tokens, partners, d)
         # Number the sets, then expand the numbers to all problems: along an axis of `term` with
-        # length 1, all batch rows (or heads) share a set.
+        # length 1, all batch rows (or heads) share a set. If 2 batch rows share the terms of 3
+        # heads, the problems have the sets 0, 1, 2, 0, 1, 2.
         index = torch.arange(len(vectors), device=term.device)
         index = index.view(term.shape[:2]).expand(shape)
         extra[name] = PairTerms(vectors, index.flatten())

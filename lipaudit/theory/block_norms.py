@@ -66,9 +66,12 @@ def affine_rows(ingredients: Ingredients) -> AffineRows:
     """Return norms and inner products of the gradients of the logits of affine heads.
 
     Logit ij is s <q_i, k_j> with the scale s. Its gradient in the token of key j is
-    u_i = s W_K q_i, and its gradient in the token of query i is z_j = s W_Q k_j. Shorter vectors
-    with the same inner products, `images` and `z`, replace both. a_i is W_V^T u_i. `inside` is
-    ||X^T u_i|| for a basis X of the range of W_Q, and `shared` is ||W_V^T X||.
+    u_i = s W_K q_i, and its gradient in the token of query i is z_j = s W_Q k_j. Both are as long
+    as a token (D channels). Shorter vectors with the same inner products, `images` and `z`,
+    replace both. a_i is W_V^T u_i.
+
+    A token acts through its query only in the range of W_Q. With a basis X of this range, `inside`
+    (||X^T u_i||) and `shared` (||W_V^T X||) say how much of the gradients u_i and of W_V is there.
     """
     centred = ingredients.centred
     weights = ingredients.weights
@@ -240,7 +243,8 @@ def gram_bound(centred: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
     norm = matrix_norms.nonnegative_norm(matrix, u=leading)
     leading = leading / vector_norm(leading, dim=-1, keepdim=True)
     # Entries of M are sums of m products of numbers >= 0. Their relative rounding error is at most
-    # (m + 40) u, u = eps / 2.
+    # (m + 40) u, u = eps / 2: m for the sum over keys, and fewer than 40 for the factors (roots
+    # and products) and for the sum of the parts of M. `share` is 4 (n + m + 16) u.
     share = 2 * matrix_norms.product_rounding(centred.p)
     norm = (1 + share) * (norm * largest)  # ||M||
     square = norm + 2 * value_key_norm(centred, rows, f, leading)
@@ -304,10 +308,12 @@ def block_norms(
 def row_lengths(centred: Centred, rows: AffineRows, pw: Maps) -> Rows:
     """Bound ||F_i|| of every query, where F_i has the columns P_ij w_ij, w_ij = v_j - o_i.
 
-    The bound is the Frobenius norm. Heads whose derivative B through keys is not small beside the
-    derivative A through values get the tighter and more expensive Schatten-4 norm. The comparison
-    uses ||B||^2 <= sum_i ||u_i||^2 ||F_i||_F^2 with u_i = s W_K q_i, and
-    ||A|| >= ||W_V|| ||P^T e|| for a unit vector e.
+    The Frobenius norm ||F_i||_F is such a bound. The Schatten-4 norm (`tighten_row_lengths`) is
+    tighter, but expensive. It is computed only for heads where it pays: F_i enters the bound of
+    ||J|| through B, the derivative of the output through keys. So B must not be small beside A,
+    the derivative through values. To compare them, ||B||^2 is replaced by its upper limit
+    sum_i ||u_i||^2 ||F_i||_F^2 with u_i = s W_K q_i, and ||A|| by its lower limit
+    ||W_V|| ||P^T e|| for the unit vector e = (1, ..., 1) / sqrt n.
 
     Args:
         centred: P and the values.
@@ -315,36 +321,37 @@ def row_lengths(centred: Centred, rows: AffineRows, pw: Maps) -> Rows:
         pw: P_ij ||w_ij||.
     """
     length = vector_norm(pw, dim=-1)  # ||F_i||_F, (batch, heads, n)
-    # sum_i ||u_i||^2 ||F_i||_F^2, (batch, heads)
+    # The limit of ||B||^2: sum_i ||u_i||^2 ||F_i||_F^2, (batch, heads)
     lengths = rows.u[..., 0] * length
     by_keys = lengths.square().sum(-1)
-    # ||W_V||^2 ||P^T e||^2, e = 1 / sqrt n
+    # The limit of ||A||^2: ||W_V||^2 ||P^T e||^2, where P^T e has the column sums of P / sqrt n.
     columns = centred.p.sum(-2).square().sum(-1)
     weight = rows.wv[..., 0, 0].square()
     by_values = weight * columns / centred.p.shape[-2]
     keys_matter = ~(by_keys <= KEYS_MATTER * by_values)  # not `>`: a NaN must count
     if keys_matter.any():
-        # The tensors (batch, heads, ...) of these heads become (number, 1, ...): the None adds
-        # the axis of heads again.
+        # An index that selects the `number` heads where keys matter, out of the axes (batch,
+        # heads): tensors (batch, heads, ...) become (number, 1, ...). The None adds the axis of
+        # heads again, which the function below expects.
         index = (*keys_matter.nonzero(as_tuple=True), None)
-        spread = row_spread(centred.pick(index), length[index])
-        length[keys_matter] = spread[:, 0]
+        tight = tighten_row_lengths(centred.pick(index), length[index])
+        length[keys_matter] = tight[:, 0]
     return length
 
 
-def row_spread(centred: Centred, length: Rows) -> Rows:
+def tighten_row_lengths(centred: Centred, length: Rows) -> Rows:
     """Return an upper limit of ||F_i|| for every query, F_i with the columns P_ij (v_j - o_i).
 
     The limit is the smaller of two: the Frobenius norm `length`, and the Schatten-4 norm, the
     fourth root of the sum of sigma^4 over the singular values of F_i. In exact arithmetic the
-    second is never larger. It is computed as the fourth root of `power` from `sum_spread`, raised
-    by three errors:
+    Schatten-4 norm is never larger. It is computed as the fourth root of `power` from
+    `sum_spread`, raised by three errors:
 
-    * `underflow`: numbers below the smallest one become 0;
+    * `underflow`: products below the smallest number become 0, of m^2 products in a double sum;
     * `error`: rounding of the sums in `power`;
     * `change`: rounding of the inputs of these sums, the Gram matrix g = V V^T and c.
 
-    Where too many digits of `power` cancelled, the second limit is not used.
+    Where too many digits of `power` cancelled, the Schatten-4 norm is not used.
     """
     tiny = torch.finfo(centred.p.dtype).tiny
     # The input c_j = <v_j, o_i> - ||o_i||^2 / 2 of `sum_spread`, as
@@ -404,19 +411,23 @@ def _bound_mixed_rows(centred: Centred, f: Rows, e: Float[Tensor, "batch heads 1
     """Return rho_l >= ||P F_l^T|| of every query, where F_l has the columns P_lj (v_j - o_l).
 
     Forming P F_l^T for every query l would be too expensive. So P is split into a matrix of rank
-    one and a remainder: P = e y^T + P' with a unit vector e, y = P^T e, and e^T P' = 0. Then
+    one and a remainder: P = e y^T + P' with a unit vector e, y = P^T e, and e^T P' = 0. For every
+    vector x, P F_l^T x = <F_l y, x> e + P' F_l^T x, where the two terms are orthogonal. So
 
         ||P F_l^T||^2 <= ||F_l y||^2 + ||P'||^2 ||F_l||^2 = rho_l^2.
 
-    This holds for every e >= 0. The nearer e is to the leading left singular vector of P, the
-    smaller is P', and the tighter the bound.
+    This holds for every unit vector e. The nearer e is to the leading left singular vector of P,
+    the smaller is P', and the tighter the bound. e >= 0 makes y >= 0, which the limit of the
+    rounding error below needs.
 
     Args:
         centred: P, values and outputs.
         f: upper limits of ||F_l||.
-        e: a start vector; one power step here brings it nearer to the leading singular vector.
+        e: a start vector >= 0; one power step here brings it nearer to the leading singular
+            vector.
     """
     p = centred.p
+    # More than each of the relative rounding errors of e, of y, of e y^T, and of the last line.
     share = matrix_norms.product_rounding(p)
     # A power step on P P^T, and y = P^T e.
     e = (e @ p) @ p.mT
@@ -428,8 +439,9 @@ def _bound_mixed_rows(centred: Centred, f: Rows, e: Float[Tensor, "batch heads 1
     sums = (p * y) @ centred.v - centred.o * py
     image = vector_norm(sums, dim=-1)
     # The rounding error of ||F_l y||, u = eps / 2: y has a relative error of (n + 4) u. Sums over
-    # keys have an error of (m + 6) u times sum_j P_lj y_j ||v_j - o_l||, and
-    # ||v_j - o_l|| <= `longest`.
+    # keys have an error of (m + 6) u times sum_j P_lj y_j ||v_j - o_l||, and ||v_j - o_l|| is at
+    # most `longest`: ||v - o||^2 <= 2 (||v||^2 + ||o||^2). Both errors together are below
+    # 2 `share` = 4 (n + m + 16) u.
     longest = centred.v2.amax(-2) + centred.o2.amax(-2)
     longest = longest.mul_(2.0).sqrt()
     error = 2 * share * py[..., 0] * longest
@@ -488,15 +500,17 @@ def _bound_key_blocks(heads: Heads, centred: Centred, rows: attend.Anchored) -> 
         rows: the outputs o_i, and w for the largest entry of each row.
     """
     _, to_k, to_v = projections(heads)
-    # u_ij = W_K G_j^T b_ij, where b_ij is the gradient of logit ij in key j (s q_i for logits
-    # s q k^T) and G_j the Jacobian of a rotary position or qk-norm. Only ||u|| and a = Phi^v_j u
-    # are needed, so two small matrices replace W_K: R (`root`) with R^T R = W_K^T W_K gives the
-    # same ||u||, and W_V^T W_K gives a.
+    # A projection to keys has the Jacobian G_j W_K^T at token j, one to values H_j W_V^T: G_j and
+    # H_j are those of a rotary position or qk-norm behind W. b_ij is the gradient of logit ij in
+    # key j (s q_i for logits s q k^T). So
+    #     u = W_K G_j^T b_ij   and   a = Phi^v_j u = H_j W_V^T W_K G_j^T b_ij.
+    # Of u only the norm is needed: R (`root`), with R^T R = W_K^T W_K and fewer rows, replaces
+    # W_K.
     root = factor(to_k)
-    value_key = to_v.weight.mT @ to_k.weight  # (heads, d_v, d)
+    value_key = to_v.weight.mT @ to_k.weight  # W_V^T W_K, (heads, d_v, d)
     value_key = value_key[:, None]  # (heads, 1, d_v, d): the same for all keys
-    key_maps = local_map(to_k)  # G_j of the keys
-    value_maps = local_map(to_v)  # and of the values
+    key_maps = local_map(to_k)  # G_j
+    value_maps = local_map(to_v)  # H_j
     norms = value_norms(heads)  # ||Phi^v_j||
     p = centred.p
     precision = p.dtype
@@ -515,8 +529,8 @@ def _bound_key_blocks(heads: Heads, centred: Centred, rows: attend.Anchored) -> 
         key_map = select_tokens(key_maps, j).mT  # G_j^T
         b = attend.logit_gradients(heads, "k", j).mT
         u = (root @ key_map) @ b
-        a = select_tokens(value_maps, j) @ value_key @ key_map
-        a = a @ b
+        to_a = select_tokens(value_maps, j) @ value_key @ key_map  # H_j W_V^T W_K G_j^T
+        a = to_a @ b
         w = _subtract_outputs(centred.v[:, :, j], tokens[j], rows)
         by_key = _bound_rank_one_update(select_tokens(norms, j), u, a, w)
         beta[..., j] = by_key.mT
@@ -554,8 +568,8 @@ def _subtract_outputs(v: Tensor, keys: Tensor, rows: attend.Anchored) -> Tensor:
 
     For the key with the largest P_ij of a row, `rows` has this difference without cancellation.
     """
-    is_largest = rows.key.mT == keys[:, None]
-    outputs = rows.o.mT[:, :, None]
+    is_largest = rows.key.mT == keys[:, None]  # (batch, heads, keys, n)
+    outputs = rows.o.mT[:, :, None]  # (batch, heads, 1, d_v, n)
     gaps = rows.gap.mT[:, :, None]
     w = v[..., None] - outputs
     return torch.where(is_largest[:, :, :, None], gaps, w)

@@ -157,8 +157,11 @@ def split_heads(heads: Heads) -> Iterator[Heads]:
     """
     batch, count, n, d = heads.q.shape
     m, dv = heads.v.shape[2:]
-    # The largest temporary of one head on one batch row: P, or local Jacobians of its tokens.
+    # The largest temporary of one head on one batch row is P, n x m.
     entries = n * m
+    # Behind the weights of other heads there is a rotary position or qk-norm, with a Jacobian of
+    # its own at every token: d x d for each query, and d_v x d for each key, in the product of the
+    # Jacobians of value and key. Affine heads have one Jacobian for all tokens.
     if not are_affine(heads):
         entries = max(n * m, n * d * d, m * d * dv)
     policy = heads.policy
@@ -450,7 +453,9 @@ def bound_moves(point: BallPoint, rho: float) -> BallLimits:
     z = _deviation(p, point.z) + rho * point.a * widest
     v = _deviation(p, point.w) + rho * point.wv * widest
     # v_j - o_i moves by at most rho ||W_V|| through v_j, and by rho times the derivative of o_i:
-    # sum_j P_ij W_V^T f_j + Cov_i(sigma_i, v), where sigma_ij is the change of logit ij.
+    # sum_j P_ij W_V^T f_j + Cov_i(sigma_i, v), where sigma_ij is the change of logit ij. For
+    # moves f of length one, sum_j P_ij f_j is at most (max_j P_ij)^1/2 long, and the deviation of
+    # sigma_i is at most z + u `widest`.
     largest = p.amax(-1, keepdim=True)
     output = point.wv * largest.sqrt() + (z + u * widest) * v
     shift = rho * (point.wv + output)
@@ -479,25 +484,30 @@ def bound_curvature(point: BallPoint, on: BallLimits) -> PerHead:
         on: upper limits on the ball: of the deviations z and v, of u, and of the change `shift`
             of v_j - o_i.
     """
-    widest = point.w.amax(-1, keepdim=True)
-    longest = widest + on.shift  # max ||v_j - o_i|| on the whole ball
-    # The coefficients of 2 (x_i y_i)^1/2, of x_i, and of the x_j in y_i.
+    largest_w = point.w.amax(-1, keepdim=True)
+    longest = largest_w + on.shift  # max ||v_j - o_i|| on the whole ball
+    # The coefficient of 2 (x_i y_i)^1/2, from all three terms.
     mixed = point.wv * on.z + longest * on.z * on.u + point.a * on.v
+    # The coefficient of x_i, from the second term.
     diagonal = longest * on.z.square()
+    # The coefficients of y_i = sum_j spread_ij x_j, from the first and the second term. In the
+    # second one, ||v_j - o_i|| is at most w_ij, its value at X, plus `shift`. The part with w_ij
+    # follows below.
     columns = 2 * point.wv * on.u + on.shift * on.u.square()
     columns = columns * on.spread
     # The variance with the weights w_ij = ||v_j - o_i|| at X is at most sum_j weighted_ij x_j.
     # `even` uses the largest w_ij of the row, `uneven` each w_ij. On a large ball the formula of
     # `uneven` may not hold: then the larger of both limits is used, because a limit must not fall
     # as the radius grows.
-    even = on.spread * widest
+    even = on.spread * largest_w
     uneven, holds = bound_weights(point.p, on.p, point.w)
     uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
     weighted = torch.where(point.uneven, uneven, even)
     columns = columns + on.u.square() * weighted
     limits = []
-    for t in BALANCES:  # every t gives a limit: the smallest one counts
-        # H = columns + mixed spread / t, with diagonal + t mixed added to its diagonal
+    for t in BALANCES:  # every t > 0 gives a limit: the smallest one counts
+        # 2 mixed (x_i y_i)^1/2 <= mixed (t x_i + y_i / t), y_i = sum_j spread_ij x_j. So
+        # H = columns + mixed spread / t, with diagonal + t mixed added to its diagonal.
         h = columns + mixed / t * on.spread
         on_diagonal = diagonal + t * mixed
         h.diagonal(0, -2, -1).add_(on_diagonal[..., 0])

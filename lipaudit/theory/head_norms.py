@@ -231,18 +231,18 @@ def _compute_norms(
     return norms
 
 
-def _draw_starts(heads: Heads, seeds: Sequence[int], guess: Tensor) -> Tensor:
-    """Return random start vectors, one per problem, (problems, n channels) as the guess.
+def _draw_starts(heads: Heads, seeds: Sequence[int], like: Tensor) -> Tensor:
+    """Return random start vectors in the shape of `like`, one per problem, (problems, n channels).
 
     A start vector depends on the seed of its sample alone, and is zero at padded queries.
     """
-    start = random_starts(seeds, guess.shape[1]).to(heads.q)
+    start = random_starts(seeds, like.shape[1]).to(heads.q)
     start = start[heads.sample]  # (batch rows, n channels)
     if heads.valid is not None:
         rows = start.view(len(start), heads.q.shape[2], -1)  # (batch rows, n, channels)
         rows = rows * heads.valid[..., None]
         start = rows.flatten(1)
-    return start.repeat_interleave(len(guess) // len(start), 0)  # the same for all heads of a row
+    return start.repeat_interleave(len(like) // len(start), 0)  # the same for all heads of a row
 
 
 def splitting_gain(
@@ -279,18 +279,22 @@ def splitting_gain(
     if heads.x_kv is not None:
         # J = [J_q J_kv] for two inputs, and the blocks s T_i Phi^q_i are J_q: ||J|| is no smaller.
         return torch.ones_like(exact)
+    # Both norms are proportional to the values. Values of size one keep all numbers in range, and
+    # the gain stays the same.
     heads, size = unit_values(heads)
     exact = exact / size
     # If all copies of a token move alike, the norm is ||J||. If the moves of the copies sum to 0,
     # the changes of keys and values cancel in every output. Only each copy's query moves its own
-    # output, by s T_i Phi^q_i: these are the blocks of J with constant keys and values.
+    # output, by s T_i Phi^q_i: these are the blocks of J with constant keys and values. This J is
+    # block-diagonal, so its norm is the largest norm of a block.
     parts = _split_problems(heads)
     exact_parts = exact.flatten().chunk(len(parts))
     block_norms = []
     for part, exact_part in zip(parts, exact_parts, strict=True):
         constant = part.with_same_map(to_k=None, to_v=None)
         problems = products.head_products(constant)
-        start = _draw_starts(part, seeds, problems.attend.o.flatten(1))
+        # Start vectors in the shape of the outputs of all problems, (problems, n dv).
+        start = _draw_starts(part, seeds, like=problems.attend.o.flatten(1))
         norms = spectral_norms(problems.select, start, tol=tol)
         # A norm that has not converged is good enough if its upper limit is below ||J||: the gain
         # is then 1 in any case.
@@ -341,15 +345,19 @@ def forward_error(heads: Heads) -> PerHead:
 def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     """Return how far a correct bound may be below ||J|| because of rounding in both.
 
-    Let gamma be the relative error of the sums in a product with J, T(c) an upper limit of ||J||,
-    and gamma T(d) the digits lost in the differences v_j - o_i (`_bound_parts`). A product J^T u
-    with ||u|| = 1 is off by at most
+    A product J^T u with ||u|| = 1 is off by at most
 
         E = gamma (T(c) + T(d)),
 
-    and so is the bound. ||J||^2 is computed from Gram matrices of weights, with an error of at
-    most gamma (T(c) + E)^2 more. So the norm is too large by at most
-    E + (E^2 + gamma (T(c) + E)^2) / (2 ||J||).
+    and so is the bound. gamma is the relative error of the sums in the product. T(c) is an upper
+    limit of ||J||, computed from c_ij = P_ij (v_j - o_i). gamma T(d) covers the digits lost in the
+    differences v_j - o_i: T(d) is the formula of T(c) with other numbers d_ij (`_bound_parts`).
+
+    The norm is the root of ||J^T u||^2, computed from Gram matrices of weights, with an error of
+    at most R = gamma (T(c) + E)^2 more. With sqrt(a^2 + b) <= a + b / (2 a) it is at most
+
+        ((||J|| + E)^2 + R)^1/2 = (||J||^2 + 2 ||J|| E + E^2 + R)^1/2
+                               <= ||J|| + E + (E^2 + R) / (2 ||J||).
 
     Args:
         heads: the heads of one layer, in the precision in which both were computed.
@@ -365,9 +373,10 @@ def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     if not heads.fits_memory:  # P is not stored: norm and bound compute it in other orders
         gamma = gamma + forward_error(heads)
     error = gamma * (t_c + t_d)  # E
-    square = error.square() + gamma * (t_c + error).square()
+    square = error.square() + gamma * (t_c + error).square()  # E^2 + R
     twice_norm = (2 * norm).clamp_min(torch.finfo(norm.dtype).tiny)
-    return 2 * error + square / twice_norm  # the errors of the bound and of the norm
+    # The error E of the bound, and that of the norm, E + (E^2 + R) / (2 ||J||).
+    return 2 * error + square / twice_norm
 
 
 def ball_error(heads: Heads, r: float) -> PerHead:
@@ -376,8 +385,9 @@ def ball_error(heads: Heads, r: float) -> PerHead:
     The error is E = gamma (T(c) + T(d)). gamma is the relative error of the sums in a product with
     J. T(c) is an upper limit of ||J|| within r, computed from c_ij = P_ij (v_j - o_i). T(d) is the
     same formula with limits d_ij of the cancellation in c_ij. The same number T bounds both,
-    because c_ij and d_ij are at most 2 P_ij max ||v||, where v is less its mean under P at X. So
-    the result is 2 gamma T. P may be any attention map, with ||P||^2 <= N.
+    because ||c_ij|| and d_ij are at most 2 P_ij max ||v||, where v is less its mean under P at X.
+    P differs from point to point within r. Only one property of P is used, which every attention
+    map has: ||P||^2 <= N.
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)  # max ||s q_i||, max ||s k_j||
@@ -393,18 +403,21 @@ def ball_error(heads: Heads, r: float) -> PerHead:
     root_n = heads.q.shape[2] ** 0.5
     by_logits = root_n * in_keys * phi_k + in_queries * phi_q
     t = root_n * phi_v + 2 * longest_value * by_logits
+    # E = gamma (T(c) + T(d)) <= 2 gamma T
     return 2 * _sum_error(heads) * t
 
 
 def _sum_error(heads: Heads) -> Tensor:
     """Return an upper limit gamma of the relative error of all sums in a product with J.
 
-    gamma is more than n u / (1 - n u), where n is the number of terms in all sums together and
+    gamma is more than t u / (1 - t u), where t is the number of terms in all sums together and
     u = eps / 2 the unit roundoff.
     """
     n, d = heads.q.shape[2:]
     m, dv = heads.v.shape[2:]
     width = heads.x.shape[-1]
+    # Sums over queries (n), keys (m), channels of tokens (`width`), and channels of q, k and v in
+    # products with weights and in inner products (3 d + 2 dv); 16 for all other operations.
     terms = n + m + width + 3 * d + 2 * dv + 16
     return heads.scale.new_tensor(terms * torch.finfo(heads.q.dtype).eps)
 
@@ -443,7 +456,8 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
             squares[which] += norms.square().sum((-2, -1))
             row_sums = norms.sum(-1)
             largest_row_sum[which] = torch.maximum(largest_row_sum[which], row_sums.amax(-1))
-    # ||P||^2 <= (largest sum of a row, 1) (largest sum of a column).
+    # ||P||^2 <= (largest sum of a row, 1) (largest sum of a column). The part through values,
+    # (batch, heads), is the same in T(c) and T(d); the other parts are (2, batch, heads).
     by_values = column_sums.amax(-1).sqrt() * phi_v
     by_keys = in_keys * squares.sqrt() * phi_k
     by_queries = in_queries * largest_row_sum * phi_q

@@ -41,9 +41,9 @@ class Projection:
     """
 
     weight: Float[Tensor, "heads D e"]
-    bias: Float[Tensor, "heads e"] | None
-    local: Float[Tensor, "#batch #heads tokens d e"] | None
-    kind: str
+    bias: Float[Tensor, "heads e"] | None = None
+    local: Float[Tensor, "#batch #heads tokens d e"] | None = None
+    kind: str = "affine"
 
 
 @dataclass(frozen=True)
@@ -385,9 +385,9 @@ def affine_heads(
         k=x[:, None] @ wk,
         v=x[:, None] @ wv,
         scale=x.new_full((1, 1), wq.shape[2] ** -0.5),
-        to_q=Projection(wq, None, None, "affine"),
-        to_k=Projection(wk, None, None, "affine"),
-        to_v=Projection(wv, None, None, "affine"),
+        to_q=Projection(wq),
+        to_k=Projection(wk),
+        to_v=Projection(wv),
         sample=torch.arange(len(x), device=x.device),
     )
 
@@ -467,8 +467,8 @@ def rows_in_reach(
         if len(visible):
             keys = slice(int(visible[0]), int(visible[-1]) + 1)
         bias = bias[..., keys]
-    # P on these keys needs their rows of k and their bias. v is not used, but must have as many
-    # keys as k.
+    # P on these keys needs their rows of k and their bias only. v has no effect, but must have as
+    # many keys as k.
     fewer_keys = replace(heads, k=heads.k[:, :, keys], v=heads.v[:, :, keys], bias=bias, x_kv=None)
     return fewer_keys.rows(start, stop), keys
 
@@ -488,7 +488,7 @@ def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
 def _make_constant(x: Tensor, rows: Tensor) -> Projection:
     """Return the projection of rows that do not depend on x: W = 0."""
     weight = x.new_zeros(rows.shape[1], x.shape[-1], rows.shape[-1])
-    return Projection(weight, None, None, "constant")
+    return Projection(weight, kind="constant")
 
 
 def are_affine(heads: Heads) -> bool:
@@ -568,9 +568,11 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
         return heads.with_same_map(v=v), exponents.double().exp2()
     to_v, exponents = _divide_projection(heads.to_v)
     v = shift_exponent(heads.v, -exponents[:, None, None])
+    # A bias b of the values does not change the Jacobian if rows of P sum to 1. This does not hold
+    # with a sink. With `local`, something follows x W_V + b, such as a norm, and b matters.
     if to_v.local is None and to_v.bias is not None and heads.sink is None:
-        # v = x W_V + b. If b is so large that x W_V loses digits in the sum, compute the values
-        # without b: the Jacobian does not depend on b.
+        # v = x W_V + b. If b is more than _SWAMPED times larger than x W_V, the sum has lost
+        # digits of x W_V: compute the values without b.
         bias = to_v.bias[:, None]
         without_bias = (v - bias).abs().amax((0, 2, 3))  # (heads,)
         largest_bias = bias.abs().amax((1, 2))

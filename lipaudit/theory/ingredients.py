@@ -224,20 +224,25 @@ class Ingredients:
     def weights(self) -> Weights:
         """Norms of the weights W_Q, W_K, W_V of affine heads, and small products of the weights.
 
-        Bounds need norms and inner products of gradients of logits: of W_K q_i and W_Q k_j, which
-        have the width D of tokens. Short vectors with the same norms and inner products are
-        q_i times `to_u`, and k_j times `to_z`.
+        Bounds need norms and inner products of the vectors W_K q_i and W_Q k_j (gradients of
+        logits), which are as long as tokens (D channels). They follow from the short q_i and k_j
+        (d channels) and small matrices:
+
+        * q `to_u` has the norms and inner products of W_K q;
+        * k `to_z` those of W_Q k, or slightly larger ones;
+        * q `to_a` is W_V^T W_K q;
+        * q `to_inside` is X^T W_K q, where X is a basis of the range of W_Q, the directions in
+          which a token moves its query. `shared` is an upper limit of ||W_V^T X||, and `left`
+          the rounding error of X.
         """
         to_q, to_k, to_v = projections(self.heads)
-        # [W; b^T] of each: with a bias the tokens are [X 1] in the published bounds.
+        # [W; b^T] of each: with a bias the published bounds hold for the tokens [X 1].
         q = _append_bias(to_q)
         k = _append_bias(to_k)
         v = _append_bias(to_v)
         value = spectral_norm(to_v.weight)
         root = gram_root(to_q.weight)  # R with R^T R >= W_Q^T W_Q, (heads, d, d)
-        # A basis X of the range of W_Q, the directions in which a token moves its query, and the
-        # rounding error of X.
-        basis, left = _find_range(to_q.weight, root)
+        basis, left = _find_range(to_q.weight, root)  # X, and its rounding error
         if self.heads.x_kv is not None:  # queries of another input share no direction with keys
             basis = torch.zeros_like(to_k.weight[..., :1])
         return Weights(
@@ -250,13 +255,11 @@ class Ingredients:
             value=value,
             # Exact, not `gram_root`, which is an upper limit: bounds on balls divide by ||W_K q||.
             to_u=factor(to_k)[:, 0].mT,
-            # q to_a = W_V^T W_K q
             to_a=to_k.weight.mT @ to_v.weight,
             # An upper limit is enough: `query_term` grows with the Gram matrix of W_Q.
             to_z=root.mT,
-            # q to_inside = X^T W_K q
             to_inside=to_k.weight.mT @ basis,
-            # An upper limit of ||W_V^T X||.
+            # The rounding error of X changes ||W_V^T X|| by at most `left` ||W_V||.
             shared=spectral_norm(basis.mT @ to_v.weight) + left * value,
             left=torch.full_like(value, left),
         )
@@ -287,7 +290,7 @@ class Ingredients:
         v = seen * v
         scale = heads.scale.expand(p.shape[:2])
         scale = scale[..., None, None]
-        return Centred(p, seen, seen * k, v, p @ v, scale)
+        return Centred(p=p, seen=seen, k=seen * k, v=v, o=p @ v, s=scale)
 
     @cached_property
     def p_norm(self) -> PerHead:
@@ -346,8 +349,9 @@ def _find_range(weight: Tensor, root: Tensor) -> tuple[Tensor, float]:
     # In floating point a row x of X solves x (R + dR) = w with |dR| <= d u |R|, u = eps / 2
     # (Higham, Accuracy and Stability, Theorem 8.5). So
     #     ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||   with ||X||_F <= d^1/2.
-    # ||R||_F is little above ||W||_F: eps in place of u covers this. And ||R y||^2 is at least
-    # what `gram_root` adds to the Gram matrix: `added` ||W||_F^2 ||y||^2.
+    # ||R||_F is little above ||W||_F: eps in place of u covers this. So the left side is at most
+    # d^(3/2) eps ||W||_F ||y||. And ||R y||^2 is at least what `gram_root` adds to the Gram
+    # matrix: `added` ||W||_F^2 ||y||^2, so that ||W||_F ||y|| <= ||R y|| / `added`^1/2.
     wide, narrow = weight.shape[-2:]  # D, d
     eps = torch.finfo(basis.dtype).eps
     added = (wide + narrow) * eps

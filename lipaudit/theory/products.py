@@ -63,14 +63,17 @@ class HeadProducts:
         # J = J_qkv (I kron W^T): `push` multiplies by J_qkv, the derivative of the outputs in
         # [q k v] = x W, and `pull` by its transpose. J J^T u = J_qkv (I kron W^T W) J_qkv^T u
         # needs only the small Gram matrix W^T W of each head, not the width D of the tokens.
-        pulled = self.attend.pull(u.view_as(self.attend.o))
+        # `pulled` and `grams` have an item for every input that the projections read: one input
+        # in self-attention; two if keys and values read another one than queries.
+        pulled = self.attend.pull(u.view_as(self.attend.o))  # J_qkv^T u, (problems, tokens, e)
         images = [_times_gram(y, gram) for y, gram in zip(pulled, self.grams, strict=True)]
         return self.attend.push(images).flatten(1)
 
     def pulled_norm(self, u: Tensor) -> Tensor:
         """Return ||J^T u|| of every problem: of every head on every batch row.
 
-        J^T u = W y for the gradient y = J_qkv^T u in [q k v] = x W: the square is y^T W^T W y.
+        J^T u = W y for the gradient y = J_qkv^T u in [q k v] = x W: the square is y^T W^T W y. If
+        queries and keys read two inputs, each has its own y and W, and the squares are added.
         """
         square = u.new_zeros(len(u))  # it stays 0 if q, k and v do not depend on the tokens
         pulled = self.attend.pull(u.view_as(self.attend.o))
@@ -98,8 +101,9 @@ class HeadProducts:
         if weight is None:
             return torch.zeros_like(attend.o).flatten(1)
         # The leading left singular vector of a Kronecker product is the Kronecker product of the
-        # factors' leading left singular vectors.
-        tokens = _token_images(attend, attend.v.new_ones(1))  # of P, (problems, 1, n)
+        # factors' leading left singular vectors. Of P it is P b for the best unit vector b, up to
+        # its length, (problems, 1, n). A single weight: every head has a b of its own.
+        tokens = _token_images(attend, sizes=attend.v.new_ones(1))
         values, vectors = torch.linalg.eigh(weight.mT @ weight)
         norm = values[:, -1:].clamp_min(0.0).sqrt()  # ||W_V||
         channels = norm * vectors[..., -1]  # of W_V^T, (heads, dv)
@@ -128,12 +132,13 @@ class LayerProducts:
     def __call__(self, u: Tensor) -> Tensor:
         """Return J J^T u of every batch row, (rows, n channels), for all heads together.
 
-        J is the Jacobian of sum_h O_h W_O,h; without W_O, of the O_h times their gains, side by
-        side.
+        J is the Jacobian of the layer's output sum_h O_h W_O,h in its inputs X: one input, or two
+        if keys and values read another one than queries. Without W_O, J is that of the O_h times
+        their gains, side by side.
         """
         count = len(self.gains)
-        # J^T u, a move of every input X, then forward again: to the moves X W of q, k and v of
-        # every head, through attention to the moves of the outputs O_h, and through W_O.
+        # `pull` gives J^T u, a move of every input X. Then forward again: to the moves X W of q, k
+        # and v of every head, through attention to the moves of the outputs O_h, and through W_O.
         by_head = []
         for x, weight in zip(self.pull(u), self.weights, strict=True):
             y = torch.unflatten(x @ weight, 2, (count, -1))  # (rows, tokens, heads, e)
@@ -248,10 +253,12 @@ class _ValuePath:
     def image(self, y: Tensor) -> Tensor:
         """Return F y, the move of the output if the tokens move by b y^T, (rows, n channels).
 
-        The attention maps P_h are held constant. With a_h = P_h b and t_h = W_V,h^T y,
-        F y = sum_h a_h kron (W_O,h^T t_h). Without W_O, the a_h kron t_h side by side.
+        b is a fixed vector over the tokens, y one over their channels. If the attention maps P_h
+        are held constant, the output of head h moves by P_h b y^T W_V,h = a_h t_h^T with
+        a_h = P_h b and t_h = W_V,h^T y. So F y = sum_h a_h kron (W_O,h^T t_h) behind W_O; without
+        W_O, F y has the a_h kron t_h side by side.
         """
-        t = self._project(y)  # (rows, heads, dv)
+        t = self._project(y)  # t_h, (rows, heads, dv)
         a = self.a.mT  # (rows, n, heads)
         if self.out is None:
             image = a[..., None] * t[:, None]
@@ -260,19 +267,23 @@ class _ValuePath:
         return image.flatten(1)
 
     def gram(self, y: Tensor) -> Tensor:
-        """Return F^T F y, (rows, D), where F y = sum_h a_h kron (W_O,h^T W_V,h^T y).
+        """Return F^T F y, (rows, D), where F y is the move of the output for a move b y^T.
 
-        F y is not formed: <a kron b, c kron d> = <a, c> <b, d>, so the inner products of the a_h
-        suffice. Without W_O, F y has the a_h kron (W_V,h^T y) side by side.
+        F y = sum_h a_h kron (W_O,h^T t_h) with a_h = P_h b and t_h = W_V,h^T y, see `image`. It is
+        not formed: as <a kron c, a' kron c'> = <a, a'> <c, c'>,
+
+            F^T F y = sum_h W_V,h r_h,   r_h = W_O,h sum_g <a_h, a_g> W_O,g^T t_g.
+
+        Without W_O, the a_h kron t_h are side by side, and r_h = ||a_h||^2 t_h.
         """
-        t = self._project(y)  # t_h = W_V,h^T y, (rows, heads, dv)
+        t = self._project(y)  # t_h, (rows, heads, dv)
         inner = self.a @ self.a.mT  # <a_h, a_g> of all pairs of heads
         if self.out is None:
-            t = inner.diagonal(0, 1, 2)[..., None] * t
-        else:  # W_O,h sum_g <a_h, a_g> W_O,g^T t_g
+            r = inner.diagonal(0, 1, 2)[..., None] * t
+        else:
             projected = inner @ torch.einsum("bhd,hdo->bho", t, self.out)
-            t = torch.einsum("bho,hdo->bhd", projected, self.out)
-        return t.flatten(1) @ self.values.mT
+            r = torch.einsum("bho,hdo->bhd", projected, self.out)
+        return r.flatten(1) @ self.values.mT  # sum_h W_V,h r_h
 
 
 def _find_leading(multiply: Products, start: Tensor) -> Tensor:

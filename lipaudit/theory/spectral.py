@@ -337,7 +337,8 @@ class _Krylov:
         """Begin the Lanczos process with a unit vector u for each problem, (problems, size).
 
         u is the normalised start vector, or the normalised sum of start and guess, each of length
-        one. All other attributes are those of a process without steps.
+        one. The process builds an orthonormal basis U, whose first vector is u, and the small
+        matrix T = U^T A U, without entries so far.
         """
         count, size = start.shape
         live = start.ne(0).sum(1)  # dimension of each space, without padding
@@ -348,24 +349,28 @@ class _Krylov:
         if guess is not None:
             # In one dimension two opposite vectors would cancel: no guess is added.
             u, length = _add_guess(u, guess * (live > 1)[:, None])
-        # The first block of the basis; u is its first vector.
-        block = start.new_zeros(count, _GROWTH, size)
-        block[:, 0] = u
-        self.basis = [block]
-        self.coupling = block.new_zeros(count, 1, 1)
         self.index = torch.arange(count)  # all problems run at first
         self.size = live.cpu()
         self.steps = 0
         self.done = torch.zeros(count, dtype=torch.bool)
         self.exhausted = torch.zeros_like(self.done)
+        # The first block of the basis; u is its first vector.
+        block = start.new_zeros(count, _GROWTH, size)
+        block[:, 0] = u
+        self.basis = [block]
+        # T, its eigenvalues (`ritz`) and those one step earlier (`shorter`). `beta` couples the
+        # newest basis vector to T; `coupling` is the same number on the device of the basis.
         self.t = torch.zeros(count, 0, 0, dtype=torch.float64)
-        self.beta = torch.zeros_like(length)
         self.ritz = self.t.new_zeros(count, 0)
         self.shorter = self.ritz
+        self.beta = torch.zeros_like(length)
+        self.coupling = block.new_zeros(count, 1, 1)
         # log(1 / delta), where u has a component of at least delta along the leading vector with
         # probability 1 - ETA (with a guess, delta / `length`). Each step adds its log beta_k: see
         # `probabilistic_limit`.
         self.level = length.log() - _compute_log_delta(self.size)
+        # A is multiplied by 2^exponent, chosen in the first step. `repeated` counts products that
+        # are computed again for this.
         self.exponent = torch.zeros_like(self.index)
         self.repeated = torch.zeros_like(self.index)
 
@@ -378,7 +383,8 @@ class _Krylov:
         image = self._multiply_scaled(products, newest)
         if self.steps:
             return image
-        # The first step decides by which power of two A is scaled.
+        # The first step decides by which power of two A is scaled: 2^change brings the largest
+        # entry of the image (`size`) to about one.
         size, change = _choose_exponents(image)
         is_far = change.abs() > _ROOM // 2
         if is_far.any():
@@ -583,8 +589,8 @@ def _compute_log_delta(size: Tensor) -> Tensor:
     """Return log delta with P(|<u, v>| < delta) <= ETA, for u uniform on the sphere and v fixed.
 
     A random start u has a component of at least delta along the leading vector v, except with
-    probability ETA. P is at most 2 delta times the density of <u, v>, which for n >= 3 dimensions
-    is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
+    probability ETA. P is at most 2 delta times the largest density of <u, v>, which for n >= 3
+    dimensions is Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)). So delta = ETA / 2 / density.
 
     Args:
         size: dimension n of each space.

@@ -99,7 +99,7 @@ def attacked(name, budget, *, model=None, batch_size=64, queries=ALL, texts=TEXT
     ids, mask = reader.pad([text(words) for words in texts])
     y = reader.output(ids, mask).argmax(1)
     y[-1] = (y[-1] + 1) % 3
-    drafts = [reader.lexicon.draft(text(words), (words,), most) for words in texts]
+    drafts = [reader.lexicon.make_draft(text(words), (words,), most) for words in texts]
     chunk = Chunk(0, reader.table[ids], y, mask, Texts(reader, drafts))
     f = ByRow(lambda z, rows: reader.forward(z, None, None if mask is None else mask[rows]))
     trial = Trial(name, name, parse_radius(str(budget)), (Attack(name, queries=queries),))
@@ -115,7 +115,7 @@ def margin(reader, ids, label) -> float:
 
 def substitutions(ids):
     """Yield every text that has a word of one token replaced by another one."""
-    words = Lexicon(torch.tensor(KINDS)).words(ids)
+    words = Lexicon(torch.tensor(KINDS)).split_words(ids)
     for place, old in enumerate(words):
         for new in range(FIRST, FURTHER):
             if len(old) == 1 and KINDS[old[0]] == BEGINS and new != old[0]:
@@ -125,7 +125,7 @@ def substitutions(ids):
 
 def errors(ids):
     """Yield every text with a typing error in a word of two letters or more."""
-    words = Lexicon(torch.tensor(KINDS)).words(ids)
+    words = Lexicon(torch.tensor(KINDS)).split_words(ids)
     letters = "".join({spell(word) for word in words if len(word) > 1})
     for place, word in enumerate(words):
         old = spell(word)
@@ -237,7 +237,7 @@ def test_a_word_is_typed_whatever_its_tokens_spell_and_none_without_spelling():
     reader = chunk.texts.reader
     mute = replace(reader.lexicon, spell=lambda ids: "")
     for words in TEXTS:
-        known = mute.draft(text(words), (words,), 40)
+        known = mute.make_draft(text(words), (words,), 40)
         assert known.texts == (words,)
         assert [known.source.word(i) for i in range(1, len(known.words) - 1)] == words.split()
     none = replace(reader, lexicon=Lexicon(torch.tensor(KINDS)))

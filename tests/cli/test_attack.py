@@ -169,7 +169,7 @@ def test_words_of_other_tokenizers(tmp_path, kind):
     known = read_lexicon(fast, len(fast) + 5, lambda texts, _most, **more: fast(*texts, **more))
     ids = fast(text)["input_ids"]
     assert known.spell([0, *ids, 1]).strip() == text
-    words = known.words([0, *ids, 1])
+    words = known.split_words([0, *ids, 1])
     assert [known.spell(w).strip() for w in words if not known.is_fixed(w)] == [
         "a", "good", "film", "a", "very", "good", "film", "and", "such", "a", "bad", "one",
     ]  # fmt: skip

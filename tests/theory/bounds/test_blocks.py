@@ -15,7 +15,7 @@ from lipaudit.theory.block_norms import (
     gram_bound,
     query_term,
     row_lengths,
-    row_spread,
+    tighten_row_lengths,
     value_key_norm,
 )
 from lipaudit.theory.heads import Heads, affine_heads, unit_values
@@ -90,7 +90,7 @@ def test_the_spread_lies_between_the_norm_and_the_frobenius_norm(random_layer, g
     f = pw_of(at)[..., None] * 0 + at.p[..., None] * (at.v[:, :, None] - at.o[:, :, :, None])
     exact = torch.linalg.matrix_norm(f, 2)
     length = pw_of(at).norm(dim=-1)
-    spread = row_spread(at, length)
+    spread = tighten_row_lengths(at, length)
     assert (spread >= exact * (1 - 1e-9)).all()
     assert (spread <= length).all()
     assert (spread <= 3**0.25 * exact * (1 + 1e-4))[length - spread > 1e-3 * length].all()

@@ -114,7 +114,7 @@ def test_words_that_a_tokenizer_joins_when_both_change_are_not_certified(text, k
     lexicon = Lexicon(kinds, read=read, write=lambda i: ["a", "b", "bb"][i])
     never = lambda *_: torch.empty(0)  # noqa: E731 - the model does not run
     reader = Reader(never, never, never, torch.eye(3), lexicon, 8)
-    found = list_substitutes(reader, lexicon.draft(read((text,), 8)[0], (text,), 8), k)
+    found = list_substitutes(reader, lexicon.make_draft(read((text,), 8)[0], (text,), 8), k)
     assert found == ([(0, (1, 0)), (1, (0, 1))] if known else None)
 
 

@@ -95,16 +95,19 @@ def cast_form(x: Tensor, *targets: Any, **options: Any) -> Tensor:
 
 
 def require_floating_point(*targets: Any) -> None:
-    """Raise `NoRuleError` if a cast is not to a floating-point type, such as x.to(torch.long).
+    """Raise `NoRuleError` unless a cast is to a floating-point dtype of torch.
 
-    `targets` are the arguments of the cast: a dtype, a tensor of this dtype, a Python type, or the
-    name of a type. Arguments that are no types, such as a device, are ignored.
+    So x.to(torch.half) passes, and x.to(torch.long) raises. A type of Python raises as well, even
+    `float`, and so does the name of a class of tensors. Arguments that are no types are ignored.
+
+    Args:
+        targets: the arguments of the cast, such as a dtype, a tensor of this dtype, or a device.
     """
     for target in targets:
         dtype = target.dtype if isinstance(target, Tensor) else target
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             continue
-        # Another type: torch.long, bool, or "torch.LongTensor".
+        # Any other type: torch.long, bool, float, or "torch.LongTensor".
         if isinstance(dtype, torch.dtype | type) or "Tensor" in str(dtype):
             raise NoRuleError(f"a cast to {dtype}")
 
@@ -221,8 +224,8 @@ def align_blocks(x: Form, y: Form) -> None:
             x.make_dense()  # the loop below then makes y dense: the key is in `dense_keys`
             break
     # `dense_keys` has the key of every block that became dense in some form: forms with this block
-    # must follow. `make_dense` makes all blocks of a form dense. If this happens to y, the first
-    # form may have one of these blocks: so there is a second round.
+    # must follow. `make_dense` makes all blocks of a form dense, and adds their keys. If y becomes
+    # dense in the first round, its keys may be keys of x, too: x follows in the second round.
     for _ in range(2):
         for form in (x, y):
             if any(block.key in form.symbols.dense_keys for block in form.blocks):
@@ -258,7 +261,7 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     and to the constant, and the result is a pending quotient again: the bounds are tighter in this
     way.
     """
-    roundings = weight.shape[-1] + 1
+    roundings = weight.shape[-1] + 1  # one per term of a sum, and one for the cast of a weight
     quotient = input.pending_quotient
     # W (n / root) = (W n) / root holds only if all entries of a row have the same root. Otherwise
     # the numbers of the quotient are computed, and the weights are applied to them.
@@ -423,6 +426,7 @@ def reduce_axes(
             return total / count
         return total
 
+    # Roundings: one per term of the sum, and one for the division of a mean.
     return linear_map(input.symbolize_slack(), reduce_stack, roundings=count + 1)
 
 
@@ -471,7 +475,7 @@ def variance(
         dim = None
     if correction is None:
         correction = int(unbiased)
-    centred: Any = input - reduce_axes(input, dim, True, mean=True)
+    centred: Any = input - reduce_axes(input, dim, keepdim=True, mean=True)
     total = reduce_axes(centred.square(), dim, keepdim)
     freedom = input.numel() // total.numel() - correction
     if freedom <= 0:  # torch divides by zero

@@ -65,7 +65,10 @@ def matmul(x: Any, y: Any) -> Form:
     y = y.expand(*batch_shape, *y.shape[-2:])
     if isinstance(x, Form) and isinstance(y, Form):
         return _multiply_matrix_forms(x, y)
-    # One factor is a constant. Errors with a symbol, unlike slack, can cancel in a sum.
+    # One factor is a constant, so the product is a linear map of the other. Errors with a symbol,
+    # unlike slack, can cancel in a sum: so slack becomes symbols first. (For two forms this pays
+    # off less often, and `_multiply_matrix_forms` decides.) An entry of the product has a rounding
+    # for each term of its sum, and one for the cast of the constant.
     roundings = x.shape[-1] + 1
     if isinstance(x, Form):
         return affine.linear_map(x.symbolize_slack(), torch.matmul, y, roundings=roundings)
@@ -85,11 +88,11 @@ def _multiply_matrix_forms(x: Form, y: Form) -> Form:
     if x.symbols.order == 2:
         y = y.symbolize_slack()
     product = None
+    # Only a softmax stores the ranges of its entries in `weights`.
     if x.weights and x.symbols.order == 1:
-        product = _average_values(x, y)
+        product = _average_values(x, y)  # None if it does not pay off
     if product is None:
         product = _multiply_forms(x, y, torch.matmul)
-    # Only a softmax stores the ranges of its entries in `weights`.
     if not x.weights:
         return product
     # The mean is computed again: product.centre may include the shift of a remainder.
@@ -168,13 +171,15 @@ def _bound_deviations(x: Form, y: Form, f: Bilinear, radius: Tensor) -> Remainde
         f: torch.matmul or torch.mul.
         radius: a bound of each entry of f(x, y) - f(c_x, c_y).
     """
-    # Below this sum of all entries, only the fastest bound is computed.
+    # f(dx, dy) is worth a slower bound only if its entries have a sum above this.
     worthwhile = _WORTHWHILE_SHARE * radius.sum()
     if f is torch.matmul and x.symbols.order == 2 and x.weights:
         product_symbols = _add_rest_symbols(x, y, worthwhile)
         if product_symbols is not None:
             block, slack = product_symbols
-            return Remainder(torch.zeros_like(slack), slack, None, (block,))
+            return Remainder(
+                shift=torch.zeros_like(slack), radius=slack, is_product_kept=None, blocks=(block,)
+            )
     return bound_remainder(x, y, f, worthwhile)
 
 
@@ -220,15 +225,19 @@ def _add_rounding(
         terms = x.shape[-1]
     x_size = x.shifted_centre.abs()
     y_size = y.shifted_centre.abs()
-    # A coefficient is a sum of two products, f(dx, c_y) + f(c_x, dy), of `terms` terms each; order
-    # 2 has further products. It is rounded in its dtype, a centre in float64. 8 and 4 leave room.
+    # A coefficient is a sum of two products, f(dx, c_y) + f(c_x, dy), of `terms` terms each: a
+    # rounding per term, in the dtype of the coefficients. Order 2 adds the product of the linear
+    # parts, with as many terms: it counts double. 8 leaves room for the casts of the centres and
+    # the sum of both products. The centre has one product, in float64, and 4 leaves room.
     of_coefficients = bound_rounding((2 * terms + 8) * symbols.order, dtype) * radius
     slack = slack + (of_coefficients + bound_rounding(terms + 4, DOUBLE) * f(x_size, y_size))
-    # Underflow: each product with a coefficient may be off by the smallest normal number.
+    # Underflow: each product with a coefficient may be off by the smallest normal number. There
+    # are at most 8 of them for each symbol and term.
     count = max(x.symbol_count, y.symbol_count, symbols.first_error)
     sizes = 1 + x_size.sum() + y_size.sum()
     slack = slack + 8 * count * terms * tiny(dtype) * sizes
-    slack = slack + bound_rounding(4, DOUBLE) * shift.abs()
+    slack = slack + bound_rounding(4, DOUBLE) * shift.abs()  # of the sum of centre and shift
+    # The slack itself is rounded, too: sums of `terms` terms, and fewer than 16 single steps.
     return round_up(slack, terms + 16)
 
 
@@ -245,13 +254,13 @@ def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
     y.make_dense()
     affine.align_blocks(x, y)
     # dx @ c_y mixes only entries of the same row: other blocks of x stay sparse.
-    x_rows, blocks = x.split_by_row().map_coefficients(lambda t: _stack_times(t, y_centre))
-    y_rows = _times_stack(x_centre, y.dense)
-    # The stack with fewer symbols is added to the first rows of the other.
-    if len(x_rows) < len(y_rows):
-        x_rows, y_rows = y_rows, x_rows
-    x_rows[: len(y_rows)] += y_rows
-    return x_rows, blocks
+    of_dx, blocks = x.split_by_row().map_coefficients(lambda t: _stack_times(t, y_centre))
+    of_dy = _times_stack(x_centre, y.dense)
+    # Row i of a stack belongs to symbol i. A form has no rows for symbols that were created after
+    # it: the shorter stack is added to the first rows of the longer one.
+    shorter, longer = sorted((of_dx, of_dy), key=len)
+    longer[: len(shorter)] += shorter
+    return longer, blocks
 
 
 def _multiply_entries(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
@@ -265,7 +274,8 @@ def _multiply_entries(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
     affine.align_blocks(x, y)
     x_blocks = [block.map_coefficients(lambda t: t * y_centre) for block in x.blocks]
     y_blocks = [block.map_coefficients(lambda t: t * x_centre) for block in y.blocks]
-    # The form with fewer symbols is added to the first rows of the other.
+    # Row i of `dense` belongs to symbol i, and the form that was made first has fewer rows. Let x
+    # be the form with more rows: those of y are added to its first rows.
     if len(x.dense) < len(y.dense):
         x, y = y, x
         x_centre, y_centre = y_centre, x_centre
@@ -288,16 +298,17 @@ def _average_values(x: Form, y: Form) -> Form | None:
     low, high = x.range()
     m = (low + high) / 2
     r = round_up(torch.maximum(high - m, m - low))
-    # A bound of |(x - m) (y - c)|. Symbols for a small part of the product do not pay off.
+    # A bound of |(x - m) (y - c)|. If its entries have a sum below `worthwhile`, a small share of
+    # the product, new symbols do not pay off.
     radius = round_up(r @ (y.symbol_radius + y.slack), keys)
     worthwhile = _WORTHWHILE_SHARE * (m @ y.centre.abs()).sum()
     product_symbols = _add_product_symbols(
-        x.symbols, [(r, y.make_dense().dense)], radius, worthwhile
+        x.symbols, pairs=[(r, y.make_dense().dense)], radius=radius, worthwhile=worthwhile
     )
     if product_symbols is None:
         return None
-    block, slack = product_symbols
-    # m y and (x - m) c
+    block, slack = product_symbols  # together they bound (x - m) (y - c)
+    # m y and (x - m) c. Roundings: one per key, and one for the cast of m or c.
     of_values = affine.linear_map(y, lambda t, w: w @ t, m, roundings=keys + 1)
     of_weights = affine.linear_map(
         affine.sub(x, m), torch.matmul, y.centre, roundings=keys + 1, mixes="rows"
@@ -309,22 +320,30 @@ def _average_values(x: Form, y: Form) -> Form | None:
 
 
 def _add_rest_symbols(x: Form, y: Form, worthwhile: Tensor) -> tuple[ErrorBlock, Tensor] | None:
-    """Return new symbols and slack that bound dx @ dy - L_x @ L_y; for order 2.
+    """Return a block of new symbols, and slack, that bound dx @ dy - L_x @ L_y; for order 2.
 
     x are attention weights and y values. x = c_x + dx with dx = L_x + R_x, where L_x is linear in
     the input symbols and R_x is the rest; likewise y. Coefficients of the caller hold L_x @ L_y,
-    so R_x @ L_y + dx @ R_y is left to bound. None if `_add_product_symbols` finds that new symbols
-    do not pay off.
+    so R_x @ L_y + dx @ R_y is left to bound. Here R_y = E_y + Q_y: the errors E_y, which have
+    symbols, and the quadratic part with the slack, Q_y. New symbols are for products of a radius
+    (of R_x or dx) and a coefficient (of L_y or E_y). dx @ Q_y has no coefficients: it is slack.
+
+    Args:
+        x: the form of the attention weights.
+        y: the form of the values.
+        worthwhile: if the bounds of all entries have a smaller sum, new symbols do not pay off,
+            and the result is None. It is also None if there is no room for them.
     """
     symbols = x.symbols
     x_radius = round_up(x.radii.linear + x.rest_radius)  # of dx
     y_linear = y.dense[: symbols.inputs]
     y_errors = y.dense[symbols.first_error :]
-    # The factors of R_x @ L_y and of dx @ R_y: radii of x, and coefficients of y. A new symbol is
-    # for a product of one radius and one coefficient. The quadratic part of R_y gets no symbols.
+    # R_x @ L_y and dx @ E_y.
     pairs = [(x.rest_radius, y_linear), (x_radius, y_errors)]
+    # The radius of R_x @ L_y + dx @ R_y, with Q_y: what gets no symbol stays slack.
     radius = x.rest_radius @ y.radii.linear + x_radius @ y.rest_radius
-    return _add_product_symbols(symbols, pairs, round_up(radius, x.shape[-1]), worthwhile)
+    radius = round_up(radius, roundings=x.shape[-1])  # sums over the keys
+    return _add_product_symbols(symbols, pairs, radius, worthwhile)
 
 
 def _add_product_symbols(
@@ -351,7 +370,9 @@ def _add_product_symbols(
     block = symbols.add_row_errors(products.reshape(layers, *radius.shape))
     radius_of_block = block.coefficients.to(DOUBLE).abs().sum(0)
     slack = (radius - radius_of_block).clamp_min(0.0)  # of the products without a symbol
-    # The radii, and their products with the rows, were rounded: by a share of the whole radius.
+    # Rounding, as a share of the whole radius. In the dtype of the coefficients: the cast of r and
+    # the product with g. In float64: the sum over the layers and the difference. 8 leaves room.
+    # Last: underflow of the products.
     rounding = bound_rounding(8, dtype) + bound_rounding(layers + 8, DOUBLE)
     return block, slack + rounding * radius + 4 * layers * tiny(dtype)
 
@@ -407,8 +428,9 @@ def _choose_products(pairs: FactorPairs, layers: int, dtype: torch.dtype) -> Ten
         layers: number of products.
         dtype: dtype of the products.
     """
-    # A product has a number, symbol s * keys + key j. Symbols of the second pair follow those of
-    # the first.
+    # A product of the first pair has the number s * keys + j, for symbol s and key j. Numbers of
+    # the second pair follow. Example with 3 keys, and 2 symbols in the first pair: number 4 is
+    # symbol 1 and key 1 of the first pair, and number 8 is symbol 0 and key 2 of the second pair.
     sizes = []
     radii = []
     stacks = []
@@ -426,8 +448,8 @@ def _choose_products(pairs: FactorPairs, layers: int, dtype: torch.dtype) -> Ten
     # g of each chosen product: the row with its number, (heads, i, layers, d).
     rows = torch.cat(stacks, 1).flatten(1, 2)  # (heads, products, d)
     g = rows.take_along_dim(numbers.flatten(1)[..., None], 1).view(*numbers.shape, -1)
-    # r of each chosen product: column j of the radii of the first pair, or of the second, whose
-    # columns follow.
+    # r of each chosen product: column j = number % keys of the radii of its pair. The radii of two
+    # pairs are put side by side, (heads, i, 2 keys): the second pair begins at column `keys`.
     symbols, keys, _ = stacks[0].shape[1:]
     is_of_second_pair = numbers >= symbols * keys
     column = numbers % keys + keys * is_of_second_pair
@@ -496,7 +518,8 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     # keys + 4 roundings of `radius`. (The difference also rounds the old coefficient. The slack of
     # the product covers this: it counts one rounding more than the product has.)
     radius = x.symbol_radius.sum(-1, keepdim=True) * constant
-    # The centre, in float64: the sum over keys and three steps, of numbers of at most `size`.
+    # The centre, in float64: the sum over keys and three steps, of numbers of at most `size`; the
+    # count keys + 8 leaves room.
     size = 1 + x.centre.abs().sum(-1, keepdim=True)
     size = size * constant + product.centre.abs()
     slack = (

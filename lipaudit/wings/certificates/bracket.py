@@ -121,10 +121,17 @@ class Bracket:
             return max(self.certified_radius, 0.0), min([self.adversarial_radius, *unproven])
 
         _search_radius(
-            self._attack_and_approach, read_attacks, ATTACK_SHARE * largest, largest, tol
+            self._attack_and_approach,
+            read_attacks,
+            first=ATTACK_SHARE * largest,
+            largest=largest,
+            tol=tol,
         )
+        # No radius beyond an adversarial example can be proven.
         largest = min(self.adversarial_radius, largest)
-        _search_radius(self.prove, read_proofs, PROOF_SHARE * largest, largest, tol)
+        _search_radius(
+            self.prove, read_proofs, first=PROOF_SHARE * largest, largest=largest, tol=tol
+        )
 
     def _find_largest_radius(self) -> float:
         """Return the largest radius to search.
@@ -149,7 +156,7 @@ class Bracket:
         to be attacked.
         """
         before = self.adversarial_radius
-        self.attack(Radius(f"{eps:.6g}", Fraction(eps)))
+        self.attack(Radius(text=f"{eps:.6g}", value=Fraction(eps)))
         if self.adversarial_radius == before:  # no attack found a nearer example
             return
         x = self.net.point(self.sample)
@@ -204,8 +211,8 @@ class Bracket:
         """
         y = torch.tensor([self.label_to_prove], device=self.sample.x.device)
         point = self.net.point(self.sample)
-        free = self.net.find_free_tokens(self.sample)
-        chunk = Chunk(0, point, y, free, self.texts)
+        free = self.net.find_free_tokens(self.sample)  # a mask: True where the sample may change
+        chunk = Chunk(number=0, x=point, y=y, mask=free, texts=self.texts)
         model = self.net.make_classifier(self.sample)
         box = self.net.box
         patch = self.proof.patch

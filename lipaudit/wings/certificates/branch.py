@@ -123,16 +123,17 @@ def join_nodes(groups: list[Nodes]) -> Nodes:
 
 
 def bound_nodes(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
-    """Return a lower bound of the margin on every part, and the coefficients of the symbols.
+    """Return a lower bound of a margin on each of b parts, and coefficients of the symbols.
 
-    A node is a part of the ball, given by signs of ReLUs, with a multiplier for each constraint on
-    a ReLU. Margin + multipliers . constraints is affine in the symbols, and its minimum is the
-    bound (weak duality). The bounds (b,) do not include the rounding errors of this computation.
-    The coefficients are (b, columns).
+    A node is a part of the ball, given by the signs `state` of ReLUs, and the margin `which` that
+    is bounded on this part. It has a multiplier for each constraint on a ReLU. The function
+    margin + multipliers . constraints is affine in the symbols (unknowns), and its minimum is the
+    bound (weak duality). The bounds are (b,), without the rounding errors of this computation. The
+    coefficients of the symbols in this function are (b, columns).
     """
-    evaluation = _evaluate(
-        problem, nodes.which, nodes.clip_multipliers(), _find_effects(problem, nodes.state)
-    )
+    # What each multiplier adds to the function depends on the signs of the ReLUs.
+    effects = _find_effects(problem, nodes.state)
+    evaluation = _evaluate(problem, nodes.which, nodes.clip_multipliers(), effects)
     return evaluation.bounds, evaluation.coefficients
 
 
@@ -148,7 +149,8 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     multipliers = nodes.clip_multipliers().abs().sum(0)
     # The sum of absolute values: of the margin's row, and of the ReLUs' rows times multipliers.
     size = problem.margin_magnitude[nodes.which] + multipliers @ problem.relu_magnitude
-    # The longest sums are over ReLUs and over columns. 64 covers the other steps.
+    # `slopes` is (ReLUs, columns): the longest sums are over ReLUs, and then over columns. 64
+    # leaves room for the other steps.
     roundings = sum(problem.relus.slopes.shape) + 64
     return bounds - round_up(bound_rounding(roundings, DOUBLE) * size, roundings)
 
@@ -170,6 +172,7 @@ def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
         layer = (problem.depth == depth).nonzero()[:, 0]
         _, coefficients = bound_nodes(problem, Nodes(which, state, y))
         of_errors = coefficients[:, problem.columns[layer]]
+        # coefficient - y m = 0, if the coefficient is positive; else y = 0.
         multiplier = of_errors.clamp_min(0) / problem.offset[layer]
         is_flat = problem.slope[layer] < 0.5
         y[0, :, layer] = torch.where(is_flat, multiplier, 0.0)
@@ -196,9 +199,10 @@ def ascend(
     Returns:
         The best bound of each part, and the parts with the multipliers of these bounds.
     """
+    # What a unit of each multiplier adds to the bounded function: it depends on signs of ReLUs.
     effects = _find_effects(problem, nodes.state)
     floor = nodes.find_smallest_multipliers()
-    y = nodes.clip_multipliers()
+    y = nodes.clip_multipliers()  # (2, b, k): two for each of k ReLUs
     best = y.new_full(y.shape[1:2], -torch.inf)  # (b,)
     best_y = y
     # Adam's running means of the gradient and of its square, with decay rates _DECAY.
@@ -232,8 +236,10 @@ def _find_supergradient(problem: Problem, evaluation: Evaluation, effects: Effec
     on_z z + on_error (1 + eps), with the input z = centre + slopes @ symbols +- spread.
     """
     relus = problem.relus
-    e = problem.find_minimum(evaluation.coefficients)  # the minimum is at the symbols -e
-    # Of +-spread, the minimum has the sign against that of the coefficient of z.
+    # An affine function is smallest where the symbols are against its coefficients: at -e, with e
+    # in the direction of the coefficients. In the same way, of +-spread of z the minimum has the
+    # sign against `on_z`, the coefficient of z.
+    e = problem.find_minimum(evaluation.coefficients)
     z = relus.centre - evaluation.on_z.sign() * relus.spread - e @ relus.slopes.mT
     error = 1 - e[:, problem.columns]  # 1 + eps at eps = -e
     return effects.on_z * z + effects.on_error * error
@@ -268,7 +274,7 @@ def _find_effects(problem: Problem, state: Tensor) -> Effects:
     second_on_z = torch.where(state == -1, 1.0, 1 - a)
     # -z and z contain no h, and so no eps.
     has_h = torch.stack([state != 1, state != -1])
-    return Effects(torch.stack([first_on_z, second_on_z]), has_h * -problem.offset)
+    return Effects(on_z=torch.stack([first_on_z, second_on_z]), on_error=has_h * -problem.offset)
 
 
 class Evaluation(NamedTuple):
@@ -318,7 +324,7 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
         bounds = bounds - problem.symbols.maximise_over_words(-of_inputs.mT).to(coefficients)
     else:
         in_box = coefficients
-    bounds = bounds - vector_norm(in_box, 1, dim=1)
+    bounds = bounds - vector_norm(in_box, ord=1, dim=1)
     return Evaluation(bounds, coefficients, on_z)
 
 
@@ -402,11 +408,11 @@ def prove_positive(
     problem = make_problem(margins)
     relus = len(problem.slope)
     if leaves is not None:
-        open_margins = (low <= 0).nonzero()[:, 0]
+        open_margins = (low <= 0).nonzero()[:, 0]  # their range does not prove them
         # Parts with another number of ReLUs belong to another model or ball.
         proven = leaves.state.shape[1] == relus and leaves.prove(problem, open_margins)
         limit = "" if proven else "nodes"
-        return Decision(smallest, len(leaves), relus, limit)
+        return Decision(smallest, nodes=len(leaves), relus=relus, limit=limit)
     return _branch(problem, low, nodes, deadline)
 
 
@@ -425,7 +431,7 @@ def _branch(problem: Problem, low: Tensor, nodes: int, deadline: float) -> Decis
         deadline: time (of `time.monotonic`) at which the search ends.
     """
     open_margins = (low <= 0).nonzero()[:, 0]
-    rough = problem.to(torch.float32)
+    rough = problem.to(torch.float32)  # for the search, which proves nothing
     roots = start_nodes(rough, open_margins)
     # The size of multipliers differs between models. So the learning rate of the ascent is a share
     # (RATE) of the mean of the positive multipliers in roots.y.
@@ -434,11 +440,15 @@ def _branch(problem: Problem, low: Tensor, nodes: int, deadline: float) -> Decis
     # The ascent first fixes most symbols (a face of the box of symbols), so that a step is cheap.
     roots = _ascend_on_faces(rough, roots, rate, deadline)
     bounds = torch.maximum(prove_bounds(problem, roots), low[open_margins])
-    search = BranchAndBound(problem, rough, rate, nodes, deadline)
+    search = BranchAndBound(
+        exact=problem, rough=rough, rate=rate, most_nodes=nodes, deadline=deadline
+    )
     limit, smallest = search.run(roots, bounds)
     smallest = min([smallest, *low[low > 0].tolist()])
     leaves = None if limit else join_nodes(search.proven)
-    return Decision(smallest, search.nodes, len(problem.slope), limit, leaves)
+    return Decision(
+        smallest, nodes=search.nodes, relus=len(problem.slope), limit=limit, leaves=leaves
+    )
 
 
 def _ascend_on_faces(problem: Problem, roots: Nodes, rate: float, deadline: float) -> Nodes:
@@ -531,8 +541,11 @@ class BranchAndBound:
         for factor in _LAST_RATE_FACTORS:
             if not len(parts):
                 return True
+            # `rough` is the problem in single precision, for the search.
             _, coefficients = bound_nodes(self.rough, parts)
-            parts, _ = self._bound_parts(coefficients, parts, LAST_STEPS, factor * self.rate)
+            parts, _ = self._bound_parts(
+                coefficients, parts, steps=LAST_STEPS, rate=factor * self.rate
+            )
         return not len(parts)
 
     def _split(self, batch: Nodes) -> tuple[Nodes, Tensor]:
@@ -544,6 +557,7 @@ class BranchAndBound:
         the first half, z <= 0 in the second.
         """
         _, coefficients = bound_nodes(self.rough, batch)
+        # `rough` is the problem in single precision: its `offset` is m.
         of_multipliers = batch.y.clamp_min(0).sum(0) * self.rough.offset
         score = 2 * coefficients[:, self.rough.columns].abs() + of_multipliers
         score = score.masked_fill(batch.state != 0, -1.0)  # split already: below all scores
@@ -551,7 +565,8 @@ class BranchAndBound:
         positive = replace(batch, state=batch.state.scatter(1, relu, 1))
         negative = replace(batch, state=batch.state.scatter(1, relu, -1))
         halves = join_nodes([positive, negative])
-        return self._bound_parts(coefficients, halves, STEPS, self.rate)
+        # A half starts with the multipliers of its part, and gets a few more steps.
+        return self._bound_parts(coefficients, halves, steps=STEPS, rate=self.rate)
 
     def _bound_parts(
         self, coefficients: Tensor, parts: Nodes, steps: int, rate: float

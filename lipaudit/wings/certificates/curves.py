@@ -238,22 +238,26 @@ def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor)
     symbols = z.symbols
     dtype = symbols.dtype
     slope = a.abs()
+    # a t, for each coefficient t of z. The product is rounded once; two roundings leave room.
     dense, blocks = z.map_coefficients(lambda t: t * a.to(dtype))
     slack = slope * z.slack + bound_rounding(2, dtype) * slope * z.symbol_radius
     slack = radius + slack + z.symbol_count * tiny(dtype)
     if symbols.order == 2:
         # z - c = L + R with L linear in the input: b L^2 becomes coefficients.
         symbols.add_squares(dense, z.dense[: symbols.inputs], b.to(dtype))
-        # The rest of the square, b (2 L R + R^2), lies in b [-first, first + second]: in
-        # b second / 2 +- b (first + second / 2).
-        first, second = bound_square_rest(z.radii.linear, z.rest_radius)
+        # The rest of the square, b (2 L R + R^2), lies in b [-cross, cross + square]. That is
+        # b square / 2 +- |b| (cross + square / 2).
+        cross, square = bound_square_rest(z.radii.linear, z.rest_radius)
         shift = a * z.centre_shift  # coefficients are around the centre of z, not around c
-        offset = offset + b * second / 2 - shift
-        slack = slack + b.abs() * (first + second / 2)
-        # Rounding and underflow of the offset, the squares and the quadratic part.
+        offset = offset + b * square / 2 - shift
+        slack = slack + b.abs() * (cross + square / 2)
+        # Rounding of the offset: a few float64 products and sums; 8 leaves room.
         slack = slack + bound_rounding(8, DOUBLE) * (offset.abs() + shift.abs())
+        # Rounding of the coefficients of b L^2: a few products and a sum; 8 leaves room.
         slack = slack + bound_rounding(8, dtype) * b.abs() * z.radii.linear.square()
+        # a times the quadratic coefficients of z is rounded once more: b L^2 is added to them.
         slack = slack + bound_rounding(1, dtype) * slope * z.radii.quadratic
+        # Underflow: fewer than four times for each coefficient of an input symbol or product.
         slack = slack + 4 * symbols.first_error * tiny(dtype) * (1 + b.abs())
     return Form(offset, dense, round_up(slack, 16), symbols, blocks=blocks)
 
@@ -269,7 +273,10 @@ def is_worth_squaring(z: Form) -> Tensor:
 
 
 def bound_square_rest(linear: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return f and s: (L + R)^2 - L^2 lies in [-f, f + s] for |L| <= linear and |R| <= rest."""
+    """Return bounds of the cross term |2 L R| and of R^2, for |L| <= linear and |R| <= rest.
+
+    With them, (L + R)^2 - L^2 = 2 L R + R^2 lies in [-cross, cross + square].
+    """
     return round_up(2 * linear * rest), round_up(rest.square())
 
 
@@ -311,8 +318,8 @@ def _make_power(value: Function, p: float, factor: float) -> SmoothFunction:
     """
     return SmoothFunction(
         value,
-        # |f''| and |f'''| fall with x: on [low, high] they are largest at low. The 32 roundings
-        # cover the power of torch.
+        # |f''| and |f'''| fall with x: on [low, high] they are largest at low. Of 32 roundings,
+        # 2 LIBRARY_ULPS = 16 are for the power of torch; products have one each.
         lambda low, high: round_up(factor * low ** (p - 2), 32),
         lambda low, high: round_up(factor * (2 - p) * low ** (p - 3), 32),
     )
@@ -356,6 +363,7 @@ def square(input: Form) -> Form:
     # a is 2 c, rounded to the dtype of coefficients: a (x - c) has an error of |2 c - a| |x - c|.
     # `reach` is around the centre of x, and c is shifted from the centre.
     rounding = (2 * c - a).abs() * (reach + input.centre_shift.abs())
+    # The offset is rounded, too: two squares and their sum, fewer than 4 roundings.
     rounding = rounding + bound_rounding(4, DOUBLE) * (offset.abs() + c.square())
     return _apply_parabola(input, Parabola(a, b), offset, round_up(radius + rounding))
 
@@ -392,6 +400,8 @@ def make_monomial(n: int) -> SmoothFunction:
         factor = float(math.perm(n, k))
 
         def bound(low: Tensor, high: Tensor) -> Tensor:
+            # |x| is largest at an end of the range. The power as repeated products, and the
+            # factor, have at most n roundings: 2 n + 8 leave room for the power of torch.
             largest = torch.maximum(low.abs(), high.abs())
             return round_up(factor * largest ** (n - k), 2 * n + 8)
 
@@ -423,8 +433,8 @@ def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) ->
     """
     z = scale(input, float(beta))
     result = relax(z, SOFTPLUS)
-    # Above the threshold torch returns z, which is log(1 + e^z) to within e^-threshold. 32 are
-    # more roundings than exp has.
+    # Above the threshold torch returns z, which is log(1 + e^z) to within e^-threshold. exp has
+    # at most 2 LIBRARY_ULPS = 16 roundings; 32 leave room.
     error = round_up(torch.exp(torch.tensor(-float(threshold), dtype=DOUBLE)), 32)
     _, high = z.range()
     result.slack = round_up(result.slack + error * (high > threshold))

@@ -269,6 +269,7 @@ class Form(Tensor):
         gets tighter bounds from the quotient than from the product.
         """
         quotient: Quotient | None = self.__dict__.get("quotient")
+        # PARTS are the attributes that a pending quotient lacks: centre, coefficients and slack.
         if name not in PARTS or quotient is None:
             raise AttributeError(name)
         rules = quotient.numerator.symbols.rules
@@ -452,8 +453,9 @@ class Form(Tensor):
     def take_content_of(self, result: Form) -> None:
         """Replace the content of this form by the content of a result, for a write in place.
 
-        The memory object of this form stays. It counts the writes to the memory, so that other
-        views of the memory can tell that they have old content.
+        The object `memory` of this form stays. Its views share this object, which counts the
+        writes: a view with another count than `memory.writes` has old content. The caller has
+        already counted this write, and this form has the new content, so it takes the new count.
         """
         memory = self.memory
         # Cached radii and ranges belong to the old content: they are removed, too.
@@ -474,7 +476,8 @@ class Form(Tensor):
                 roundings of the entries of W.
         """
         dtype = self.symbols.dtype
-        # 1 or 2 more roundings: x itself may be a sum that was rounded (then `roundings` is 0).
+        # One more rounding: x itself may be a sum that was rounded once (then `roundings` is 0).
+        # The centre counts two more, which leaves room.
         of_symbols = bound_rounding(roundings + 1, dtype) * self.symbol_radius
         # Only the score of a masked key has an infinite centre, and it has no rounding error.
         of_centre = (bound_rounding(roundings + 2, DOUBLE) * self.centre.abs()).nan_to_num(

@@ -87,8 +87,8 @@ def _softmax_rows(rows: Form) -> Form:
         p = rearrangements.masked_fill(p, is_masked, 0.0)
         p.slack = p.slack + _MASKED_WEIGHT * is_masked
     # The ends of a weight are exp(low) and exp(high), less and plus rounding: exp is within
-    # LIBRARY_ULPS units in the last place (two roundings each), and the product and the sum below
-    # are rounded once each. Where exp underflows, it loses less than _MASKED_WEIGHT.
+    # LIBRARY_ULPS units in the last place (2 roundings each). The product and the sum below have
+    # one rounding each. Where exp underflows, it loses less than _MASKED_WEIGHT.
     error = bound_rounding(2 * LIBRARY_ULPS + 2, DOUBLE)
     low_weight = low.exp() * (1 - error) - _MASKED_WEIGHT
     low_weight = low_weight.clamp_min(0.0).masked_fill(is_masked, 0.0)
@@ -163,7 +163,8 @@ def _bound_logarithms(log_p: Form, is_masked: Tensor) -> tuple[Tensor, Tensor]:
     # The lower bound of the sum may overflow, for a key whose score is far below the scores of
     # the other keys. The largest float64 is then a valid lower bound, too.
     low_sum = low_sum.clamp_max(torch.finfo(DOUBLE).max)
-    # The roundings of exp, of the sum, and of the logarithm.
+    # Roundings: 2 LIBRARY_ULPS of exp, one per key of the sum, and 2 of the steps below. The
+    # logarithm is itself off by at most the same share of its size.
     error = bound_rounding(2 * LIBRARY_ULPS + log_p.shape[-1] + 2, DOUBLE)
     low_sum = (low_sum * (1 - error)).log()
     high_sum = (high_sum * (1 + error)).log()
@@ -226,8 +227,9 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     """
     s, is_masked = _mask_negligible_keys(input.symbolize_slack())
     p = s.centre.softmax(-1)
-    # The relative rounding error of softmax and log softmax in float64: a shift by the largest
-    # score, exp, a sum over the keys, and a quotient or a logarithm.
+    # The relative rounding error of softmax and log softmax in float64. exp and the logarithm have
+    # 2 LIBRARY_ULPS roundings each. The sum over the keys, the shift by the largest score, and the
+    # quotient have at most 2 per key.
     error = bound_rounding(4 * LIBRARY_ULPS + 2 * s.shape[-1], DOUBLE)
     d = _subtract_mean(s, p)
     r = round_up(d.radii.linear + d.nonlinear_radius)  # |d_j| <= r_j on the ball
@@ -235,7 +237,8 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     # +-mean_error, a share of sum p r and of the radius of this mean.
     mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), s.shape[-1])
     mean_error = round_up(error * (_sum_row(p * r) + mean_radius), s.shape[-1])
-    deviation = Deviation(d, p, r, bound_lengths(d, -1, p.sqrt()), mean_error)
+    lengths = bound_lengths(d, axis=-1, weight=p.sqrt())  # of sqrt(p) d
+    deviation = Deviation(d, p, r, lengths, mean_error)
     rho = _bound_log_mean(deviation)
     require_finite(rho.slack)
     # log softmax(c) + d; the slack also covers the rounding of log softmax(c).
@@ -258,6 +261,9 @@ def _bound_log_mean(deviation: Deviation) -> Form:
     keys = p.shape[-1]
     squared_length = round_up((lengths.linear + lengths.rest).square())
     squares = p * r.square()
+    # Roundings: one per key, and 2 LIBRARY_ULPS for each function of the library. `second` has two
+    # of them: exp of a key and of all keys, in the softmax p. `third` also has expm1, in g; one
+    # more leaves room.
     second = torch.minimum(_sum_row(squares), squared_length)
     second = round_up(second, 4 * LIBRARY_ULPS + keys)
     # Two bounds of C: by the largest deviation r_j of each key, or by the largest deviation of all
@@ -272,9 +278,11 @@ def _bound_log_mean(deviation: Deviation) -> Form:
         return rho
     # At order 2 (forms with products of symbols) rho = q / 2 +- error may be tighter. With
     # t = mean_error, y is in q / 2 +- (t + third), and rho = log(1 + y) in [y - y^2 / 2 - t, y].
+    # So rho - q / 2 is at least -(t + third) - top^2 / 2 - t, and at most t + third.
     error = third + 2 * mean_error + top.square() / 2
     quadratic = _bound_log_mean_order2(deviation, error)
-    # Each row takes the form with the smaller slack.
+    # Each row takes the form with the smaller slack. `rho` is a constant: in its rows the
+    # coefficients are 0.
     is_better = rho.slack < quadratic.slack
     centre = torch.where(is_better, rho.centre, quadratic.centre)
     slack = torch.minimum(rho.slack, quadratic.slack)
@@ -358,8 +366,9 @@ def _bound_by_chords(p: Tensor, r: Tensor) -> Tensor:
     """Return an upper bound of log sum_j p_j e^(d_j) for |d_j| <= r_j and sum_j p_j d_j = 0.
 
     On [-r, r] exp is below its chord: e^d <= cosh r + d sinh(r) / r. Let A = sum p cosh r and
-    M_j = p_j sinh(r_j) / r_j. Then the sum is at most A + sum_j M_j d_j, and the logarithm, below
-    its tangent at A, is at most log A + sum_j (M_j / A - p_j) d_j.
+    M_j = p_j sinh(r_j) / r_j. Then the sum is at most A + sum_j M_j d_j. The logarithm is below
+    its tangent at A, so it is at most log A + sum_j (M_j / A) d_j. sum_j p_j d_j = 0 may be
+    subtracted, so that the factors are small: log A + sum_j |M_j / A - p_j| r_j is the bound.
 
     Args:
         p: weights of the keys, (*rows, keys), which sum to one in each row.
@@ -371,10 +380,11 @@ def _bound_by_chords(p: Tensor, r: Tensor) -> Tensor:
     m = p * torch.where(r > 1e-6, ratio, 1 + r.square() / 6)
     # A. The error of cosh is a share of A, so it is added to log A below.
     a = round_up(_sum_row(p * torch.cosh(r)), keys)
-    # |M / A - p|, and the rounding of M, A and p.
+    # |M / A - p|, and the rounding of M, A and p: sinh, cosh and two exp have 2 LIBRARY_ULPS
+    # roundings each, and a sum has one per key.
     slope = (m / a - p).abs() + bound_rounding(8 * LIBRARY_ULPS + keys, DOUBLE) * p
     of_keys = round_up(_sum_row(slope * r), keys)
-    # The errors of cosh and of log.
+    # The errors of cosh and of log, 2 LIBRARY_ULPS roundings each.
     of_library = 4 * LIBRARY_ULPS * bound_rounding(1, DOUBLE)
     return a.log() + of_library + of_keys
 
@@ -386,10 +396,10 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     q = sum p d^2: p are softmax weights, and d_j is the deviation of score j from the weighted
     mean of its row. With d = L + R, where L is linear in the input symbols and R is the rest,
     q = sum p L^2 + sum p (2 L R + R^2). At order 2 a form has coefficients of products of two
-    input symbols: the first sum is written with them. The second is in [-first, first + second],
-    where `first` bounds |sum p 2 L R| and `second` bounds sum p R^2. So
-    q = sum p L^2 + second / 2 +- (first + second / 2), and
-    rho = 1/2 sum p L^2 + second / 4 +- (first / 2 + second / 4 + error).
+    input symbols: sum p L^2 is written with them. The other sum is in [-cross, cross + square],
+    where `cross` bounds |sum p 2 L R| and `square` bounds sum p R^2. This interval is
+    square / 2 +- (cross + square / 2). Half of q, with the error, is therefore
+    rho = 1/2 sum p L^2 + square / 4 +- (cross / 2 + square / 4 + error).
 
     Args:
         deviation: d, p and the lengths of sqrt(p) L and sqrt(p) R.
@@ -402,25 +412,28 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     keys = p.shape[-1]
     # Two pairs of bounds: by the radii of L and R at each key, or (Cauchy-Schwarz:
     # |sum p L R| <= ||sqrt(p) L|| ||sqrt(p) R||) by the lengths of these vectors.
-    first, second = curves.bound_square_rest(d.radii.linear, d.nonlinear_radius)
-    first = _sum_row(p * first)
-    second = _sum_row(p * second)
-    first_by_length, second_by_length = curves.bound_square_rest(*lengths)
-    is_less = first_by_length + second_by_length / 2 < first + second / 2
-    first = torch.where(is_less, first_by_length, first)
-    second = torch.where(is_less, second_by_length, second)
-    slack = first / 2 + second / 4 + error
-    # Rounding as a share of sum p |d|^2. It is counted twice: for the coefficients of products,
-    # and for p, which is not exactly the softmax.
+    cross_by_key, square_by_key = curves.bound_square_rest(d.radii.linear, d.nonlinear_radius)
+    cross = _sum_row(p * cross_by_key)
+    square = _sum_row(p * square_by_key)
+    cross_by_length, square_by_length = curves.bound_square_rest(*lengths)
+    # Each row takes the pair with the smaller radius.
+    is_less = cross_by_length + square_by_length / 2 < cross + square / 2
+    cross = torch.where(is_less, cross_by_length, cross)
+    square = torch.where(is_less, square_by_length, square)
+    slack = cross / 2 + square / 4 + error
+    # Rounding as a share of sum p d^2: sums over the keys, in the coefficients and in the softmax
+    # p, and two exp in p, 2 LIBRARY_ULPS roundings each. It is counted twice: for the coefficients
+    # of products, and for p, which is not exactly the softmax.
     radius = d.radii.linear + d.nonlinear_radius
     rounding = bound_rounding(2 * keys + 4 * LIBRARY_ULPS, dtype) * _sum_row(p * radius.square())
     # 1/2 sum p L^2, (symbols, *rows, 1): products of two input symbols, and 0 for input symbols.
     linear = d.dense[:n]  # the coefficients of L, (inputs, *rows, keys)
     half = (p / 2).to(dtype)
-    coefficients = d.dense.new_zeros(symbols.first_error, *second.shape)
+    coefficients = d.dense.new_zeros(symbols.first_error, *square.shape)
     coefficients[n:] = symbols.sum_products(linear * half, linear)
+    # The slack itself is rounded, too: sums over the keys, and fewer than 32 single steps.
     slack = round_up(slack + 2 * rounding, keys + 32)
-    return Form(second / 4, coefficients, slack, symbols)
+    return Form(square / 4, coefficients, slack, symbols)
 
 
 def _sum_row(t: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def rms_norm(
     if eps is None:  # as in torch
         dtype = input.dtype if weight is None else weight.dtype
         eps = torch.finfo(dtype).eps
-    return _apply_affine(_divide_by_root(input.symbolize_slack(), eps), weight, None)
+    return _apply_affine(_divide_by_root(input.symbolize_slack(), eps), weight, bias=None)
 
 
 def _read_shape(x: Form, normalized_shape: Any) -> list[int]:
@@ -106,7 +106,9 @@ def _divide_by_root(y: Form, eps: float) -> Form:
     zero = torch.zeros_like(y.centre)
     # `y.dense[:0]` has no rows: a constant depends on no symbol.
     constant = Form(zero, y.dense[:0], zero, y.symbols)
-    return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))
+    return Form.from_quotient(
+        Quotient(numerator=y.copy(), inverse=inverse, square=square, constant=constant)
+    )
 
 
 def _mean_square(y: Form) -> Form:
@@ -135,12 +137,14 @@ def _mean_square(y: Form) -> Form:
         products = symbols.sum_products(linear / n, linear)
         dense[symbols.inputs : symbols.first_error] += products
     # Rounding. Coefficients, in their dtype: two sums of n products, their weights, and the sum of
-    # both. The centre, in float64: a sum of n squares. 16 and 8 leave room.
+    # both. The centre, in float64: a sum of n squares. 16 and 8 leave room. Underflow: a
+    # coefficient has fewer than 8 n products.
     radius_of_square = 2 * y_size * y_radius + y_radius.square()
     of_symbols = bound_rounding(2 * n + 16, dtype) * _average_row(radius_of_square)
     of_centre = bound_rounding(n + 8, DOUBLE) * (centre + shift)
     underflow = 8 * n * y.symbol_count * tiny(dtype) * (1 + y_size.amax())
-    # The slack of 2 mean(c dy), and the radius of mean(dy^2).
+    # The slack of 2 mean(c dy), and the radius of mean(dy^2). The slack itself is rounded, too: a
+    # mean of n terms, and fewer than 16 single steps.
     slack = _average_row(2 * y_size * y.slack) + radius
     slack = round_up(slack + of_symbols + of_centre + underflow, n + 16)
     return Form(centre + shift, dense, slack, symbols, blocks=blocks)
@@ -171,24 +175,31 @@ def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
     """
     n = y.shape[-1]
     linear, rest = bound_lengths(y, -1)
-    nowhere = torch.zeros_like(reach, dtype=torch.bool)
-    # Two bounds without squares. [0, 2 h] is h +- h: half of the end is both shift and radius.
+    keeps_none = torch.zeros_like(reach, dtype=torch.bool)
+    # Two bounds without squares: by entries, [0, sum reach^2], and by lengths, [0, (l + m)^2].
+    # [0, 2 h] is h +- h, so half of the upper end is both shift and radius.
     by_entries = _average_row(reach.square()) / 2
     by_lengths = round_up((linear + rest).square() / n) / 2
     choices = [
-        SquareBound(by_entries, by_entries, nowhere),
-        SquareBound(by_lengths, by_lengths, nowhere),
+        SquareBound(shift=by_entries, radius=by_entries, keeps_squares=keeps_none),
+        SquareBound(shift=by_lengths, radius=by_lengths, keeps_squares=keeps_none),
     ]
-    # Two bounds with squares L^2, which are kept where that pays off, or everywhere. What is left,
-    # (L + R)^2 - L^2, is in [-first, first + second]: second / 2 +- (first + second / 2).
+    # Two bounds with squares L^2 as coefficients. What is left, (L + R)^2 - L^2 = 2 L R + R^2, is
+    # in [-cross, cross + square], that is, square / 2 +- (cross + square / 2).
     if y.symbols.order == 2:
+        # By entries: L^2 is kept where that pays off. In other entries dy^2 is in [0, reach^2].
         keeps = curves.is_worth_squaring(y)
-        first, second = curves.bound_square_rest(y.radii.linear, y.nonlinear_radius)
-        shift = torch.where(keeps, second, reach.square()) / 2
-        radius = torch.where(keeps, first + second / 2, reach.square() / 2)
+        cross, square = curves.bound_square_rest(y.radii.linear, y.nonlinear_radius)
+        shift = torch.where(keeps, square, reach.square()) / 2
+        radius = torch.where(keeps, cross + square / 2, reach.square() / 2)
         choices.append(SquareBound(_average_row(shift), _average_row(radius), keeps))
-        first, second = curves.bound_square_rest(linear, rest)
-        choices.append(SquareBound(second / n / 2, (first + second / 2) / n, ~nowhere))
+        # By lengths: L^2 is kept in all entries.
+        cross, square = curves.bound_square_rest(linear, rest)
+        choices.append(
+            SquareBound(
+                shift=square / n / 2, radius=(cross + square / 2) / n, keeps_squares=~keeps_none
+            )
+        )
     # Each row takes the bound with the smallest radius.
     shift, radius, keeps_squares = choices[0]
     for choice in choices[1:]:
@@ -253,8 +264,8 @@ def group_norm(
     Channels are axis 1; weight and bias have an entry per channel.
     """
     groups: Any = input.reshape(input.shape[0], num_groups, -1)
-    result: Any = layer_norm(groups, groups.shape[-1], None, None, eps).reshape(input.shape)
-    shape = (-1, *[1] * (input.ndim - 2))
+    result: Any = layer_norm(groups, groups.shape[-1], eps=eps).reshape(input.shape)
+    shape = (-1, *[1] * (input.ndim - 2))  # (channels, 1, 1, ...), to broadcast against the input
     if weight is not None:
         weight = weight.view(shape)
     if bias is not None:
@@ -287,5 +298,5 @@ def normalize(
     if not (smallest_square > eps**2).all():
         raise UnboundedError
     # Roundings of 1 / sqrt(n): two for the power in float64, and one for its cast.
-    unit = affine.scale(rms_norm(rows, n, None, 0.0), n**-0.5, roundings=3)
+    unit = affine.scale(rms_norm(rows, n, eps=0.0), n**-0.5, roundings=3)
     return unit.transpose(dim, -1)  # type: ignore[return-value]

@@ -232,9 +232,12 @@ def max_pool2d(
     height, width = input.shape[-2:]
     numbers = torch.arange(1.0, height * width + 1, dtype=DOUBLE, device=input.device)
     numbers = numbers.view(1, 1, height, width)
-    windows = F.unfold(numbers, size, gap, pad, step)[0].mT.long()  # (windows, size)
+    # (windows, pixels of a window)
+    windows = F.unfold(numbers, size, dilation=gap, padding=pad, stride=step)[0].mT.long()
     another = windows.amax(-1, keepdim=True)
     pixels = torch.where(windows > 0, windows, another) - 1
     flat: Any = input.flatten(2)
     pooled: Any = find_largest(flat[..., pixels])
-    return pooled.unflatten(-1, F.max_pool2d(numbers, size, step, pad, gap).shape[-2:])
+    return pooled.unflatten(
+        -1, F.max_pool2d(numbers, size, stride=step, padding=pad, dilation=gap).shape[-2:]
+    )

@@ -124,6 +124,7 @@ def _rearrange_all(x: Form, move: Callable[[Tensor], Sequence[Tensor]]) -> list[
     linear = move(x.radii.linear)
     quadratic = move(x.radii.quadratic)
     errors = move(x.radii.errors)
+    # `quadratic_range` is a cached property: it is in `__dict__` only if it was computed already.
     range_ends = [move(end) for end in x.__dict__.get("quadratic_range", ())]
     blocks = [block.rearrange(move) for block in x.blocks]
     forms = []

@@ -73,10 +73,11 @@ def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remain
             # |u . v| <= ||u|| ||v|| of the rows and columns that are multiplied.
             bound = torch.minimum(bound, x_lengths[i] * y_lengths[j])
         radius = radius + bound
-    # Polarisation gains enough only for matmul at order 1, and for mul at order 2.
+    # Polarisation gains enough only for matmul at order 1, and for mul at order 2. (The sum may be
+    # NaN if bounds overflowed: then it is not above `worthwhile` either.)
     can_gain = is_matmul == (order == 1)
     if not can_gain or not radius.sum() > worthwhile:
-        return Remainder(zero, radius, None)
+        return Remainder(shift=zero, radius=radius, is_product_kept=None)
     if is_matmul:
         below, above = _polarise_matrices(x, y)
     else:
@@ -85,7 +86,8 @@ def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remain
     is_better = below + above < 2 * radius
     radius = torch.where(is_better, round_up((above + below) / 2), radius)
     shift = torch.where(is_better, (above - below) / 2, 0.0)
-    return Remainder(shift, radius, ~is_better)
+    # Polarisation bounds all of dx dy: in these entries the caller must not add L_x L_y again.
+    return Remainder(shift, radius, is_product_kept=~is_better)
 
 
 def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
@@ -144,7 +146,7 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     s = s.to(DOUBLE).mT[..., :, None]
     t = t.to(DOUBLE)[..., None, :]
     # Slack, and the errors in the blocks of x, cannot cancel: their sizes add up in u + v and in
-    # u - v.
+    # u - v. (Without dense coefficients, `x.dense[:0]`, only the errors in blocks are bounded.)
     errors = symbols.bound_parts(x.dense[:0], x.blocks).errors + x.slack
     independent = errors.mT[..., :, None] * s + y.slack[..., None, :] * t
     # l by u - v, and m by u + v = u - (-v).
@@ -153,6 +155,7 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
         size = _bound_differences(symbols, u, other).view(independent.shape)
         size = round_up(size + independent)
         squares = size.square() / (4 * s * t)
+        # Roundings: a sum over j, and fewer than 32 single steps.
         bounds.append(round_up(squares.sum(-3), x.shape[-1] + 32))
     below, above = bounds
     return below, above
@@ -184,8 +187,9 @@ def _bound_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
     rows = u.shape[-1]
     size = _bound_input_differences(symbols, u[..., :n], v[..., :n])
     size = size + _one_norm_distance(u[..., n:], v[..., n:])
-    # Rounding: of the sum over symbols as a share of it, and of u and v, whose size is about 1.
-    # Small numbers, and their squares in a 2-norm, may underflow.
+    # Rounding: of the sum over symbols, one per row and a few more, as a share of it. u and v were
+    # rounded as well: their size is about 1, so this error is absolute, and 16 roundings leave
+    # room. Small numbers, and their squares in a 2-norm, may underflow.
     underflow = 4 * (rows * tiny(dtype)) ** 0.5
     return size * (1 + bound_rounding(rows + 8, dtype)) + bound_rounding(16, dtype) + underflow
 
@@ -200,7 +204,7 @@ def _bound_input_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
         return _one_norm_distance(u, v)
     if symbols.norm == "l2":
         # Not by ||u||^2 + ||v||^2 - 2 u . v, a matmul: the difference would cancel digits.
-        return torch.cdist(u, v, 2.0, "donot_use_mm_for_euclid_dist").to(DOUBLE)
+        return torch.cdist(u, v, compute_mode="donot_use_mm_for_euclid_dist").to(DOUBLE)
     # Words: symbols are >= 0, so the sum with |u_i - v_d| is no smaller than that of either sign.
     sizes = []
     for u_matrix, v_matrix in zip(u, v, strict=True):  # one matrix at a time: they are large

@@ -57,7 +57,8 @@ def round_up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*
     >>> round_up(torch.tensor(0.1, dtype=torch.float64) * 3) > 0.3
     tensor(True)
     """
-    # x >= (1 - share) true, so true <= (1 + 2 share) x. Two more roundings are for this product.
+    # x >= (1 - share) true, so true <= x / (1 - share) <= (1 + 2 share) x for share <= 1/2. Two
+    # more roundings are for this product.
     raised = 1 + 2 * bound_rounding(roundings + 2, DOUBLE)
     return x * raised + 2.0**-1000  # the sum covers underflow
 
@@ -78,6 +79,7 @@ def round_up_sum(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*
 
     The sums may have been computed in a lower precision, that of `total`.
     """
+    # A sum of n numbers has n - 1 roundings; 2 more leave room. Each number may have underflowed.
     dtype = total.dtype
     rounding = 1 + bound_rounding(terms + 1, dtype)
     underflow = terms * tiny(dtype)

@@ -304,8 +304,9 @@ class Symbols:
         m = m.to(DOUBLE)
         norms = bound_norms(torch.cat((q + shift, shift - q)), _SQUARINGS).view(2, -1)
         largest = (norms - m).clamp_min(0)
-        # The rounding of weights and shifts is a share of the Frobenius norm of Q, m / _SHIFT, for
-        # which 8 m is more than enough. The clamped weights lose at most sqrt(tiny) per row.
+        # The rounding of weights and shifts is a share of the Frobenius norm of Q. This norm is
+        # m / _SHIFT = 4 m, and 8 m leaves room. A weight has a sum over the inputs and fewer than
+        # 8 single steps. The clamped weights lose at most sqrt(tiny) per row.
         rounding = (
             bound_rounding(8 + self.inputs, dtype) * 8 * m + self.inputs * tiny(dtype) ** 0.5
         )
@@ -358,6 +359,7 @@ class Symbols:
         double = 2 * weight * x
         # `rows` is a view of the stack: the rows of e_i e_i, e_i e_(i+1), ..., e_i e_(n-1).
         for i, rows in enumerate(self._split_products(stack)):
+            # The square is counted once: half of the double.
             rows[0].addcmul_(double[i], x[i], value=0.5)
             rows[1:].addcmul_(double[i], x[i + 1 :])
 
@@ -384,7 +386,7 @@ class Symbols:
         numbers = torch.arange(first, self.count, device=coefficients.device).view(layers, rows)
         # Every row is one group.
         group = torch.arange(rows, device=coefficients.device).view(*lead, 1)
-        return ErrorBlock(coefficients, group.expand(*lead, width), numbers, first)
+        return ErrorBlock(coefficients, group.expand(*lead, width), numbers, key=first)
 
 
 def _sum_absolute(coefficients: Tensor) -> Tensor:

@@ -190,12 +190,12 @@ class Commands(Mapping[str, Any]):
     """Commands by name; each is created, and its module imported, when it is first used.
 
     Attributes:
-        own: heading and function of each, as in COMMANDS.
+        entries: heading and function of each, as in COMMANDS.
         extensible: whether measures are commands, too, and wings add more.
         cache: the commands that were used.
     """
 
-    own: Mapping[str, Entry]
+    entries: Mapping[str, Entry]
     extensible: bool
     cache: dict[str, Any] = field(default_factory=dict)
 
@@ -205,23 +205,27 @@ class Commands(Mapping[str, Any]):
             return {}
         from lipaudit.measures import load_measures
 
-        taken = {*self.own, *load_measures()}
+        taken = {*self.entries, *load_measures()}  # names that a wing cannot use
         return collect(tuple, "commands", taken, check=_find_fault)
 
     def find_entry(self, name: str) -> tuple[str, Any]:
         """Return the heading of a command in the help, and its function or its group.
 
+        Commands are declared by lipaudit or by a wing (a plug-in), or they are made of a measure.
+        The last two are only in an extensible group: all of lipaudit, but not `baseline`.
+
         Raises:
             KeyError: there is no such command.
         """
         # Importing wings takes time: commands of lipaudit itself do without.
-        commands = self.own if name in self.own else self.load_wings()
+        commands = self.entries if name in self.entries else self.load_wings()
         if name in commands:
             panel, function = commands[name]
             return panel, load_object(function)
         if not self.extensible:
             raise KeyError(name)
-        # Every measure is a command, too.
+        # Every measure is a command, too. If there is no such measure, `make_measure` raises the
+        # KeyError.
         return MEASURING, load_object("lipaudit.cli.measure:make_measure")(name)
 
     def __getitem__(self, name: str) -> Any:
@@ -243,7 +247,7 @@ class Commands(Mapping[str, Any]):
             from lipaudit.measures import option_types
 
             yield from option_types()
-        yield from {**self.own, **self.load_wings()}
+        yield from {**self.entries, **self.load_wings()}
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -294,6 +298,7 @@ class Group(typer.core.TyperGroup):
         click's own method creates all commands for their help, which takes 0.06 s.
         """
         names = list(self.commands)
+        # The commands that most people need come first, under the heading START.
         first = [name for name in FIRST if name in names]
         rows = []
         for name in dict.fromkeys([*first, *names]):
@@ -307,7 +312,7 @@ class Group(typer.core.TyperGroup):
             summary = text.partition("\n\n")[0]
             rows.append((panel, (name, " ".join(summary.split()))))
         write_panels(formatter, rows)
-        missing = explain_missing()
+        missing = explain_missing()  # names wings (plug-ins) that are not installed, if any
         if missing:
             formatter.write_paragraph()
             formatter.write_text(missing)

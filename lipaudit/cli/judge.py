@@ -92,6 +92,7 @@ class Remeasure(Settings):
         """
         moved: dict[str, dict[str, Any]] = {}
         for name, measure in load_measures().items():
+            # `measure.moved` has the options whose files may have moved since the baseline.
             for field in measure.moved.keys() & self.model_fields_set:
                 moved.setdefault(name, {})[field] = getattr(self, field)
         return moved
@@ -248,7 +249,7 @@ def gate(
 
 
 def _tell_github(summary: bytes, verdict: str) -> None:
-    """Show a summary below the job of a workflow, and give its later steps the verdict."""
+    """Show a summary below the job of a GitHub workflow, and give its later steps the verdict."""
     _append("GITHUB_STEP_SUMMARY", summary)
     # A newline would end the value.
     line = " ".join(verdict.split())

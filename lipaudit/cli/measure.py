@@ -205,7 +205,7 @@ def audit(
         request = api.plan_audit(model, options, run, demo=demo, command=command)
         requests.append(replace(request, draws_steepest=True, place=place))
     if run.shard:  # measure only a part of the samples: no report, no page
-        measure_shard(requests[0], output, terminal, options.run_dir)
+        measure_shard(requests[0], output, terminal, folder=options.run_dir)
         return
     # Audits that begin in the same second have different folders.
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{_name_folder(models[0])}-{os.urandom(4).hex()}"
@@ -286,13 +286,15 @@ def _choose_next(report: Report, saved: str) -> str:
     from lipaudit.tables.formats import CHARACTERS
     from lipaudit.tables.weakest import find_worst
 
+    # Why the report cannot be a baseline, as advice.
     obstacles = " ".join(list_obstacles(report).values())
     if obstacles:
         return obstacles
+    # The tone of the answer on the page is "broken" if an attack broke the model.
     answer = write_answer(summarise(report))
-    weakest = find_worst(report)
+    weakest = find_worst(report)  # ids of samples, the least robust first
     if answer is not None and answer.tone == "broken" and weakest:
-        return f"lipaudit inspect {saved} {weakest[0][:CHARACTERS]}"
+        return f"lipaudit inspect {saved} {weakest[0][:CHARACTERS]}"  # an id may be shortened
     return f"lipaudit baseline save {saved}"
 
 

@@ -94,11 +94,12 @@ def check_outputs(
 ) -> tuple[Format, dict[Path, Format]]:
     """Return the formats of stdout and of each file; refuse files that cannot be written.
 
-    Called before any work is done.
+    Called before any work is done. A format takes a result in one of its forms: html takes a
+    "page", and json the "record". A result without this form cannot be written in the format.
 
     Args:
         output: the destinations.
-        forms: the forms of the result.
+        forms: the forms that the result has.
         writable: whether to refuse files that cannot be written.
 
     Raises:
@@ -170,6 +171,7 @@ def _print(subject: Subject, format: Format, *, details: bool) -> None:
         format: the format.
         details: whether to print the whole result; else formats for a terminal get one screen.
     """
+    # Formats for a terminal have a function `screen`, all others a function `render`.
     content = subject.take(format.takes, short=bool(format.screen) and not details)
     if format.screen:  # it writes with the width and colours of the terminal
         format.screen(content, sys.stdout)
@@ -193,7 +195,8 @@ def emit_facts(record: Any, output: Output, lines: Sequence[str] = ()) -> None:
     """
     from lipaudit.report import FACTS, Subject
 
-    # The forms of facts, ("lines", "record"). Without --format, the first is printed.
+    # What formats can take of facts: ("lines", "record"), for text and for JSON. Without --format,
+    # the first is printed.
     forms = FACTS
     if not lines:
         forms = FACTS[1:]

@@ -90,12 +90,12 @@ def _explain_topics(topics: Iterable[Topic]) -> list[str]:
         if lines:
             lines.append("")
         titles = ", ".join(topic.title for topic in alike)
-        lines += _wrap(f"{titles}: {meaning}", "", "  ")
+        lines += _wrap(f"{titles}: {meaning}", later="  ")
         for topic in alike:
             for paragraph in topic.details:
                 if paragraph not in printed:
                     printed.add(paragraph)
-                    lines += _wrap(paragraph, "  ", "  ")
+                    lines += _wrap(paragraph, first="  ", later="  ")
     if any(paragraph.startswith(FORMULA) for paragraph in printed):
         lines += ["", *_wrap(SYMBOLS)]
     return lines
@@ -108,7 +108,7 @@ def _list_names(topics: Iterable[Topic]) -> list[str]:
     for group, names in groups.items():
         if group:
             text = ", ".join(dict.fromkeys(names))
-            lines += ["", group, *_wrap(text, "  ", "  ")]
+            lines += ["", group, *_wrap(text, first="  ", later="  ")]
     return lines
 
 

@@ -192,12 +192,13 @@ def measure(net: Net, batches: Iterable[Batch], options: CorruptOptions) -> Iter
         notes = (_note_severities(max(net.input_shape[1:])),)
     levels = len(options.severity)
     for batch in batches:
-        y = check(net, batch, options)
+        y = check(net, batch, options)  # the labels
         with torch.no_grad():
             predicted = net.output(batch).argmax(1)
             # The result without corruption is repeated for each severity: all rows have one shape.
             right = [predicted == y] * levels
-            for number, classes in enumerate(predict(net, batch, options), 1):
+            # One corruption after the other, each at all severities.
+            for number, classes in enumerate(predict(net, batch, options), start=1):
                 right.append(classes == y)
                 share = number / len(options.copies)
                 base.report_progress(len(batch) * share)
@@ -260,7 +261,7 @@ def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[
             rng = Random(f"{seed} {name} {level}")
             changed = mistype(draft, rng, reader.lexicon, name, level)
             copies.append(reader.read(changed, cut=True))
-        yield oracle(copies).argmax(1)
+        yield oracle(copies).argmax(1)  # of logits
 
 
 def check(net: Net, batch: Batch, options: CorruptOptions) -> Tensor:
@@ -273,7 +274,7 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
     """Make the section `corrupt`: rows of the clean samples, the mean, and each corruption."""
     import numpy as np
 
-    unique = base.mark_unique(parts)
+    unique = base.mark_unique(parts)  # repeats of a sample do not count
     # (samples, 1 + corruptions, severities): 1 where the prediction is right. The first row is of
     # the clean samples.
     right = base.join_parts(parts, "right") * 1.0
@@ -309,8 +310,9 @@ def _collect_figures(right: Values, options: CorruptOptions) -> dict[str, Values
     """
     import numpy as np
 
+    # (samples, rows, severities): between clean and the corruptions, the mean of the corruptions.
     corrupted = right[:, 1:]
-    levels = np.insert(right, 1, corrupted.mean(1), 1)  # the row of the mean, behind clean
+    levels = np.insert(right, 1, corrupted.mean(1), axis=1)
     figures = {}
     for i, severity in enumerate(options.severity):
         figures[f"severity_{severity}"] = levels[..., i]

@@ -105,7 +105,8 @@ def blur_defocus(x: Pixels, _: Generator, radius: Number, sigma: Number) -> Pixe
     disk = ndimage.correlate(disk, gaussian, mode="mirror")
     margin = (reach, reach)
     padded = np.pad(x, (margin, margin, (0, 0)), mode="reflect")
-    return signal.fftconvolve(padded, disk[..., None], "valid", axes=(0, 1))
+    # "valid" cuts the margin off again.
+    return signal.fftconvolve(padded, disk[..., None], mode="valid", axes=(0, 1))
 
 
 def _soften(x: Pixels, sigma: Number) -> Pixels:
@@ -169,8 +170,9 @@ def blur_along_line(x: Pixels, radius: Number, sigma: Number, degrees: Number) -
     columns = np.arange(width)
     blurred = np.zeros_like(x)
     for weight, dy, dx in zip(weights, down, right, strict=True):
-        shifted = x.take(rows + dy, 0, mode="clip")
-        shifted = shifted.take(columns + dx, 1, mode="clip")
+        # Beyond the image, "clip" repeats the pixels of the border.
+        shifted = x.take(rows + dy, axis=0, mode="clip")
+        shifted = shifted.take(columns + dx, axis=1, mode="clip")
         blurred += weight * shifted
     return blurred
 
@@ -277,16 +279,16 @@ def draw_plasma(rng: Generator, size: int, decay: Number) -> Float[np.ndarray, "
         in_middle, on_rows, on_columns = noise * rng.uniform(-noise, noise, (3, count, count))
         corners = field[::step, ::step]
         # Sums of each corner and the corner below, and of each corner and the corner to its right.
-        down = corners + np.roll(corners, -1, 0)
-        right = corners + np.roll(corners, -1, 1)
+        down = corners + np.roll(corners, -1, axis=0)
+        right = corners + np.roll(corners, -1, axis=1)
         # Diamond step: the point in the middle of four corners.
-        middle = (down + np.roll(down, -1, 1)) / 4 + in_middle
+        middle = (down + np.roll(down, -1, axis=1)) / 4 + in_middle
         field[half::step, half::step] = middle
         # Square step: the point between two corners of a row, or of a column. The two other
         # neighbours of this point are points of the diamond step.
-        above = np.roll(middle, 1, 0)
+        above = np.roll(middle, 1, axis=0)
         field[::step, half::step] = (middle + above + right) / 4 + on_rows
-        left = np.roll(middle, 1, 1)
+        left = np.roll(middle, 1, axis=1)
         field[half::step, ::step] = (middle + left + down) / 4 + on_columns
         step = half
         noise = noise / decay

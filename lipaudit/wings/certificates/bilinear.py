@@ -66,9 +66,9 @@ def matmul(x: Any, y: Any) -> Form:
     if isinstance(x, Form) and isinstance(y, Form):
         return _multiply_matrix_forms(x, y)
     # One factor is a constant, so the product is a linear map of the other. Errors with a symbol,
-    # unlike slack, can cancel in a sum: so slack becomes symbols first. (For two forms this pays
-    # off less often, and `_multiply_matrix_forms` decides.) An entry of the product has a rounding
-    # for each term of its sum, and one for the cast of the constant.
+    # unlike slack, can cancel in a sum: so slack becomes symbols first. (Of two forms,
+    # `_multiply_matrix_forms` decides which gets them.) An entry of the product has a rounding for
+    # each term of its sum, and one for the cast of the constant.
     roundings = x.shape[-1] + 1
     if isinstance(x, Form):
         return affine.linear_map(x.symbolize_slack(), torch.matmul, y, roundings=roundings)
@@ -405,7 +405,8 @@ def _count_product_symbols(
     count = min(room, products)
     # Slack is as good as symbols if there are no more symbols per row than channels. The sum is
     # inf or NaN if bounds overflowed.
-    if symbols.norm != "linf" or count <= width or not worthwhile < radius.sum() < math.inf:
+    pays_off = worthwhile < radius.sum() < math.inf
+    if symbols.norm != "linf" or count <= width or not pays_off:
         return 0
     # If symbols were skipped, `bound_margins` may run again with many symbols. Order 2 always adds
     # them: in comparison with the products of input symbols they are few.

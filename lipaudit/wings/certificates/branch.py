@@ -205,7 +205,8 @@ def ascend(
     y = nodes.clip_multipliers()  # (2, b, k): two for each of k ReLUs
     best = y.new_full(y.shape[1:2], -torch.inf)  # (b,)
     best_y = y
-    # Adam's running means of the gradient and of its square, with decay rates _DECAY.
+    # Adam's running means of the gradient and of its square, each with a decay rate.
+    gradient_decay, square_decay = _DECAY
     mean_gradient = torch.zeros_like(y)
     mean_square = torch.zeros_like(y)
     for step in range(steps + 1):
@@ -216,11 +217,11 @@ def ascend(
         if step == steps or bool((best > 0).all()) or time.monotonic() > until:
             break
         gradient = _find_supergradient(problem, evaluation, effects)
-        mean_gradient.lerp_(gradient, 1 - _DECAY[0])
-        mean_square.lerp_(gradient.square_(), 1 - _DECAY[1])
+        mean_gradient.lerp_(gradient, 1 - gradient_decay)
+        mean_square.lerp_(gradient.square_(), 1 - square_decay)
         # Both means begin at zero: Adam corrects their bias.
-        correction = 1 - _DECAY[0] ** (step + 1)
-        square_correction = 1 - _DECAY[1] ** (step + 1)
+        correction = 1 - gradient_decay ** (step + 1)
+        square_correction = 1 - square_decay ** (step + 1)
         size = (mean_square / square_correction).sqrt_().add_(1e-8)
         step_size = rate * (1 - 0.9 * step / steps) / correction
         y = torch.addcdiv(y, mean_gradient, size, value=step_size)
@@ -236,9 +237,9 @@ def _find_supergradient(problem: Problem, evaluation: Evaluation, effects: Effec
     on_z z + on_error (1 + eps), with the input z = centre + slopes @ symbols +- spread.
     """
     relus = problem.relus
-    # An affine function is smallest where the symbols are against its coefficients: at -e, with e
-    # in the direction of the coefficients. In the same way, of +-spread of z the minimum has the
-    # sign against `on_z`, the coefficient of z.
+    # The function margin + multipliers . constraints is smallest where the symbols are -e. Of
+    # +-spread of z, it is smallest at the sign against the coefficient of z in the whole function,
+    # `evaluation.on_z`.
     e = problem.find_minimum(evaluation.coefficients)
     z = relus.centre - evaluation.on_z.sign() * relus.spread - e @ relus.slopes.mT
     error = 1 - e[:, problem.columns]  # 1 + eps at eps = -e
@@ -314,8 +315,9 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
     constant = margins.centre[which] + on_z @ relus.centre + on_error.sum(1)
     spread = margins.spread[which] + on_z.abs() @ relus.spread
     bounds = constant - spread
-    # The dual norm. Input symbols of an L2 ball or of words have a dual norm of their own. All
-    # other symbols are in [-1, 1], whose dual norm is the 1-norm: errors, and inputs of a box.
+    # The dual norm: how far c . e falls below 0, for the coefficients c. Input symbols of an L2
+    # ball or of words have their own: ||c||, or the largest value of -c . e. All other symbols are
+    # in [-1, 1], whose dual norm is the 1-norm: errors, and inputs of a box.
     of_inputs = coefficients[:, : problem.inputs]
     in_box = coefficients[:, problem.inputs :]
     if problem.symbols.norm == "l2":

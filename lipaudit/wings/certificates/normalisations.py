@@ -174,7 +174,7 @@ def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
     [-2 l m, 2 l m + m^2].
     """
     n = y.shape[-1]
-    linear, rest = bound_lengths(y, -1)
+    linear, rest = bound_lengths(y, axis=-1)  # l and m
     keeps_none = torch.zeros_like(reach, dtype=torch.bool)
     # Two bounds without squares: by entries, [0, sum reach^2], and by lengths, [0, (l + m)^2].
     # [0, 2 h] is h +- h, so half of the upper end is both shift and radius.

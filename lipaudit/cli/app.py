@@ -206,7 +206,7 @@ class Commands(Mapping[str, Any]):
         from lipaudit.measures import load_measures
 
         taken = {*self.entries, *load_measures()}  # names that a wing cannot use
-        return collect(tuple, "commands", taken, check=_find_fault)
+        return collect(tuple, name="commands", taken=taken, check=_find_fault)
 
     def find_entry(self, name: str) -> tuple[str, Any]:
         """Return the heading of a command in the help, and its function or its group.

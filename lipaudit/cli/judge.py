@@ -375,7 +375,7 @@ def _measure_again(
         require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
         if path is None:
             folder = RUNS / f"gate-{job.net.weights_sha256[:12]}"
-            path = make_folder(folder, "--report") / "report.json"
+            path = make_folder(folder, flag="--report") / "report.json"
         with execute.run_job(job, observer) as report:
             if report is not None:
                 files.write(path, render(report, "json"))

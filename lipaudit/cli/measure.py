@@ -263,7 +263,7 @@ def _measure_models(
             if len(models) > 1:
                 folder_of_model /= f"{len(reports)}-{_name_folder(model)}"
             try:
-                make_folder(folder_of_model, "--run-dir")
+                make_folder(folder_of_model, flag="--run-dir")
                 for format in ("json", "html"):
                     files.write(folder_of_model / f"report.{format}", render(report, format))
             except EvaluationError:

@@ -113,7 +113,7 @@ class OnStderr(Observer):
     def advances(self, measure: str, samples: int) -> None:
         """Move the bar, or print the remaining time now and then."""
         self.done += samples
-        self.moves(measure, 0.0)
+        self.moves(measure, samples=0.0)
 
     def moves(self, measure: str, samples: float) -> None:
         """Show progress: move the bar on a terminal, else print a line every HEARTBEAT seconds.

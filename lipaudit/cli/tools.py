@@ -42,7 +42,7 @@ def list_explanations() -> tuple[Topic, ...]:
     from lipaudit.report.topics import list_options, list_topics
 
     # The groups of options by name: of measures, of wings (plug-ins), and of many commands.
-    groups: dict[str, type[Settings]] = {**option_types(), **collect(type, "options")}
+    groups: dict[str, type[Settings]] = {**option_types(), **collect(type, name="options")}
     groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
     return (*list_topics(), *list_options(groups))
 

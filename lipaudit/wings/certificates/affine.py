@@ -69,7 +69,7 @@ def linear_map(
     # |W| s, where s also covers the rounding of W c and W g_i.
     sizes = [weight.abs() for weight in exact]
     error = x.bound_input_error(roundings)
-    slack = round_up(absolute_op(error[None], *sizes)[0], roundings)
+    slack = round_up(absolute_op(error[None], *sizes)[0], roundings=roundings)
     slack = slack + x.symbol_count * roundings * tiny(symbols.dtype)
     if constant is not None:
         constant = constant.detach().to(DOUBLE)

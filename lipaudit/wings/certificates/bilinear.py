@@ -238,7 +238,7 @@ def _add_rounding(
     slack = slack + 8 * count * terms * tiny(dtype) * sizes
     slack = slack + bound_rounding(4, DOUBLE) * shift.abs()  # of the sum of centre and shift
     # The slack itself is rounded, too: sums of `terms` terms, and fewer than 16 single steps.
-    return round_up(slack, terms + 16)
+    return round_up(slack, roundings=terms + 16)
 
 
 def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
@@ -300,7 +300,7 @@ def _average_values(x: Form, y: Form) -> Form | None:
     r = round_up(torch.maximum(high - m, m - low))
     # A bound of |(x - m) (y - c)|. If its entries have a sum below `worthwhile`, a small share of
     # the product, new symbols do not pay off.
-    radius = round_up(r @ (y.symbol_radius + y.slack), keys)
+    radius = round_up(r @ (y.symbol_radius + y.slack), roundings=keys)
     worthwhile = _WORTHWHILE_SHARE * (m @ y.centre.abs()).sum()
     product_symbols = _add_product_symbols(
         x.symbols, pairs=[(r, y.make_dense().dense)], radius=radius, worthwhile=worthwhile
@@ -528,7 +528,9 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     )
     # Every product and sum may underflow.
     slack = slack + 2 * x.symbol_count * keys * tiny(dtype) * (1 + constant)
-    return Form(centre, product.dense, round_up(slack, keys + 8), product.symbols, blocks=blocks)
+    return Form(
+        centre, product.dense, round_up(slack, roundings=keys + 8), product.symbols, blocks=blocks
+    )
 
 
 def einsum(equation: str, *operands: Any) -> Any:

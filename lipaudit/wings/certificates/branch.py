@@ -152,7 +152,7 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     # `slopes` is (ReLUs, columns): the longest sums are over ReLUs, and then over columns. 64
     # leaves room for the other steps.
     roundings = sum(problem.relus.slopes.shape) + 64
-    return bounds - round_up(bound_rounding(roundings, DOUBLE) * size, roundings)
+    return bounds - round_up(bound_rounding(roundings, DOUBLE) * size, roundings=roundings)
 
 
 def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:

@@ -259,7 +259,7 @@ def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor)
         slack = slack + bound_rounding(1, dtype) * slope * z.radii.quadratic
         # Underflow: fewer than four times for each coefficient of an input symbol or product.
         slack = slack + 4 * symbols.first_error * tiny(dtype) * (1 + b.abs())
-    return Form(offset, dense, round_up(slack, 16), symbols, blocks=blocks)
+    return Form(offset, dense, round_up(slack, roundings=16), symbols, blocks=blocks)
 
 
 def is_worth_squaring(z: Form) -> Tensor:
@@ -320,15 +320,15 @@ def _make_power(value: Function, p: float, factor: float) -> SmoothFunction:
         value,
         # |f''| and |f'''| fall with x: on [low, high] they are largest at low. Of 32 roundings,
         # 2 LIBRARY_ULPS = 16 are for the power of torch; products have one each.
-        lambda low, high: round_up(factor * low ** (p - 2), 32),
-        lambda low, high: round_up(factor * (2 - p) * low ** (p - 3), 32),
+        lambda low, high: round_up(factor * low ** (p - 2), roundings=32),
+        lambda low, high: round_up(factor * (2 - p) * low ** (p - 3), roundings=32),
     )
 
 
-RSQRT = _make_power(torch.rsqrt, -0.5, 0.75)
-SQRT = _make_power(torch.sqrt, 0.5, 0.25)
-RECIPROCAL = _make_power(torch.reciprocal, -1.0, 2.0)
-LOG = _make_power(torch.log, 0.0, 1.0)
+RSQRT = _make_power(torch.rsqrt, p=-0.5, factor=0.75)
+SQRT = _make_power(torch.sqrt, p=0.5, factor=0.25)
+RECIPROCAL = _make_power(torch.reciprocal, p=-1.0, factor=2.0)
+LOG = _make_power(torch.log, p=0.0, factor=1.0)
 
 
 def gelu(input: Form, *, approximate: str = "none") -> Form:
@@ -403,7 +403,7 @@ def make_monomial(n: int) -> SmoothFunction:
             # |x| is largest at an end of the range. The power as repeated products, and the
             # factor, have at most n roundings: 2 n + 8 leave room for the power of torch.
             largest = torch.maximum(low.abs(), high.abs())
-            return round_up(factor * largest ** (n - k), 2 * n + 8)
+            return round_up(factor * largest ** (n - k), roundings=2 * n + 8)
 
         return bound
 
@@ -435,7 +435,7 @@ def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) ->
     result = relax(z, SOFTPLUS)
     # Above the threshold torch returns z, which is log(1 + e^z) to within e^-threshold. exp has
     # at most 2 LIBRARY_ULPS = 16 roundings; 32 leave room.
-    error = round_up(torch.exp(torch.tensor(-float(threshold), dtype=DOUBLE)), 32)
+    error = round_up(torch.exp(torch.tensor(-float(threshold), dtype=DOUBLE)), roundings=32)
     _, high = z.range()
     result.slack = round_up(result.slack + error * (high > threshold))
     if beta == 1:

@@ -235,8 +235,8 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     r = round_up(d.radii.linear + d.nonlinear_radius)  # |d_j| <= r_j on the ball
     # In exact arithmetic sum_j p_j d_j = 0. p and the mean of ds are rounded: so the sum is within
     # +-mean_error, a share of sum p r and of the radius of this mean.
-    mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), s.shape[-1])
-    mean_error = round_up(error * (_sum_row(p * r) + mean_radius), s.shape[-1])
+    mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), roundings=s.shape[-1])
+    mean_error = round_up(error * (_sum_row(p * r) + mean_radius), roundings=s.shape[-1])
     lengths = bound_lengths(d, axis=-1, weight=p.sqrt())  # of sqrt(p) d
     deviation = Deviation(d, p, r, lengths, mean_error)
     rho = _bound_log_mean(deviation)
@@ -265,13 +265,13 @@ def _bound_log_mean(deviation: Deviation) -> Form:
     # of them: exp of a key and of all keys, in the softmax p. `third` also has expm1, in g; one
     # more leaves room.
     second = torch.minimum(_sum_row(squares), squared_length)
-    second = round_up(second, 4 * LIBRARY_ULPS + keys)
+    second = round_up(second, roundings=4 * LIBRARY_ULPS + keys)
     # Two bounds of C: by the largest deviation r_j of each key, or by the largest deviation of all
     # keys and the length of the vector sqrt(p) d. The smaller bound is taken.
     third_by_key = _sum_row(_bound_excess(r) * squares)
     third_by_length = _bound_excess(r.amax(-1, keepdim=True)) * squared_length
     third = torch.minimum(third_by_key, third_by_length)
-    third = round_up(third / 2, 8 * LIBRARY_ULPS + keys)
+    third = round_up(third / 2, roundings=8 * LIBRARY_ULPS + keys)
     top = round_up(mean_error + second / 2 + third)
     rho = _bound_log_mean_order1(deviation, top)
     if d.symbols.order == 1:
@@ -379,11 +379,11 @@ def _bound_by_chords(p: Tensor, r: Tensor) -> Tensor:
     ratio = torch.sinh(r) / r.clamp_min(1e-9)
     m = p * torch.where(r > 1e-6, ratio, 1 + r.square() / 6)
     # A. The error of cosh is a share of A, so it is added to log A below.
-    a = round_up(_sum_row(p * torch.cosh(r)), keys)
+    a = round_up(_sum_row(p * torch.cosh(r)), roundings=keys)
     # |M / A - p|, and the rounding of M, A and p: sinh, cosh and two exp have 2 LIBRARY_ULPS
     # roundings each, and a sum has one per key.
     slope = (m / a - p).abs() + bound_rounding(8 * LIBRARY_ULPS + keys, DOUBLE) * p
-    of_keys = round_up(_sum_row(slope * r), keys)
+    of_keys = round_up(_sum_row(slope * r), roundings=keys)
     # The errors of cosh and of log, 2 LIBRARY_ULPS roundings each.
     of_library = 4 * LIBRARY_ULPS * bound_rounding(1, DOUBLE)
     return a.log() + of_library + of_keys
@@ -432,7 +432,7 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     coefficients = d.dense.new_zeros(symbols.first_error, *square.shape)
     coefficients[n:] = symbols.sum_products(linear * half, linear)
     # The slack itself is rounded, too: sums over the keys, and fewer than 32 single steps.
-    slack = round_up(slack + 2 * rounding, keys + 32)
+    slack = round_up(slack + 2 * rounding, roundings=keys + 32)
     return Form(square / 4, coefficients, slack, symbols)
 
 

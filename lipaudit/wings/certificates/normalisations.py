@@ -146,7 +146,7 @@ def _mean_square(y: Form) -> Form:
     # The slack of 2 mean(c dy), and the radius of mean(dy^2). The slack itself is rounded, too: a
     # mean of n terms, and fewer than 16 single steps.
     slack = _average_row(2 * y_size * y.slack) + radius
-    slack = round_up(slack + of_symbols + of_centre + underflow, n + 16)
+    slack = round_up(slack + of_symbols + of_centre + underflow, roundings=n + 16)
     return Form(centre + shift, dense, slack, symbols, blocks=blocks)
 
 

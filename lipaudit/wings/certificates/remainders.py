@@ -62,8 +62,8 @@ def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remain
     x_radii = (x.radii.linear, x.rest_radius)
     y_radii = (y.radii.linear, y.rest_radius)
     if is_matmul:
-        x_lengths = bound_lengths(x, -1, around=x.centre_shift)
-        y_lengths = bound_lengths(y, -2, around=y.centre_shift)
+        x_lengths = bound_lengths(x, axis=-1, around=x.centre_shift)
+        y_lengths = bound_lengths(y, axis=-2, around=y.centre_shift)
     zero = torch.zeros((), dtype=DOUBLE, device=x.device)
     radius = zero
     # Index 0 is L and 1 is R: (0, 1) is L_x R_y. Order 2 skips the first pair, L_x L_y.
@@ -156,7 +156,7 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
         size = round_up(size + independent)
         squares = size.square() / (4 * s * t)
         # Roundings: a sum over j, and fewer than 32 single steps.
-        bounds.append(round_up(squares.sum(-3), x.shape[-1] + 32))
+        bounds.append(round_up(squares.sum(-3), roundings=x.shape[-1] + 32))
     below, above = bounds
     return below, above
 
@@ -215,4 +215,4 @@ def _bound_input_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
 
 def _one_norm_distance(u: Tensor, v: Tensor) -> Tensor:
     """Return ||u_i - v_d||_1 of all pairs of rows, (b, i, d)."""
-    return torch.cdist(u, v, 1.0).to(DOUBLE)
+    return torch.cdist(u, v, p=1.0).to(DOUBLE)

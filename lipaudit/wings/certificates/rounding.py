@@ -110,8 +110,8 @@ def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tenso
         power = torch.bmm(power, power)
         size = _bound_row_norms(power.flatten(1))
     # ||Q^k||^(1/k), times the divisor. 64 roundings are more than the root and the product have.
-    root = round_up(size + error, 8) ** (0.5**squarings)
-    return round_up(root * divisor.to(DOUBLE), 64) + underflow
+    root = round_up(size + error, roundings=8) ** (0.5**squarings)
+    return round_up(root * divisor.to(DOUBLE), roundings=64) + underflow
 
 
 def _bound_row_norms(rows: Tensor) -> Tensor:

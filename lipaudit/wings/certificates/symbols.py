@@ -297,12 +297,12 @@ class Symbols:
             inverse = q.abs().sum(2).clamp_min(tiny(dtype) ** 0.5).rsqrt()
             q = q * inverse[:, :, None] * inverse[:, None, :]
             squared_weights = inverse.to(DOUBLE).square().reciprocal()
-            sum_of_weights = round_up(squared_weights.sum(1), self.inputs + 8)
+            sum_of_weights = round_up(squared_weights.sum(1), roundings=self.inputs + 8)
         # The largest eigenvalues of Q and -Q are at most ||Q + m I|| - m and ||m I - Q|| - m.
         m = vector_norm(q.flatten(1), dim=1) * _SHIFT
         shift = torch.eye(self.inputs, dtype=dtype, device=q.device) * m[:, None, None]
         m = m.to(DOUBLE)
-        norms = bound_norms(torch.cat((q + shift, shift - q)), _SQUARINGS).view(2, -1)
+        norms = bound_norms(torch.cat((q + shift, shift - q)), squarings=_SQUARINGS).view(2, -1)
         largest = (norms - m).clamp_min(0)
         # The rounding of weights and shifts is a share of the Frobenius norm of Q. This norm is
         # m / _SHIFT = 4 m, and 8 m leaves room. A weight has a sum over the inputs and fewer than

@@ -123,7 +123,7 @@ def _bound_norm(entries: Tensor, axis: int, weight: Tensor | None) -> Tensor:
     terms = entries.shape[axis]
     norm = entries.square().sum(axis, keepdim=True).sqrt()
     # The second term: squares may underflow to zero.
-    return round_up(norm, terms + 8) + (terms * tiny(DOUBLE)) ** 0.5
+    return round_up(norm, roundings=terms + 8) + (terms * tiny(DOUBLE)) ** 0.5
 
 
 def _bound_combination(
@@ -152,7 +152,7 @@ def _bound_combination(
     # every stack has at most one that is not full. The division by s_r and other single steps take
     # fewer than 16 roundings, and 32 in the error.
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    trace = round_up(diagonal.sum(-1), k) * (1 + 2 * bound_rounding(_ROWS + 16, dtype))
+    trace = round_up(diagonal.sum(-1), roundings=k) * (1 + 2 * bound_rounding(_ROWS + 16, dtype))
     underflow = rows * k * tiny(dtype)
     roundings = _ROWS + rows // _ROWS + len(stacks) + 32
     error = bound_rounding(roundings, dtype) * trace + underflow
@@ -160,7 +160,7 @@ def _bound_combination(
     # is symmetric.
     gram_norm = bound_norms((gram + gram.mT) / 2, _SQUARINGS)
     root = round_up((gram_norm + error).sqrt()) + underflow
-    length = round_up(root * round_up(sum_of_s, rows).sqrt()) + underflow
+    length = round_up(root * round_up(sum_of_s, roundings=rows).sqrt()) + underflow
     return length.view(shape)
 
 

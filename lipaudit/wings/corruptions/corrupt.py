@@ -259,7 +259,7 @@ def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[
         copies = []
         for draft, seed in zip(original.drafts, seeds, strict=True):
             rng = Random(f"{seed} {name} {level}")
-            changed = mistype(draft, rng, reader.lexicon, name, level)
+            changed = mistype(draft, rng, reader.lexicon, kind=name, count=level)
             copies.append(reader.read(changed, cut=True))
         yield oracle(copies).argmax(1)  # of logits
 

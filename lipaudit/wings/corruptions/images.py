@@ -253,7 +253,7 @@ def add_snow(
     paler = grey[..., None] * 1.5 + 0.5
     white = np.maximum(x, paler)
     whitened = share * x + (1 - share) * white
-    turned = np.rot90(flakes, 2)
+    turned = np.rot90(flakes, k=2)
     return whitened + flakes + turned
 
 
@@ -375,11 +375,11 @@ def warp_elastically(
     shift = affine[2]
     grid = np.indices(size)
     positions = np.tensordot(linear.T, grid, 1) + shift[:, None, None]  # (2, height, width)
-    x = _interpolate(x, positions, "mirror")
+    x = _interpolate(x, positions, mode="mirror")
     noise = rng.uniform(-1, 1, grid.shape)
     noise = ndimage.gaussian_filter(noise, scale * sigma, truncate=3, axes=(1, 2))
     positions = grid + scale * alpha * noise
-    return _interpolate(x, positions, "reflect")
+    return _interpolate(x, positions, mode="reflect")
 
 
 def pixelate(x: Pixels, _: Generator, share: Number) -> Pixels:

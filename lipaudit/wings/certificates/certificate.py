@@ -218,6 +218,7 @@ def _run_substitutes(
     """
     # The sample, then the texts with one word replaced.
     variants = sample.rows(torch.zeros(len(substitutes) + 1, dtype=torch.long))
+    # Which columns of the sample are tokens, not padding.
     token_mask = find_tokens(sample)[0]
     for row, ids in zip(variants.x[1:], substitutes, strict=True):
         row[token_mask] = row.new_tensor(ids)
@@ -261,6 +262,7 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
         certificates.append(certificate)
         if certificate.why in ("broken", "seconds"):  # later choices cannot change the verdict
             break
+    # If the loop ended early, the last failure is the reason.
     failures = [certificate.why for certificate in certificates if certificate.why]
     return Certificate(
         why=failures[-1] if failures else "",
@@ -319,6 +321,7 @@ def _find_gradient(net: Net, sample: Batch, label: int, x: Tensor) -> tuple[floa
     with torch.enable_grad():
         z = x.clone().requires_grad_()
         margin = worst_margins(net.forward(z, sample), torch.tensor([label], device=x.device))
+    # `pull` returns J^T v for the Jacobian J of the margin in z: with v = 1 the gradient.
     gradient = pull((z, margin), torch.ones_like(margin))
     return float(margin.detach()), gradient.abs()
 

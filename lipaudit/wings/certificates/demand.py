@@ -212,9 +212,9 @@ class Plan:
 def _narrow(value: Tensor, position: Position) -> Tensor:
     """Return a tensor or form at one index of an axis (`position`), as a slice of size 1.
 
-    A slice of a form is made once and kept on the form, so that all calls get the same object. A
-    call may turn the slack of the slice (a radius) into an error symbol (an unknown). Other calls
-    then share this symbol, and it can cancel.
+    A slice of a form is made once and kept in the form's attribute `slices`, so that all calls get
+    the same object. A call may turn the slack of the slice (a radius) into an error symbol (an
+    unknown). Other calls then share this symbol, and it can cancel.
     """
     axis, index = position
     if not isinstance(value, Form):
@@ -260,18 +260,21 @@ def _mark_read(call: Call) -> Position | None:
     """Mark which entries of its arguments a recorded call of a torch function reads.
 
     In the record, each tensor is a `Node`: a mask of the entries that are read later. The calls
-    are visited from the last to the first, so the masks of this call's results are complete.
+    are visited from the last to the first, so the masks of this call's results are complete. If
+    they say that only the class token of layer_norm(x, ...) is read, (batch, tokens, channels),
+    the class token of x is marked, and (-2, 0) is returned.
 
     Returns:
-        The axis and index at which alone the call has to be computed, such as those of the class
-        token; None if it is computed as a whole.
+        The axis and index at which alone the call has to be computed; None if it is computed as a
+        whole. Axes are -1, -2, ... from the last one: so they are the same axes in an argument
+        that has fewer axes and is broadcast.
     """
-    # A transpose, for example, reads the entries that it moves to read places.
+    # A transpose, for example, only moves entries: it reads those that later calls read.
     if call.name in REARRANGING and isinstance(call.args[0], Node):
         _mark_rearranged(call, call.args[0])
         return None
-    # If later calls read one index of an axis, the call reads this index of its arguments.
-    # Otherwise it reads everything.
+    # If later calls read one index of an axis, and the call computes each index of the axis alone,
+    # the call reads this index of its arguments. Otherwise it reads everything.
     position = _find_read_position(call)
     if position is None:
         _mark_all((call.args, call.kwargs))
@@ -282,7 +285,7 @@ def _mark_read(call: Call) -> Position | None:
         along_axis = len(call.args)
     axis, index = position
     for node in call.args[:along_axis]:
-        if isinstance(node, Node) and node.read.ndim >= -axis:
+        if isinstance(node, Node) and node.read.ndim >= -axis:  # it has the axis
             # An argument of size 1 along the axis is broadcast: its index 0 is read.
             read_index = min(index, node.read.shape[axis] - 1)
             node.read.narrow(axis, read_index, 1)[...] = True
@@ -405,16 +408,20 @@ def _get_size(value: Any, axis: int) -> int:
 def _repeat_form(form: Form, position: Position, size: int) -> Form:
     """Expand a form that was computed at one index of an axis to the size that the model expects.
 
-    All indices share the memory of the computed one. Their slack (a radius that is added to
-    bounds) is NaN: if a call reads them after all, its bounds are not finite and prove nothing.
+    A class token (1, 1, channels) becomes (1, tokens, channels), for example. All indices share
+    the memory of the computed one. Only this one has its slack (a radius that is added to bounds).
+    The slack of the others is NaN: if a call reads them after all, its bounds are not finite and
+    prove nothing.
 
     Args:
         form: the form, of size 1 along the axis.
         position: the axis, and the index that was computed.
         size: the size that the model expects.
     """
+    # The result of a normalisation may still be a quotient, numerator / root + constant, that is
+    # not computed. Then expand its forms: the quotient stays, which gives tighter bounds.
     quotient = form.pending_quotient
-    if quotient:  # the result of a normalisation: expand numerator, root and constant, all forms
+    if quotient:
         parts = quotient.move(lambda part: _repeat_form(part, position, size))
         wide = Form.from_quotient(parts)
     else:
@@ -427,7 +434,8 @@ def _repeat_form(form: Form, position: Position, size: int) -> Form:
         if form.weights:  # bounds of attention weights
             low, high = form.weights
             wide.weights = (low.expand(shape), high.expand(shape))
-    # Later calls that read only this index get the computed form itself (`_narrow`).
+    # `_narrow` finds the slice at this position here: later calls that read only this index get
+    # the computed form itself.
     wide.__dict__["slices"] = {position: form}
     return wide
 

@@ -56,7 +56,7 @@ def decide_instances(
     """
     # `Query` makes a classifier of each property. The property holds if the classifier keeps its
     # class on the ball of radius 1 around 0.
-    options = options.model_copy(update={"eps": (parse_radius("1"),)}).adapt("tokens")
+    options = options.model_copy(update={"eps": (parse_radius("1"),)}).adapt(kind="tokens")
     with explain_failure(f"{path} is no list of instances", ADVICE, OSError, ValueError):
         lines = path.read_text(encoding="utf-8").splitlines()
         rows = [(model, name, float(limit)) for model, name, limit in csv.reader(lines)]
@@ -66,6 +66,7 @@ def decide_instances(
         query = _read_query(path.parent, model, name)
         with exact_arithmetic(torch.device("cpu")):
             net = _make_net(query, model, name)
+            # The centre of the ball, with the label 0: the class that the classifier has to keep.
             x = torch.zeros(1, *net.input_shape, dtype=net.dtype)
             sample = Batch(x, torch.tensor([0]), ("0",))
             check(net, sample, options)
@@ -255,7 +256,7 @@ def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: R
         return False
     columns: Mapping[str, Any] = section.samples
     batch = job.samples.batch
-    labels = [-1] * len(batch)
+    labels = [-1] * len(batch)  # -1: no label
     if batch.y is not None:
         labels = batch.y.tolist()
     stored_labels = [-1 if label is None else label for label in columns["label"]]

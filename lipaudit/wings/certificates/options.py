@@ -197,7 +197,7 @@ class CertifyOptions(MeasureOptions):
                 "Run it once for each: --eps 1patch, then --eps 2/255.",
             )
         unit: Any = "".join(units)  # the single unit, or "" if --eps is empty or has none
-        if not unit and self.norm in WHOLE:
+        if not unit and self.norm in WHOLE:  # the norms that count changes
             unit = self.norm
         return unit or None
 
@@ -298,7 +298,7 @@ class CertifyOptions(MeasureOptions):
         from lipaudit.attacks.rewriting import NEIGHBOURS
         from lipaudit.wings.certificates.certificate import count_entries
 
-        if self.counted == "words":
+        if self.counted == "words":  # as many near words as considered for each token
             return NEIGHBOURS * sample.x.shape[1]
         patch = self.choose_patch(net)
         if patch is None:  # a ball, or the size of patches is unknown

@@ -83,6 +83,7 @@ class Problem:
         proportion to this norm.
         """
         norms = vector_norm(self.relus.slopes, dim=0)
+        # Above 0, because other quantities are divided by the norms.
         return norms.clamp_min(tiny(norms.dtype))
 
     @cached_property
@@ -148,6 +149,7 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
     has_column = _choose_columns(symbols, stacks, always, max(room, 0))
     margin_rows, *relu_rows = (_make_rows(symbols, form, has_column) for form in forms)
     column_of_symbol = has_column.cumsum(0) - 1
+    # The depth of a ReLU is the number of its call: 0 for the first one in the model.
     depths = [torch.full_like(call.numbers, depth) for depth, call in enumerate(calls)]
     return Problem(
         margins=margin_rows,
@@ -253,12 +255,13 @@ def restrict_to_face(
             of the ball.
         share: share of all columns that stay in addition to columns whose coefficient has
             different signs in different parts.
-        few: smallest number of columns that stay in addition to the columns of ReLUs.
+        few: smallest number of columns that stay in addition to the columns that always stay.
     """
     low = coefficients.amin(0)
     high = coefficients.amax(0)
     # How far a coefficient is from a change of sign, relative to how fast the multipliers of the
-    # search change it. Not positive if its sign already differs between parts.
+    # search change it. If the coefficient is positive in all parts of the ball, it is `low` away
+    # from 0; if it is negative in all parts, -high. Not positive if its sign differs.
     distance = torch.maximum(low, -high) / problem.column_norms
     # Symbols of ReLUs always stay: the constraints of the search are about them. So do symbols of
     # the input, unless each of them is in [-1, 1] whatever the others are (linf).

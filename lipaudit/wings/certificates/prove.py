@@ -278,7 +278,8 @@ def hull(
     rows = moves.to(dtype)
     x = x.detach().to(DOUBLE)
     # The slack of a form is the radius of a further error. Here it covers the rounding of a move:
-    # of its cast to `dtype`, and of its computation as a difference of embeddings.
+    # of its cast to `dtype`, and of its computation as a difference of embeddings. The latter is
+    # one rounding; three more cover the operations of these two lines.
     cast_error = (moves - rows.to(DOUBLE)).abs()
     rounding = cast_error + bound_rounding(4, DOUBLE) * (moves.abs() + x.abs())
     # At most `max_words` moves are made at once, each with at most the largest rounding.
@@ -344,7 +345,8 @@ def bound_margins(
     # the size of these errors to the slack of the bounds.
     x.symbols.restart(many_symbols=False)
     bounds = margins(run(model, x.copy(), module=module), label)
-    # If no symbol was left out, a second pass would give the same bounds. The choice must not
+    # If no symbol was left out, a second pass would give the same bounds. `range` has the lower
+    # bounds first; NaN proves nothing, so `not ... > 0` is not `... <= 0`. The choice must not
     # depend on a time limit: stored proofs refer to the symbols of the last pass.
     if x.symbols.skipped_symbols and not bounds.range()[0].min() > 0:
         x.symbols.restart(many_symbols=True)
@@ -394,10 +396,12 @@ def margins(logits: Form, label: int) -> Form:
     plain = _subtract_logits(flat, label)
     if logits.quotient is None:  # no normalisation
         return plain
+    # The forms of the quotient, all with an entry for each class.
     shape = logits.shape
     parts = logits.quotient.move(lambda form: cast("Form", broadcast(form, shape).reshape(-1)))
     if not has_constant_rows(parts.square):  # logits have different roots
         return plain
+    # `square` is root^2, and equal for all classes: the root of its first entry.
     root = relax(cast("Form", parts.square[:1]), SQRT, positive=True)
     constant = mul(_subtract_logits(parts.constant, label), broadcast(root, plain.shape))
     times_root = add(_subtract_logits(parts.numerator, label), constant)

@@ -206,7 +206,7 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
                 "votes": votes[None].numpy(),  # (1, 2, classes): of the N0 and of the N copies
                 "seconds": np.array([seconds]),
             }
-            chosen = arrays["votes"][:, 0].argmax(1)
+            chosen = arrays["votes"][:, 0].argmax(1)  # the class with most of the N0 votes
             names = base.name_classes(net, arrays["label"], chosen)
             yield Part((batch.ids[i],), arrays, {"classes": names})
             # The caller writes the part to disk before it requests the next one: this time must

@@ -171,6 +171,7 @@ class _PropertyReader:
         for clause in self.clauses:
             used.update(*clause)
         used.discard("")  # the name of the constant
+        # No output has a condition, an output is not declared, or a clause has no condition.
         if not used or used - {*outputs} or not all(self.clauses):
             raise ValueError("no condition on declared outputs")
         # Conditions as tensors, rows @ y <= limits. All clauses must have the same number of

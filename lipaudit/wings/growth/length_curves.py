@@ -21,6 +21,7 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
     mode radius it is R, the largest norm of a token.
     """
     columns = find_columns(sections)
+    # A logarithmic axis has no place for 0. `order` returns -inf for missing norms.
     rows = [row for row in read_rows(sections) if order(row.norm) > 0]
     by_mode = group_values((row["mode"], row) for row in rows)
     for mode, group in by_mode.items():

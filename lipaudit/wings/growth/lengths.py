@@ -119,7 +119,8 @@ def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
     """
     try:
         with torch.no_grad():
-            net.output(cut_samples(net, batch[:1], lengths[0])[0])
+            shortened, _ = cut_samples(net, batch[:1], lengths[0])
+            net.output(shortened)
     except (AssertionError, ValueError, RuntimeError) as error:
         # Out of memory or a device error: nothing to do with the length.
         if is_machine_error(error):
@@ -156,7 +157,9 @@ class WorstHead:
     def rows(self) -> Iterator[Cells]:
         """Yield the rows of a head in the report, for every mode but `real`, which needs data.
 
-        Each row has the largest norm found for a number of tokens n within a radius R.
+        Each row has the largest norm found for a number of tokens n within a radius R. The modes
+        adversarial and radius construct worst-case tokens, at many lengths or at many radii. The
+        mode ascent searches for tokens, at many lengths.
         """
         for mode in ("adversarial", "radius", "ascent"):
             if mode not in self.options.modes:
@@ -193,13 +196,14 @@ class WorstHead:
         return [self.layer_radius]
 
     def _spread_radii(self) -> list[float]:
-        """Return the radii R of mode radius (norms over R, at the largest length n), ascending.
+        """Return radii R at which to measure norms of n tokens, for the largest length n.
 
-        Norms at n tokens grow fast with R as long as n_max(R) < n, and slowly beyond. n_max is the
-        length at which norms peak, and log n_max is about linear in R^2. So the radii are evenly
-        spaced in R^2, from n_max = 3 to n_max = n^2: half of them in the fast growth.
+        They are ascending. R is the norm of the longest token. Norms at n tokens grow fast with R
+        as long as n_max(R) < n, and slowly beyond. n_max is the length at which norms peak, and
+        log n_max is about linear in R^2. So the radii are evenly spaced in R^2, from n_max = 3 to
+        n_max = n^2: half of them in the fast growth.
         """
-        # `worst.radius` is the inverse of n_max(R), which is 2 at R = 0.
+        # `worst.radius` is the inverse of n_max(R). n_max is 2 at R = 0: the first R is above 0.
         first = self.worst.radius(3.0)
         last = self.worst.radius(self.options.lengths[-1] ** 2.0)
         last = min(self.layer_radius, last)  # no token of the layer is longer
@@ -238,9 +242,10 @@ class WorstHead:
     ) -> Iterator[tuple[int, Cells]]:
         """Yield each length n and the largest ||J|| that independent searches find, with a range.
 
-        The more the results of the searches differ, the wider the range.
+        The range is [largest / spread, largest * spread]. The spread is how many times the largest
+        result of the searches exceeds the smallest one.
         """
-        # A different seed for every layer and head.
+        # A different seed for every layer and head (of fewer than 1000 heads).
         seed = int(self.options.seed * 10**6 + 1000 * self.name["layer"] + self.name["head"])
         if masked:  # copies have no closed form here, so searches over many tokens are too slow
             lengths = [n for n in lengths if n <= SEARCHED]
@@ -248,10 +253,9 @@ class WorstHead:
         for n, end in zip(lengths, ends, strict=True):
             smallest = float(end.norm.min())  # over the searches
             largest = float(end.norm.max())
-            # The range is largest / spread to largest * spread. The spread is largest / smallest,
-            # slightly raised: searches that agree do not prove that the norm is the largest.
+            # Slightly raised, because searches that agree do not prove that no norm is larger.
             spread = 1 + REPEATS
-            if smallest:
+            if smallest:  # not 0; norms of 0 have no ratio
                 spread *= largest / smallest
             yield n, {"norm": largest, "norm_low": largest / spread, "norm_high": largest * spread}
 
@@ -311,8 +315,8 @@ def _measure_layer(layer: Layer, options: ScalingOptions) -> LayerCase:
     index = layer.site.index
     heads = _read_suitable_heads(layer)
     if isinstance(heads, str):  # the reason why the worst case of this layer is unknown
-        return LayerCase([], [(heads, f"layer {index}")])
-    case = LayerCase([], [])
+        return LayerCase(rows=[], reasons=[(heads, f"layer {index}")])
+    case = LayerCase(rows=[], reasons=[])
     radius = float(torch.linalg.vector_norm(heads.x, dim=-1).max())  # R = max_i ||x_i||
     # Whether later keys are masked; "both" measures both cases. The option `own`, the mask of the
     # model, is not in the table: it is the default of `get`.
@@ -332,6 +336,7 @@ def _measure_layer(layer: Layer, options: ScalingOptions) -> LayerCase:
 def _choose_heads(layer: Layer, heads: Heads, options: ScalingOptions) -> list[int]:
     """Return the numbers of the requested heads; by default the one with the largest norm."""
     if options.heads is None:
+        # 1 % is accurate enough to choose a head.
         norms = head_norms(heads, seeds=[options.seed], tol=1e-2).norm
         return [int(norms[0].argmax())]
     numbers = range(layer.site.heads)

@@ -132,30 +132,36 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
 def _measure_lengths(net: Net, batch: Batch, options: ScalingOptions) -> Part:
     """Measure a batch of samples, cut to each length, with the measures `bounds` and `jacobian`.
 
-    The arrays are (samples, lengths, heads or layers), NaN where a sample is too short.
+    The part has arrays (samples, lengths, columns) by name, NaN where a sample is too short. The
+    columns of an array are heads or layers; the norm of the whole model has one column.
 
     Raises:
         InputError: no sample reaches the shortest length.
     """
     import numpy as np
 
+    # The samples cut to each length, and where the norms of a cut belong in the arrays: a pair of
+    # the indices of its samples, and the index of its length.
     cuts, places = _cut_to_lengths(net, batch, options.lengths)
     solver: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
-    # A part of each measure for each length. The jacobian also estimates a radius for some rival
+    # Lists of parts, one for each cut. The jacobian also estimates a radius for some rival
     # classes, at least 1: the fewest, because the radius is not read here.
     of_heads = list(bounds.measure(net, cuts, BoundsOptions(layers=options.layers, **solver)))
     of_model = list(jacobian.measure(net, cuts, JacobianOptions(rivals=1, **solver)))
     arrays: dict[str, Values] = {}
     for place, heads, model in zip(places, of_heads, of_model, strict=True):
-        columns = {name: heads.values[name] for name in (*OF_HEADS, *list_bounds(), *OF_LAYERS)}
-        columns["model"] = model.values["norm"][:, None]  # one "layer"
-        for name, column in columns.items():
-            shape = (len(batch), len(options.lengths), column.shape[1])
-            # `place` has the indices of the samples, and the index of the length.
-            arrays.setdefault(name, np.full(shape, np.nan))[place] = column
-    facts = dict(of_heads[0].facts)
-    facts["model"] = f"{of_model[0].facts['from']} to {of_model[0].facts['to']}"
-    facts["kind"] = net.kind
+        # Norms of the samples of this cut, (samples, columns), by name.
+        norms = {name: heads.values[name] for name in (*OF_HEADS, *list_bounds(), *OF_LAYERS)}
+        norms["model"] = model.values["norm"][:, None]
+        for name, values in norms.items():
+            shape = (len(batch), len(options.lengths), values.shape[1])
+            array = arrays.setdefault(name, np.full(shape, np.nan))  # made at the first cut
+            array[place] = values
+    facts = {
+        **of_heads[0].facts,
+        "model": f"{of_model[0].facts['from']} to {of_model[0].facts['to']}",
+        "kind": net.kind,
+    }
     # The largest proven relative error of a norm. Layers without a norm have NaN.
     errors = [
         base.join_parts(of_heads, "within"),
@@ -174,7 +180,7 @@ def _cut_to_lengths(
     """Return the samples cut to each length, and where each cut belongs in (samples, lengths).
 
     A cut to `lengths[i]` has only the samples that are long enough. Its place is the pair of their
-    indices in the batch and i.
+    indices in the batch and i: `array[place]` are the entries of these samples at this length.
 
     Raises:
         InputError: no sample reaches the shortest length.
@@ -202,14 +208,14 @@ class NormCurve:
     """The norm of a head, a layer or the model over the lengths.
 
     Attributes:
-        name: layer, head and module, as in a row.
+        cells: mode, layer, head and module, as cells of a row.
         n: numbers of tokens, (samples, lengths); NaN: the sample is too short.
         norm: norms, in the same shape.
         radius: R, in the same shape.
         bounds: bounds by name, in the same shape.
     """
 
-    name: dict[str, Any]
+    cells: dict[str, Any]
     n: Values
     norm: Values
     radius: Values
@@ -230,27 +236,27 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     if values:  # on data
         values, facts["shorter"] = _keep_longest(values)
         for curve in _make_curves(values, facts, options):
-            curve_rows, fit = _fit_curve(curve)
+            curve_rows, fit_row = _fit_curve(curve)
             rows += curve_rows
-            fits.append(fit)
+            fits.append(fit_row)
     # Worst cases: one fit for all lengths of a mode, head, mask and radius.
-    disagreeing: list[list[Row]] = []  # rows of ascents whose searches differ
+    disagreeing: list[list[Row]] = []  # groups of mode ascent whose searches differ too much
     worst_rows = [SCALING_TABLE.row(**cells) for cells in facts["rows"]]
     groups = group_values((_identify_fit(row), row) for row in worst_rows)
     for key, group in groups.items():
-        law, fit = _fit_group(key, group)
+        law, fit_row = _fit_group(key, group)
         rows += [_add_fit(row, law) for row in group]
-        if fit.exponent is None:
+        if fit_row.exponent is None:  # too few lengths for a fit
             continue
         if group[0].mode == "ascent":
             # Searches are at random: how far they differ is part of the error of the exponent, and
             # there is no exponent if they differ too much.
-            widened = _widen_error(fit, group)
+            widened = _widen_error(fit_row, group)
             if widened is None:
                 disagreeing.append(group)
                 continue
-            fit = widened
-        fits.append(fit)
+            fit_row = widened
+        fits.append(fit_row)
     notes = [
         *base.notes(parts),
         *_note_data(rows, facts, options),
@@ -263,13 +269,18 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
 
 
 def _fit_curve(curve: NormCurve) -> tuple[list[Row], Row]:
-    """Fit norms on data and their bounds by c n^a; return the rows of norms, and of the fit."""
-    law, fit = _fit_law(curve.name, curve.n, curve.norm)
+    """Fit the power law c n^a to norms on data, and to each of their bounds.
+
+    Returns:
+        A row of the section `scaling` for each length; the row of the section `scaling.fit`, which
+        has the exponent of the norms and those of the bounds.
+    """
+    law, fit_row = _fit_law(curve.cells, curve.n, curve.norm)
     exponents = {}
     for name, bound in curve.bounds.items():
-        _, fit_of_bound = _fit_law({}, curve.n, bound)
-        exponents[f"{name}_exponent"] = fit_of_bound.exponent
-    return list(_make_rows(curve, law)), fit.replace(**exponents)
+        _, bound_row = _fit_law({}, curve.n, bound)  # no cells: only its exponent is used
+        exponents[f"{name}_exponent"] = bound_row.exponent
+    return list(_make_rows(curve, law)), fit_row.replace(**exponents)
 
 
 # Rows of worst cases that agree in these have one fit.
@@ -291,7 +302,7 @@ def _fit_group(key: tuple[Any, ...], group: Sequence[Row]) -> tuple[PowerLaw, Ro
     """Fit norm = c n^a to a group of rows, those for which theory expects a power law.
 
     Args:
-        key: what the rows share, from `_identify_fit`.
+        key: mode, layer, head, mask and radius, which all rows share (`_identify_fit`).
         group: the rows.
 
     Returns:
@@ -302,8 +313,8 @@ def _fit_group(key: tuple[Any, ...], group: Sequence[Row]) -> tuple[PowerLaw, Ro
     fitted = [row for row in group if _expects_power_law(row)]
     lengths = np.array([row.n for row in fitted], dtype=np.float64)
     norms = np.array([row.norm for row in fitted], dtype=np.float64)
-    name = dict(zip(OF_FIT, key, strict=True))
-    return _fit_law(name, lengths, norms)
+    cells = dict(zip(OF_FIT, key, strict=True))  # cells of the row of the fit, by column
+    return _fit_law(cells, lengths, norms)
 
 
 def _keep_longest(values: dict[str, Values]) -> tuple[dict[str, Values], int]:
@@ -338,8 +349,8 @@ def _make_curves(
     values = {name: np.moveaxis(array, 2, 0) for name, array in values.items()}
     for i, (layer, module) in enumerate(facts["layers"]):
         heads = np.flatnonzero(layer_of_head == layer)
-        name = {"mode": "real", "layer": layer, "module": module}
-        yield _make_layer_curve(name, values, i, heads)
+        cells = {"mode": "real", "layer": layer, "module": module}
+        yield _make_layer_curve(cells, values, i, heads)
     requested = set(options.heads or ())
     for i, (layer, head, module) in enumerate(names):
         if requested & {"all", f"{layer}.{head}"}:
@@ -356,14 +367,14 @@ def _make_curves(
 
 
 def _make_layer_curve(
-    name: dict[str, Any], values: Mapping[str, Values], layer: int, heads: Values
+    cells: dict[str, Any], values: Mapping[str, Values], layer: int, heads: Values
 ) -> NormCurve:
     """Return the norms of a layer over the length, after W_O if it has one.
 
     Otherwise they are the norms of its heads side by side.
 
     Args:
-        name: layer and module, as in a row.
+        cells: mode, layer and module, as cells of a row.
         values: arrays by name, (heads or layers, samples, lengths).
         layer: index of the layer in these arrays.
         heads: indices of its heads.
@@ -379,7 +390,7 @@ def _make_layer_curve(
         squares = values[bound][heads] ** 2
         bounds[bound] = out_norm * np.sqrt(squares.sum(0))
     return NormCurve(
-        name,
+        cells,
         n=values["tokens"][heads[0]],
         norm=np.where(has_out, after_out, values["layer_exact"][layer]),
         radius=values["radius"][heads[0]],
@@ -407,7 +418,7 @@ def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
         for name, values in curve.bounds.items():
             medians[f"bound_{name}"] = base.reduce_known(values[:, i], np.median)
         row = SCALING_TABLE.row(
-            **curve.name,
+            **curve.cells,
             n=int(np.nanmax(curve.n[:, i])),
             radius=base.reduce_known(curve.radius[:, i], np.mean),
             norm=float(np.median(norms)),
@@ -439,11 +450,11 @@ def _add_fit(row: Row, law: PowerLaw) -> Row:
     return row.replace(fitted=law.constant * row.n**law.exponent)
 
 
-def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw, Row]:
+def _fit_law(description: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw, Row]:
     """Fit norm = c n^a; return the fit, and its row in the section `scaling.fit`.
 
     Args:
-        name: cells that say what was measured, such as layer, head and mode.
+        description: cells that say what was measured, such as layer, head and mode.
         n: numbers of tokens; NaN is left out.
         norm: norms, in the same shape.
     """
@@ -454,7 +465,7 @@ def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw
 
     known = np.isfinite(norm) & (norm > 0)  # the fit is one of logarithms
     law = power_law(torch.from_numpy(n[known]), torch.from_numpy(norm[known]))
-    cells = {key: value for key, value in name.items() if key != "module"}
+    cells = {key: value for key, value in description.items() if key != "module"}
     for key in ("exponent", "exponent_se", "r2"):
         value = getattr(law, key)
         if not math.isnan(value):

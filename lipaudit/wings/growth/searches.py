@@ -222,10 +222,11 @@ def steepest_tokens(
 ) -> Iterator[Steepest]:
     """Yield, for every length, tokens with ||x_i|| <= radius at which ||J|| is large.
 
-    The tokens are copies of three points: two leaders, and followers that attend to both. Each
-    search maximises ||J^T u|| over the points, the number of copies of the leaders and the unit
-    vector u together. A search starts from random points and from its own result at the previous
-    length. Searches run on the CPU in float64, so that the tokens do not depend on the device.
+    The tokens are copies of three points: two leaders, and followers that attend to both. J is the
+    Jacobian of the head at all tokens, and u a unit vector in the space of its outputs. Each
+    search maximises ||J^T u|| over the points, the number of copies of the leaders and u together.
+    A search starts from random points and from its own result at the previous length. Searches run
+    on the CPU in float64, so that the tokens do not depend on the device.
 
     Args:
         heads: one head, in float64.
@@ -234,11 +235,12 @@ def steepest_tokens(
         seed: seed of the starts.
         causal: whether later keys are masked; leaders then come first, one copy each.
     """
+    # The head for tokens in fewer coordinates, and their axes, (coordinates, D).
     head, basis = _narrow_head(heads)
     generator = torch.Generator().manual_seed(seed)
+    # A row of parameters is three points, and an angle for the number of copies (`_Objective`).
     parameters = 3 * len(basis) + 1
-    # (searches, starts, parameters): the results at the previous length; none at first. A row of
-    # parameters is three points and an angle for the number of copies (`_Objective`).
+    # The results at the previous length, (searches, starts, parameters). At first there are none.
     ends = torch.empty(SEARCHES, 0, parameters, dtype=basis.dtype)
     for n in lengths:
         objective = _Objective(head, radius, n, causal)
@@ -246,18 +248,18 @@ def steepest_tokens(
         random_starts = random_starts.view(SEARCHES, STARTS, -1)
         highest = objective.climb_all(torch.cat([random_starts, ends], 1), generator)
         yield objective.measure_ends(highest, basis, seed)
-        ends = highest[:, None]
+        ends = highest[:, None]  # one more start of each search at the next length
 
 
 def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
     """Return a head on the CPU that acts on tokens in fewer coordinates, and their axes.
 
-    The axes, (coordinates, D), span all directions of a token on which q, k or v depend. A search
-    for tokens can leave out the other directions.
+    The axes, (coordinates, D), are orthonormal, and span all directions of a token on which q, k
+    or v depend. A search for tokens can leave out the other directions.
     """
     projections = affine_projections(heads)
     weights = [projection.weight[0].cpu() for projection in projections]  # (D, d) of q, k and v
-    # The directions are the column space of [W_Q, W_K, W_V].
+    # The directions are the column space of [W_Q, W_K, W_V]. All-zero weights get one axis.
     left_singular, values, _ = torch.linalg.svd(torch.cat(weights, 1), full_matrices=False)
     rank = int((values > 1e-12 * values[0]).sum())
     basis = left_singular[:, : max(rank, 1)].mT
@@ -267,7 +269,7 @@ def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
         bias = projection.bias
         if bias is not None:
             bias = bias.cpu()
-        narrow.append(Projection(weight[None], bias, None, "affine"))
+        narrow.append(Projection(weight[None], bias, local=None, kind="affine"))
     head = replace(
         heads,
         to_q=narrow[0],
@@ -430,7 +432,7 @@ class _Objective:
         return torch.stack(rounded, 1)  # (searches, 2, parameters)
 
     def measure_ends(self, rows: Tensor, basis: Tensor, seed: int) -> Steepest:
-        """Return the tokens at which searches ended, and ||J|| there.
+        """Return the points at which searches ended, their numbers of copies, and ||J|| there.
 
         Args:
             rows: the parameters at the end of each search, without u: three points, of which the
@@ -450,6 +452,7 @@ class _Objective:
             for i, counts in enumerate(copies):
                 of_searches.append(duplicated_norm(heads.row(i), counts)[0])
             norm = torch.cat(of_searches)
+        # `points @ basis` are the points in all D coordinates.
         return Steepest(points @ basis, copies.long(), norm)
 
     @property

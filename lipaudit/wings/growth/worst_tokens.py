@@ -122,6 +122,7 @@ def adversary(heads: Heads) -> Adversary | None:
     values, vectors = torch.linalg.eig(scale * (wq.mT @ wk))
     real = torch.where(values.imag == 0, values.real, 0.0)  # complex eigenvalues count as 0
     # Token 1 is lead R u, and every other token is follow R u.
+    # The choice with the larger gamma, lambda_max / 8 or -lambda_min.
     if real.max() > -8 * real.min():
         index = int(real.argmax())
         lead = 1.0
@@ -168,6 +169,8 @@ def move_heads(
             output = output + projection.bias[:, None]
         outputs.append(output)
     q, k, v = outputs
+    # Bias, padding (`valid`) and sample numbers are those of the old tokens: they are replaced.
+    # The scale of affine heads is the same for all samples.
     return replace(
         heads,
         x=x,

@@ -189,7 +189,7 @@ class Training:
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.rng.set_state(state["rng"])
-        if self.specformer is not None:
+        if self.specformer is not None:  # a penalty that continues from its singular vectors
             self.specformer.vectors = [vector.to(self.net.device) for vector in state["vectors"]]
         return int(state["epochs"])
 
@@ -295,7 +295,7 @@ class Training:
         start = random_start(x, ball, self.rng)
 
         def f(z: Tensor) -> Tensor:
-            """Return the logits."""
+            """Return the logits of images z, which have no mask."""
             return net.read(net.call(z, None))
 
         net.module.eval()  # dropout would make gradients noisy

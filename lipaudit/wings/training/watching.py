@@ -137,8 +137,13 @@ def _plan_measurement(measures: Measures, options: dict[str, Any]) -> Request:
     defaults: dict[str, Any] = {"quick": True}
     if names is None or "attack" in names:
         defaults["attack"] = ATTACK
+    # The caller sets the name of the model.
     request = audit_request(
-        "", measures, defaults | options, demo=False, command="lipaudit.watch()"
+        model="",
+        measures=measures,
+        options=defaults | options,
+        demo=False,
+        command="lipaudit.watch()",
     )
     for name in ("shard", "parts"):
         if getattr(request.run, name):

@@ -126,10 +126,10 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
         UsageError: no report has the metric.
     """
     if len(reports) == 1:
-        return Subject(REPORT, reports[0], reports)
+        return Subject(forms=REPORT, record=reports[0], reports=reports)
     from lipaudit.gate import rank
 
-    return Subject(REPORT, rank(reports, by), reports)
+    return Subject(forms=REPORT, record=rank(reports, by), reports=reports)
 
 
 def of_sample(report: Report, name: str, sample: str | None) -> Subject:
@@ -154,7 +154,7 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
         sample = document.choose_sample(report, sample)
         record = document.record_sample(report, sample)
     page = document.inspect_samples(report, name, sample)
-    return Subject(("page", "record"), record, sheet=page)
+    return Subject(forms=("page", "record"), record=record, sheet=page)
 
 
 def of_comparison(
@@ -167,7 +167,7 @@ def of_comparison(
         reports: the compared reports.
         files: the files of the reports, for the commands of the page; empty if unknown.
     """
-    return Subject(REPORT, comparison, reports, files)
+    return Subject(forms=REPORT, record=comparison, reports=reports, files=files)
 
 
 def of_judgement(
@@ -182,7 +182,13 @@ def of_judgement(
     """
     from lipaudit.report.gates import write_verdicts
 
-    return Subject(JUDGEMENT, judgement, reports, files, write_verdicts(judgement))
+    return Subject(
+        forms=JUDGEMENT,
+        record=judgement,
+        reports=reports,
+        files=files,
+        lines=write_verdicts(judgement),
+    )
 
 
 def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:

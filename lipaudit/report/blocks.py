@@ -427,7 +427,15 @@ def lay_out(block: Table | Heatmap | Card | Curve) -> Grid:
         heads.append(cells.write_math(visible(column.label)) + mark)
         align += "l" if column.format == "s" else "r"
     rows = [list(map(cells.format_value, row, columns)) for row in block.rows]
-    return Grid(block.title, heads, rows, align, notes, block.strong, block.keys)
+    return Grid(
+        title=block.title,
+        heads=heads,
+        rows=rows,
+        align=align,
+        notes=notes,
+        strong=block.strong,
+        keys=block.keys,
+    )
 
 
 def _lay_out_card(block: Card) -> Grid:
@@ -441,7 +449,7 @@ def _lay_out_card(block: Card) -> Grid:
         align = "lrp"
     notes = [block.note] if block.note else []
     # All columns are keys, which name a row: a terminal never splits a card.
-    return Grid("", (), rows, align, notes, keys=len(align))
+    return Grid(title="", heads=(), rows=rows, align=align, notes=notes, keys=len(align))
 
 
 def _tabulate_map(block: Heatmap) -> Table:
@@ -449,7 +457,7 @@ def _tabulate_map(block: Heatmap) -> Table:
 
     The first column of the table has the row names.
     """
-    columns = [Column("\\".join(block.axes), "", format="")]  # heading: layer\head
+    columns = [Column("\\".join(block.axes), meaning="", format="")]  # heading: layer\head
     columns += [replace(block.column, label=name) for name in block.columns]
     rows = [(name, *row) for name, row in zip(block.rows, block.values, strict=True)]
     return Table(block.title, columns, rows)
@@ -530,4 +538,4 @@ def compute_scale(block: Heatmap) -> Scale:
         return Scale(low, high, log=False)
     # Crowded: the median is in the lowest quarter, where a linear scale would show one colour.
     is_crowded = median(values) < low + 0.25 * (high - low)
-    return Scale(low, high, is_crowded)
+    return Scale(low, high, log=is_crowded)

@@ -182,7 +182,9 @@ def draw_changes(
         is_ratio = unit == "%"
         if is_ratio:
             centre = 1.0
-        pictures.append(Forest(heading, AXES[unit], bars, centre, is_ratio, legend))
+        pictures.append(
+            Forest(heading, x=AXES[unit], bars=bars, centre=centre, log=is_ratio, legend=legend)
+        )
     return pictures
 
 
@@ -288,7 +290,7 @@ def show_flipped(flipped: Sequence[SampleChange], reports: Sequence[Report]) -> 
             items.append(item)
     if not items:
         return []
-    gallery = blocks.Gallery("", items[:PICTURES])
+    gallery = blocks.Gallery(text="", items=items[:PICTURES])
     if len(items) <= PICTURES:
         return [gallery]
     return [Paragraph(f"The first {PICTURES} of {len(items)}."), gallery]
@@ -313,7 +315,7 @@ def _show_sample(
             return replace(item, lines=(changed, model, *item.lines))
     for report in reports:
         if sample.id in report.texts:
-            return blocks.Item(title, (), (changed, f'"{report.texts[sample.id]}"'))
+            return blocks.Item(title, pictures=(), lines=(changed, f'"{report.texts[sample.id]}"'))
     return None
 
 

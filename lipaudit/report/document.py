@@ -34,7 +34,7 @@ from lipaudit.tables.weakest import SHOWN as MOST
 from lipaudit.tables.weakest import find_broken, find_worst
 
 MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
-END = Chapter("", "", (Paragraph(MORE),))
+END = Chapter(name="", title="", blocks=(Paragraph(MORE),))
 """The end of a page for one screen."""
 WORDS = Chapter(
     "words",
@@ -65,7 +65,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     notes = opening.list_top_notes(report)
     measures = report.main_sections
     if short and len(measures) > 1:
-        return _shorten(report, notes, MORE)
+        return _shorten(report, notes=notes, more=MORE)
     if short and measures:
         return _make_brief(report, measures[0])
     facts = opening.list_facts(report).items()
@@ -96,7 +96,9 @@ def _open_report(
         notes: warnings, and notes that concern all figures.
     """
     answer = opening.write_answer(figures)
-    return opening.open_page(answer, opening.describe_gaps(report), facts, notes)
+    return opening.open_page(
+        answer=answer, gaps=opening.describe_gaps(report), facts=facts, notes=notes
+    )
 
 
 def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iterator[Chapter]:
@@ -129,7 +131,7 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
         else:
             parts = show_section(first, shown)
         folded = position > 0 and find_display(first).folded  # the first chapter is never folded
-        yield Chapter(measure, name_chapter(first), parts, folded)
+        yield Chapter(measure, name_chapter(first), parts, folded=folded)
 
 
 def _show_shares(shares: Section, bounds: Section | None, shown: Sequence[Note]) -> list[Block]:
@@ -161,7 +163,7 @@ def _make_brief(report: Report, main: Section) -> Document:
     partial = []
     gaps = opening.describe_gaps(report)
     if gaps:
-        partial.append(Paragraph(f"Partial: {gaps}", "broken"))
+        partial.append(Paragraph(f"Partial: {gaps}", tone="broken"))
     chapters: list[Chapter] = []
     for section in report.sections:
         if section is main or find_display(section).brief:
@@ -170,12 +172,12 @@ def _make_brief(report: Report, main: Section) -> Document:
                 chapters.append(Chapter(section.measure, name_chapter(section), tables))
             elif tables:
                 # The first chapter: the title of the page is its heading.
-                chapters.append(Chapter("", "", (*partial, *tables)))
+                chapters.append(Chapter(name="", title="", blocks=(*partial, *tables)))
     data = report.run.data
     title = f"{name_chapter(main)} {report.run.label} on {data.samples} samples of {data.spec}"
     notes = blocks.list_notes(summary.list_warnings(report))
     if notes:
-        chapters.append(Chapter("", "", notes))
+        chapters.append(Chapter(name="", title="", blocks=notes))
     return Document(title, (*chapters, END))
 
 
@@ -185,7 +187,7 @@ def make_card(report: Report) -> Document:
     more = "lipaudit.render(report, 'table') has all sections."
     if warnings:
         more = f"Warnings: {len(warnings)}. {more}"
-    return _shorten(report, (), more)
+    return _shorten(report, notes=(), more=more)
 
 
 def _shorten(report: Report, notes: Iterable[Note], more: str) -> Document:
@@ -201,7 +203,7 @@ def _shorten(report: Report, notes: Iterable[Note], more: str) -> Document:
     few = [(name, facts[name]) for name in SHORT if name in facts]
     figures = summarise(report)
     start = _open_report(report, figures, few, notes)
-    end = Chapter("", "", (Paragraph(more),))
+    end = Chapter(name="", title="", blocks=(Paragraph(more),))
     title = f"lipaudit: {report.run.label}"
     return Document(title, (start, *opening.show_scorecard(figures), end))
 
@@ -234,7 +236,7 @@ def make_pages(
             rows.append({"fact": fact} | dict(zip(names, texts, strict=True)))
     columns = cells.pick_columns("fact")
     for name in names:
-        columns[name] = Column(name, "", format="s")
+        columns[name] = Column(name, meaning="", format="s")
     tables = tabulate_rows(columns, rows)
     if tables:
         chapters.append(Chapter("models", "What was audited?", tables))
@@ -261,8 +263,10 @@ def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chap
     common = [fact for fact in facts[0] if all(fact in each for each in facts)]
     if short:
         common = [(name, text) for name, text in common if name in SHORT]
-    outcome = Paragraph(answer, "answer") if answer else None
-    return opening.open_page(outcome, " ".join(gaps), common, list_warnings(reports))
+    outcome = Paragraph(answer, tone="answer") if answer else None
+    return opening.open_page(
+        answer=outcome, gaps=" ".join(gaps), facts=common, notes=list_warnings(reports)
+    )
 
 
 def list_warnings(reports: Sequence[Report]) -> list[Note]:
@@ -297,7 +301,7 @@ CLASSES = ("label", "predicted")
 """Per-sample columns that contain a class number."""
 SHARES = ("certified", "correct", "robust")
 """Yes-or-no columns whose mean is an accuracy."""
-SHARE = Column("", "", format=".1%")
+SHARE = Column("", meaning="", format=".1%")
 
 
 @dataclass(frozen=True)
@@ -366,7 +370,14 @@ def list_columns(report: Report) -> list[SampleColumn]:
         for name, column in section.samples.items():
             if name != "ids":
                 values = dict(zip(section.ids, column, strict=True))
-                columns.append(SampleColumn(section, name, section.sample_column(name), values))
+                columns.append(
+                    SampleColumn(
+                        section=section,
+                        name=name,
+                        column=section.sample_column(name),
+                        values=values,
+                    )
+                )
     return columns
 
 
@@ -501,7 +512,7 @@ def show_example(title: str, example: Example) -> blocks.Item:
         f"difference × {times}": example.difference,
     }
     kept = [(caption, picture) for caption, picture in pictures.items() if picture]
-    return blocks.Item(title, kept, lines)
+    return blocks.Item(title, pictures=kept, lines=lines)
 
 
 # The worst samples, and the page of one
@@ -558,7 +569,7 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
     facts["data"] = of_run["data"]
     gaps = opening.describe_gaps(report)
     notes = opening.list_top_notes(report)
-    start = opening.open_page(None, gaps, facts.items(), notes)
+    start = opening.open_page(answer=None, gaps=gaps, facts=facts.items(), notes=notes)
     return Document(f"lipaudit: {subject} of {report.run.model.spec}", (start, *chapters))
 
 

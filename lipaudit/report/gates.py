@@ -139,7 +139,7 @@ def make_judgement_page(
     return Document(
         f"lipaudit gate {ending}{undecided}: {judgement.current} against {judgement.baseline}",
         (
-            open_page(Paragraph(answer, tone), "", facts, warnings),
+            open_page(answer=Paragraph(answer, tone=tone), gaps="", facts=facts, notes=warnings),
             *list_steps(suggest_after_judgement(judgement, reports, files)),
             Chapter(
                 "verdicts",

@@ -152,10 +152,10 @@ def make_comparison_page(
     chapters[1:1] = blocks.list_steps(steps)  # after the first chapter: what changed
     judged = chain.from_iterable(pair.verdicts for pair in pairs)
     answers.append(f"95% confidence for each figure alone{count_samples(judged)}.")
-    answer = Paragraph(" ".join(answers), choose_tone(pairs))
+    answer = Paragraph(" ".join(answers), tone=choose_tone(pairs))
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
     facts = [("old", old), *(("new", name) for name in new), ("data", "; ".join(data))]
-    opening = open_page(answer, "", facts, warnings)
+    opening = open_page(answer=answer, gaps="", facts=facts, notes=warnings)
     page = make_pages(reports, [opening, *chapters], short=short)
     which = f"{len(pairs)} models" if several else new[0]
     return replace(page, title=f"lipaudit: {which} against {old}")
@@ -342,7 +342,7 @@ def _map_changes(metric: str, heads: Mapping[tuple[int, int], HeadChange]) -> Bl
     meaning = "New value over old value, sample by sample."
     status = find_column(metric).status
     # The format already writes the sign %.
-    change = Column("change", meaning, unit.strip("%"), format, status=status)
+    change = Column("change", meaning=meaning, unit=unit.strip("%"), format=format, status=status)
     title = f"How {find_words(metric)} changed in every head"
     return map_heads(title, values, change, centre=0.0)
 

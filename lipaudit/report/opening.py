@@ -117,12 +117,12 @@ def open_page(
     if answer:
         blocks.append(answer)
     if gaps:
-        blocks.append(Paragraph(f"Partial: {gaps}", "broken"))
+        blocks.append(Paragraph(f"Partial: {gaps}", tone="broken"))
     rows = list(facts)
     if rows:
         blocks.append(Card(rows))
     blocks += list_notes(notes)
-    return Chapter("", "", blocks)
+    return Chapter(name="", title="", blocks=blocks)
 
 
 # The scorecard
@@ -194,12 +194,12 @@ def write_answer(summary: Section) -> Paragraph | None:
         return None
     text = " ".join(sentences)
     if broken or at_chance:
-        return Paragraph(text, "broken")
+        return Paragraph(text, tone="broken")
     certified = figures.get(CERTIFIED, [])
     # Every correct sample is proven to be robust, even in the largest ball.
     if clean and certified and certified[-1].value >= clean[0].value > 0:
-        return Paragraph(text, "kept")
-    return Paragraph(text, "open" if attacked else "answer")
+        return Paragraph(text, tone="kept")
+    return Paragraph(text, tone="open" if attacked else "answer")
 
 
 def _find_broken(summary: Section) -> list[Row]:

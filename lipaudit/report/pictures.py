@@ -70,7 +70,9 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
     title = "How far is each bound above ‖J‖?"
     if far:
         title += f" Not drawn, over {FAR} times the largest norm: {', '.join(far)}"
-    yield Curve(title, columns["exact"], limit, series, log=True, joined=False, table=table)
+    yield Curve(
+        title, x=columns["exact"], y=limit, series=series, log=True, joined=False, table=table
+    )
 
 
 def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
@@ -176,7 +178,7 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
             title = f"How many samples survive attacks, {norm}"
             ticks = {"0": 0.0} | {row.eps_text: row.eps for row in of_norm}
             radius = replace(columns["eps"], unit=norm)
-            yield Curve(title, radius, accuracy, series, ticks=ticks)
+            yield Curve(title, x=radius, y=accuracy, series=series, ticks=ticks)
 
 
 def list_classes(sections: Sections) -> Iterator[Table]:
@@ -260,7 +262,7 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
         depth = Column.count("attention layer", "")
         norm = next(iter(sections.values())).sample_column("norm")
         title = "How much a change after each block can still grow"
-        yield Curve(title, depth, norm, series)
+        yield Curve(title, x=depth, y=norm, series=series)
 
 
 def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
@@ -288,7 +290,7 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
             parts["other"] = remainders
         places = [f"{row.layer} {row.part}" for row in steps.values()]
         column = replace(section.columns["share"], label="share")
-        yield blocks.Stack(add_model(label, title), places, column, parts)
+        yield blocks.Stack(add_model(label, title), places=places, y=column, parts=parts)
 
 
 def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[blocks.Heatmap]:
@@ -375,12 +377,16 @@ def _draw_map(
     column = cells.HEADINGS["P"]
     axes = ("query", "key")
     title = add_model(label, title)
-    yield blocks.Heatmap(title, values.tolist(), rows, columns, column, axes=axes, square=True)
+    yield blocks.Heatmap(
+        title, values.tolist(), rows=rows, columns=columns, column=column, axes=axes, square=True
+    )
     if attended:
         title = f"How much attention each token receives from head {head} (mean), {where}"
         received = values.mean(0).tolist()  # over the queries
         column = cells.HEADINGS["mean P"]
-        yield blocks.Passage(add_model(label, title), attended.tokens, received, column)
+        yield blocks.Passage(
+            add_model(label, title), tokens=attended.tokens, shares=received, column=column
+        )
 
 
 def draw_rows(sections: Sections) -> Iterator[blocks.Heatmap]:
@@ -404,9 +410,9 @@ def draw_rows(sections: Sections) -> Iterator[blocks.Heatmap]:
             yield blocks.Heatmap(
                 add_model(label, title),
                 shares.tolist(),
-                layers,
-                [f"{lower:.3g}" for lower in CLASSES[name]],
-                cells.HEADINGS["rows"],
+                rows=layers,
+                columns=[f"{lower:.3g}" for lower in CLASSES[name]],
+                column=cells.HEADINGS["rows"],
                 axes=("layer", f"{statistic} from"),
             )
 

@@ -181,7 +181,7 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
         most = max(most, int(counts.max()))
     frames.set_axis(axes, "x", (low, high), block.x, log=log)
     axes.set(ylabel="count", ylim=(0, 1.05 * most))
-    frames.set_ticks(axes.yaxis, Column("count", "", format="d"))
+    frames.set_ticks(axes.yaxis, Column("count", meaning="", format="d"))
     if len(block.values) > 1:
         frames.set_legend(axes)
     yield from ()  # a histogram has no tooltips: the axes name the figures

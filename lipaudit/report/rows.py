@@ -96,7 +96,7 @@ def map_heads(
         matrix.append([values.get((layer, head)) for head in heads])
     rows = list(map(str, layers))
     columns = list(map(str, heads))
-    return blocks.Heatmap(title, matrix, rows, columns, column, centre=centre)
+    return blocks.Heatmap(title, matrix, rows=rows, columns=columns, column=column, centre=centre)
 
 
 # Verdicts, and sections that a page makes
@@ -207,7 +207,9 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
     # Emphasised: the rows of all attacks together.
     strong = {i for i, row in enumerate(rows) if row.get("attack") == WORST}
     if rows:
-        yield Table("", [*columns.values()], lines, len(keys), strong)
+        yield Table(
+            title="", columns=[*columns.values()], rows=lines, keys=len(keys), strong=strong
+        )
 
 
 def _select_rows(sections: Sections, by: str) -> list[Row]:

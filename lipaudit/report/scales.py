@@ -66,7 +66,7 @@ def _pool_scale(group: Sequence[Heatmap]) -> Scale:
     high = max(each.high for each in scales)
     if _name_unit(group[0]) == "share":
         low = min(low, 0.0)
-    return Scale(low, high, scale.log)
+    return Scale(low, high, log=scale.log)
 
 
 def _colour_block(block: Block, scales: Mapping[str, Scale], colours: Mapping[str, int]) -> Block:

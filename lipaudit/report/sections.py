@@ -211,7 +211,7 @@ def _tabulate_all(section: Section, tables: Sequence[blocks.Table]) -> Iterator[
         return
     values = [[*map(row.get, columns)] for row in rows]
     keys = 2 if list(columns)[:2] == ["layer", "head"] else 1  # columns that name a row
-    yield blocks.Table(blocks.ALL_COLUMNS, [*columns.values()], values, keys, folded=True)
+    yield blocks.Table(blocks.ALL_COLUMNS, [*columns.values()], values, keys=keys, folded=True)
 
 
 # Maps of heads, histograms of samples

@@ -138,11 +138,18 @@ def _list_measures() -> Iterator[Topic]:
         paragraphs = [each.replace("\n", " ") for each in text.split("\n\n") if "\n " not in each]
         meaning, *more = paragraphs
         details = [" ".join(more)] if more else []
-        yield Topic(group, name, name, meaning, tuple(details))
+        yield Topic(group=group, name=name, title=name, meaning=meaning, details=tuple(details))
     for section, layout in layouts().items():
         title = layout.title or section
         details = [layout.display.about] if layout.display else []
-        yield Topic(group, section, section, title, tuple(details), (title,))
+        yield Topic(
+            group=group,
+            name=section,
+            title=section,
+            meaning=title,
+            details=tuple(details),
+            words=(title,),
+        )
 
 
 def _list_columns() -> Iterator[Topic]:
@@ -185,7 +192,14 @@ def _describe_column(group: str, section: str, name: str, column: Column) -> Top
     details += sources
     full = f"{section}.{name}"
     words = (full, section, column.label, find_words(full))
-    return Topic(group, name, full, column.meaning, tuple(details), words)
+    return Topic(
+        group=group,
+        name=name,
+        title=full,
+        meaning=column.meaning,
+        details=tuple(details),
+        words=words,
+    )
 
 
 def _list_attacks() -> Iterator[Topic]:
@@ -195,9 +209,9 @@ def _list_attacks() -> Iterator[Topic]:
     for name, kind in attack_kinds().items():
         meaning = known.get(name, f"An attack of the package {kind.package}.")
         norms = f"Norms: {', '.join(kind.norms)}."
-        yield Topic(group, name, name, meaning, (norms,))
+        yield Topic(group=group, name=name, title=name, meaning=meaning, details=(norms,))
     for name in sorted(RESERVED):  # words of --attack that name several attacks, or none
-        yield Topic(group, name, name, known[name])
+        yield Topic(group=group, name=name, title=name, meaning=known[name])
 
 
 def _list_headlines() -> Iterator[Topic]:
@@ -217,7 +231,13 @@ def _list_headlines() -> Iterator[Topic]:
             # of `steepest attention head, ‖J‖`), and the name of the figure in JSON.
             words = (label.partition(",")[0], headline.name)
             # The label is both the name of the topic in the index, and its title.
-            yield Topic("Figures of scorecards", label, label, meaning, words=words)
+            yield Topic(
+                group="Figures of scorecards",
+                name=label,
+                title=label,
+                meaning=meaning,
+                words=words,
+            )
 
 
 def _list_words() -> Iterator[Topic]:
@@ -232,7 +252,7 @@ def _list_words() -> Iterator[Topic]:
     for glossary in glossaries:
         for group, meanings in glossary.items():
             for word, meaning in meanings.items():
-                yield Topic(group, word, word, meaning)
+                yield Topic(group=group, name=word, title=word, meaning=meaning)
 
 
 def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
@@ -248,8 +268,16 @@ def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
             meaning = option.help
             if option.shown:
                 meaning += f" Default: {option.shown}."
-            yield Topic("Options", flag.removeprefix("--"), title, meaning, words=words)
+            yield Topic(
+                group="Options",
+                name=flag.removeprefix("--"),
+                title=title,
+                meaning=meaning,
+                words=words,
+            )
             for value in option.values():
                 meaning = values.get(value, option.help)
                 # The group is empty: values are not in the index.
-                yield Topic("", value, f"{value}, a value of {title}", meaning)
+                yield Topic(
+                    group="", name=value, title=f"{value}, a value of {title}", meaning=meaning
+                )

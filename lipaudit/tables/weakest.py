@@ -177,7 +177,7 @@ def _list_searched(section: Section, column: str) -> Iterator[tuple[str, TrialKe
     for kind, _, sample, value in _list_figures(section):
         if kind == column and finite([value]) and value > 0:
             norm = section.settings.get("norm") or "linf"
-            yield sample, TrialKey("", str(norm), _make_radius(value))
+            yield sample, TrialKey(attack="", norm=str(norm), radius=_make_radius(value))
 
 
 def _make_radius(value: float) -> Radius:

@@ -249,7 +249,7 @@ def find_format(wanted: str | Path, forms: Collection[Form]) -> Format:
         names = {known.name: known for known in possible}
     if name in names:
         return names[name]
-    # The format exists, but it cannot show this result.
+    # The format exists, but it cannot show this result: the advice lists those that can.
     if any(name in (known.name, *known.suffixes) for known in RENDERERS.values()):
-        raise UsageError(f"{name} is not possible here", suggestion("", names))
+        raise UsageError(f"{name} is not possible here", suggestion(name="", known=names))
     raise UsageError(problem, suggestion(name, names))

@@ -59,7 +59,7 @@ def list_footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
     distinct = [text for text in dict.fromkeys(texts) if text]
     if len(distinct) < 2:
         return [""] * len(texts), distinct
-    mark_of = dict(zip(distinct, MARKS, strict=False))
+    mark_of = dict(zip(distinct, MARKS, strict=False))  # there are more marks than footnotes
     notes = [f"{mark} {text}" for text, mark in mark_of.items()]
     return [mark_of.get(text, "") for text in texts], notes
 

@@ -198,7 +198,7 @@ def compute_size(verdict: Verdict) -> float:
     value = _scale(read_change(verdict), verdict)
     if value is None or math.isnan(value):
         return -1.0
-    if verdict.unit == "%":
+    if verdict.unit == "%":  # a ratio, such as that of norms
         return abs(math.log(max(value, TINY)))  # TINY: the ratio may be 0
     return abs(value) / 100
 
@@ -249,6 +249,7 @@ def _scale(value: float | None, verdict: Verdict) -> float | None:
     if verdict.unit == "%":
         return max(1 + value, 0.0)
     if verdict.unit == "":
+        # An old value of 0 cannot be the divisor: the new value is, which may be 0, too.
         value /= abs(verdict.old or verdict.new or 1.0)
     return 100 * value
 

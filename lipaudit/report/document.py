@@ -240,7 +240,7 @@ def make_pages(
     tables = tabulate_rows(columns, rows)
     if tables:
         chapters.append(Chapter("models", "What was audited?", tables))
-    return Document(title, (*harmonise(chapters, names), WORDS), names)
+    return Document(title, (*harmonise(chapters, names), WORDS), models=names)
 
 
 def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chapter:
@@ -474,9 +474,10 @@ def _shade_texts(report: Report, names: Sequence[str]) -> Iterator[Block]:
     several = len(names) > 1
     for number, name in enumerate(shaded):
         gradient = gradients[name]
-        # `of`: the gradient of the margin, or the direction in which the output changes most.
+        # `of`: the gradient of the margin, or the direction in which the output changes most, for
+        # all texts of the report.
         column = cells.HEADINGS[SHADES[gradient.of]]
-        if several and number == 0:
+        if several and number == 0:  # "their": of the samples in the table above
             yield Paragraph(f"Their tokens with the largest {column.label}:")
         yield blocks.Passage(
             title=name_sample(name, report.places),

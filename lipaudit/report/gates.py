@@ -104,7 +104,8 @@ def make_judgement_page(
         reports: the reports of the baseline and of the current model; empty if unknown.
         files: the files of these reports, for commands; empty if unknown.
     """
-    # How the gate ended, how many figures are undecided, and the tone (colour) of the answer.
+    # How the gate ended, how many figures are undecided, and the tone of the answer: its colour on
+    # the page, for good ("kept"), undecided ("open") or bad ("broken").
     ending = "passed"
     undecided = ""
     tone: Tone = "kept"
@@ -117,8 +118,9 @@ def make_judgement_page(
         undecided = f", {count} of {len(judgement.verdicts)} figures undecided"
         tone = "open"
     elif not all(verdict.proven for verdict in judgement.verdicts):
-        tone = "open"
-    # The answer begins with `ending`, so the reason must not begin with the same words.
+        tone = "open"  # all rules pass, but some without proof
+    # The reason begins with the outcome: "pass: ...", "not proven: ..." or "worse: ...". The first
+    # two repeat `ending`, with which the answer begins.
     reason = write_arrows(judgement.reason).removeprefix("not proven: ").removeprefix("pass: ")
     answer = f"{ending.upper()} (exit code {judgement.exit_code}){undecided}: {reason}."
     if judgement.outcome != "pass":
@@ -129,7 +131,7 @@ def make_judgement_page(
         ("baseline", f"{judgement.baseline} ({judgement.baseline_file})".removesuffix(" ()")),
         ("confidence", confidence),
     )
-    warnings = [Note.warn("differs", warning) for warning in judgement.warnings]
+    warnings = [Note.warn(code="differs", text=warning) for warning in judgement.warnings]
     explanation = (
         f"Verdicts: {confidence} confidence over all rules together. Limits: {confidence} "
         f"confidence for each figure alone{count_samples(judgement.verdicts)}."
@@ -161,6 +163,7 @@ def _group_verdicts(judgement: Judgement) -> Iterator[RuleVerdicts]:
         listed = []
         passed = []
         for verdict in verdicts:
+            # Under --strict, a verdict of status `pass` fails if it is not proven.
             passes = verdict.status in PASSED and not judgement.fails(verdict)
             if passes and len(verdicts) > ALONE:
                 passed.append(verdict)
@@ -187,10 +190,16 @@ def _put_worst_first(judgement: Judgement, verdict: Verdict) -> tuple[bool, floa
 
 
 def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
-    """Return the mark in front of a verdict: ✗ if it fails, ✓ if it is proven, else · = or ~."""
+    """Return the mark in front of a verdict.
+
+    ✗: it fails. ✓: an improvement, or a pass that needs no more proof. ·: a pass without proof.
+    =: unchanged. ~: any other status, such as inconclusive.
+    """
     if judgement.fails(verdict):
         return "✗"
-    if verdict.status == "pass" and verdict.proven:  # an absolute limit needs no proof
+    # The status `pass` means a pass without proof. An absolute limit, such as a norm of at most 3,
+    # has no test: no proof is missing, and `proven` is true.
+    if verdict.status == "pass" and verdict.proven:
         return "✓"
     return MARKS.get(verdict.status, "~")
 

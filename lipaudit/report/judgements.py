@@ -132,7 +132,7 @@ def make_comparison_page(
     for report in reports:
         places |= describe_places(report)
     report_of_model = dict(zip(comparison.models, reports, strict=True))
-    file_of_model = dict(zip(comparison.models, files, strict=False))
+    file_of_model = dict(zip(comparison.models, files, strict=False))  # `files` may be empty
     # Every pair adds to each of these parts of the page.
     answers = []
     warnings = list_warnings(reports)
@@ -141,7 +141,7 @@ def make_comparison_page(
     for number, pair in enumerate(pairs, 1):
         answers.append(write_answer(pair))
         for text in (*pair.warnings, *_list_excluded(pair)):
-            note = Note.warn("differs", text)
+            note = Note.warn(code="differs", text=text)
             warnings.append(note.add_lead(pair.new if several else ""))
         for chapter in _list_chapters(pair, places, reports, short=short):
             if several:
@@ -229,7 +229,7 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     judged = list_distinct(pair.verdicts)
     # Shares of yes-or-no results, such as accuracies, come first: they alone have a McNemar test.
     # Then the most severe verdicts come first, then the largest changes.
-    severity = [*CALLED]
+    severity = [*CALLED]  # the statuses, the most severe first
     judged.sort(key=lambda v: (v.mcnemar is None, severity.index(v.status), -compute_size(v)))
     shown = judged
     columns = CHANGES
@@ -248,7 +248,7 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     if not short:
         if shown:
             parts.append(Paragraph(OF_FIGURES))
-        parts += blocks.list_notes(Note.info("differs", text) for text in pair.notes)
+        parts += blocks.list_notes(Note.info(code="differs", text=text) for text in pair.notes)
     return parts
 
 
@@ -282,9 +282,10 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int, *, short: bool) ->
     if not short:
         for metric, changes in metrics.items():
             by_place = {(change.layer, change.head): change for change in changes}
-            _add_values(metric, by_place, columns, rows)
+            # Adds two columns to `columns`, and their cells to `rows`.
+            _add_values(metric, by_place, columns=columns, rows=rows)
             maps.append(_map_changes(metric, by_place))
-    # `stands`: whether a change is proven.
+    # The heads whose change in the main metric is proven (`stands`).
     proven = sum(head.stands for head in heads)
     parts: list[Block] = [Paragraph(f"{proven} of {len(heads)} changes are proven. {OF_HEADS}")]
     strong = {i for i, head in enumerate(shown) if head.stands}
@@ -302,10 +303,10 @@ def _add_values(
     """Add the old and the new value of a metric to the table of heads that moved most.
 
     Args:
-        metric: the metric, which gets two columns.
+        metric: the metric.
         heads: the changes of the metric, by layer and head.
-        columns: the columns of the table.
-        rows: the cells of the table, a row for each head.
+        columns: the columns of the table; gets two for the metric.
+        rows: the cells of the table, a row for each head; gets the values.
     """
     column = find_column(metric)
     for when in ("old", "new"):
@@ -370,7 +371,8 @@ def _show_samples(
     for row, sample in zip(rows, shown, strict=True):
         row["became"] = describe_flip(sample)
     if not short:
-        _add_figures(shown, columns, rows)
+        # Adds two columns for each metric to `columns`, and their cells to `rows`.
+        _add_figures(shown, columns=columns, rows=rows)
     title = "Samples that changed" + count_part(shown, flipped)
     counts = f"Samples that got worse: {len(worse)}. Samples that only got better: {len(better)}."
     parts: list[Block] = [Paragraph(counts), *tabulate_rows(columns, rows, title)]

@@ -118,15 +118,15 @@ def place_columns(block: Table, grid: blocks.Grid, *, cut: bool) -> Places:
         end += _measure_column(grid.heads[index], texts, is_text=is_text) + PADDING
         ends.append(end)
     if end <= HALF:  # the whole table fits half of the page
-        return Places("half", classes, "")
+        return Places(width="half", classes=classes, whole="")
     if block.folded:  # a folded table never hides a column
-        return Places("wide", classes, "")
+        return Places(width="wide", classes=classes, whole="")
     appears = ""
     for index in range(block.keys, len(ends)):  # the first columns name the row: always visible
         appears = _find_place(ends[index])
         classes[index] = f"{classes[index]} {appears}".strip()
     # The last column needs the widest page: from the class `appears` on, all columns are visible.
-    return Places("half" if cut else "wide", classes, appears)
+    return Places(width="half" if cut else "wide", classes=classes, whole=appears)
 
 
 def _measure_column(head: str, texts: Sequence[str], *, is_text: bool) -> float:
@@ -135,6 +135,7 @@ def _measure_column(head: str, texts: Sequence[str], *, is_text: bool) -> float:
     A heading above numbers may be broken into lines, so only its longest word counts.
     """
     words = [head] if is_text else head.split()
+    # The widths of a letter, of a digit and of a bold letter in pixels: LETTER, DIGIT and BOLD.
     character = LETTER if is_text else DIGIT
     widest_word = max(map(len, words), default=0)
     longest_text = max(map(len, texts), default=0)
@@ -171,7 +172,7 @@ def align_numbers(grid: blocks.Grid) -> list[tuple[str, ...]]:
         For each row and column the characters to write; empty if a cell needs no padding.
     """
     columns = []
-    # `zip(*rows)` turns rows into columns, and columns into rows.
+    # `zip(*rows)` turns rows into columns, and columns into rows. Without rows it is empty.
     for side, texts in zip(grid.align, zip(*grid.rows, strict=True), strict=False):
         pads = [""] * len(texts)
         if side == "r":  # a column of numbers

@@ -68,6 +68,7 @@ def _list_preprocessing(run: Run) -> dict[str, str]:
     for name, value in run.preprocess.items():
         group = resizing if name in RESIZING else preprocessing
         group.append(f"{name} {format_setting(value)}")
+    # Only --preprocess model also prepares images that have the model's size.
     if resizing and run.options.get("preprocess") != "model":
         resizing.append("images of the model's size stay as they are")
     return {"preprocessing": "; ".join(preprocessing), "resizing": "; ".join(resizing)}

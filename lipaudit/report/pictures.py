@@ -65,7 +65,7 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
         return
     norms = list(chain.from_iterable(points.x for points in series))
     ends = (min(norms), max(norms))
-    series.append(blocks.Series("y = x", ends, ends, guide=True))
+    series.append(blocks.Series("y = x", x=ends, y=ends, guide=True))
     limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
     title = "How far is each bound above ‖J‖?"
     if far:
@@ -87,7 +87,7 @@ def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
             exact.append(point[0])
             bounds.append(point[1])
             names.append(f"head {row.head} {row.model}")
-    return blocks.Series(label, exact, bounds, names=names)
+    return blocks.Series(label, x=exact, y=bounds, names=names)
 
 
 def _measure_tightness(bound: str, column: Column, model: str, section: Section) -> Cells:
@@ -331,7 +331,7 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
         low = min([low, *finite(values.values())])  # a share may be negative
         maps.append(map_heads(title, values, column))
     for heatmap in maps:
-        yield replace(heatmap, scale=blocks.Scale(low, 1.0, log=False))
+        yield replace(heatmap, scale=blocks.Scale(low, high=1.0, log=False))
 
 
 # Attention maps, and what they lie over

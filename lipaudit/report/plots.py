@@ -188,7 +188,10 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
 
 
 def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
-    """Draw bars of stacked parts: positive parts upwards from zero, negative parts downwards."""
+    """Draw bars of stacked parts: positive parts upwards from zero, negative parts downwards.
+
+    Yields a tooltip for each part of a bar: its text, and the ends of the part along x and y.
+    """
     import numpy as np
 
     count = len(block.places)
@@ -217,9 +220,10 @@ def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
 
 
 def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
-    """Draw the points and lines of each series, and yield tooltips of the points.
+    """Draw the points and lines of each series, and yield tooltips: (text, ends in x, ends in y).
 
-    With very many points, only the points with the largest y have tooltips.
+    With very many points, only the points with the largest y have tooltips. The two ends of a
+    point are equal.
     """
     most = MOST_TIPS // sum(not series.guide for series in block.series)  # tooltips of a series
     for index, series in enumerate(block.series):
@@ -321,7 +325,8 @@ LIMIT: Look = {"color": INK, "linestyle": ":", "linewidth": 1.2}
 def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
     """Draw a row for each figure: an interval, and above it the name and text of the figure.
 
-    Yields a tooltip for each row. A vertical line marks the centre, such as "no change".
+    A vertical line marks the centre, such as "no change". Row i is at y = i, and y grows
+    downwards. Yields a tooltip for each row: its text, and the ends of its area along x and y.
     """
     ends: list[float | None] = [block.centre]
     for bar in block.bars:
@@ -349,7 +354,8 @@ def _draw_bar(axes: Axes, row: int, bar: Bar) -> None:
     Values and ends beyond the axis are drawn at the end of the axis.
 
     Args:
-        axes: the axes; x has the values, y the number of the row.
+        axes: the axes; x has the values, y the number of the row. y grows downwards, so the texts
+            at row - 0.3 are above the interval.
         row: the number of the row.
         bar: the figure.
     """

@@ -194,7 +194,7 @@ def _describe_cell(name: str, value: Any, column: Column) -> Cells:
         cell["value"] = int(value)
     else:
         cell["value"] = value
-    if column.domain and column.format != "s":
+    if column.domain and column.format != "s":  # "s": a text
         cell |= {"domain": column.domain, "status": column.status}
     return cell
 

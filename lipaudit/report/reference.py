@@ -55,20 +55,23 @@ def compare_with_known(report: Report, summary: Section) -> Iterator[Chapter]:
         summary: the main figures of the report.
     """
     columns = cells.pick_columns("model")
-    audited: Cells = {"model": report.run.model.spec}
+    spec = report.run.model.spec
+    audited: Cells = {"model": spec}  # the row of the report
     known: dict[str, Cells] = {}  # the rows of known models
     has_images = "mean" in report.run.preprocess  # only images have a mean
+    models = []  # the known models to compare with
+    for model in list_known_models():
+        if model["images"] == has_images and model["name"] != spec:
+            models.append(model)
     for row in summary.rows:
         label = COMPARED.get(row.name, "")
         condition = row.ball
         if row.name == "jacobian_norm":
             condition = row.text.partition(",")[0]  # the input and the output: `pixels to logits`
-        for model in list_known_models():
-            name = model["name"]
-            if model["images"] != has_images or name == audited["model"]:
-                continue
+        for model in models:
             figure = model["figures"].get(label)
-            if figure and figure["where"] == condition:
+            if figure and figure["where"] == condition:  # both models get a cell in this column
+                name = model["name"]
                 known.setdefault(name, {"model": name})[row.metric] = figure["value"]
                 audited[row.metric] = row.value
                 columns[row.metric] = replace(

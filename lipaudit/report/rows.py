@@ -125,7 +125,8 @@ def list_distinct(verdicts: Iterable[Verdict]) -> list[Verdict]:
         if headline is not None:
             name = headline.name
         figure = f"{name} {stat} {verdict.row}"
-        # A verdict with a reason is on a figure that cannot be compared.
+        # A verdict with a reason is on a figure that cannot be compared. The first verdict on a
+        # figure is compared with itself, so it is stored.
         if not verdict.reason and verdict.samples >= distinct.get(figure, verdict).samples:
             distinct[figure] = verdict
     return list(distinct.values())
@@ -192,9 +193,8 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
     keys = list_keys(columns)
     rows = _gather_rows(rows, keys)
     if "" not in sections:  # several reports: the name of the model follows the keys
-        pairs = list(columns.items())
-        pairs.insert(len(keys), ("model", cells.HEADINGS["model"]))
-        columns = dict(pairs)
+        leading = {name: columns[name] for name in keys}
+        columns = leading | {"model": cells.HEADINGS["model"]} | columns
         keys = [*keys, "model"]
     lines = []
     for row in rows:

@@ -241,4 +241,4 @@ def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
         first = next(iter(sections.values()))
         column = first.sample_column(name)
         title = find_display(first).titles.get(name, f"{column.label} of each sample")
-        yield blocks.Histogram(cells.write_math(title), column, values)
+        yield blocks.Histogram(cells.write_math(title), x=column, values=values)

@@ -76,8 +76,8 @@ def suggest_after_comparison(
     new = files[pair.new]
     for sample in pair.samples[:1]:  # samples that got worse come first, if there are any
         if sample.lost:
-            words = ("inspect", new, sample.id[:CHARACTERS])
-            yield Suggestion(text="Look at a sample that got worse.", command=_write(*words))
+            command = _write("inspect", new, sample.id[:CHARACTERS])
+            yield Suggestion(text="Look at a sample that got worse.", command=command)
     command = _write("gate", new, "--baseline", old)
     yield Suggestion(text=f"Make CI fail where {pair.new} is worse.", command=command)
 

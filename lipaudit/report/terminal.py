@@ -56,10 +56,10 @@ def render(page: blocks.Document, width: int | None = None, colour: str | None =
         no_color=False,
         legacy_windows=False,
     )
-    items: list[RenderableType] = [_heading(page.title, "═", console.width)]
+    items: list[RenderableType] = [_heading(page.title, rule="═", width=console.width)]
     for chapter in page.chapters:
         if chapter.title:
-            items.append(_heading(chapter.title, "─", console.width))
+            items.append(_heading(chapter.title, rule="─", width=console.width))
         elif chapter is not page.chapters[0] or not _begins_with_table(chapter):
             items.append(Text(""))  # a blank line; a table brings its own
         for block in chapter.blocks:
@@ -126,20 +126,22 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
         case Heatmap(square=False):  # of layers and heads, not an attention map
             yield from _write_grid(_add_bars(block), width)
         case Paragraph(tone=""):
-            yield _prose(block.text, width, DIM)
+            yield _prose(block.text, width, style=DIM)
         case Paragraph():  # the answer of the page
-            yield _prose(block.text, width, "bold")
+            yield _prose(block.text, width, style="bold")
             yield Text("")
         case Points():
             yield from _write_points(block, width)
         case Gallery():
             for item in block.items:
                 yield _prose(f"{item.title}: {'; '.join(item.lines)}", width, mark="• ")
-            yield _prose(block.text, width, DIM)
+            yield _prose(block.text, width, style=DIM)
         case Passage():
             yield from _write_passage(block, width)
         case _:
-            yield _prose(f"Chart, in the {HTML} format: {blocks.describe(block)}", width, DIM)
+            yield _prose(
+                f"Chart, in the {HTML} format: {blocks.describe(block)}", width, style=DIM
+            )
 
 
 def _write_passage(block: Passage, width: int) -> Iterator[Text]:
@@ -154,7 +156,7 @@ def _write_passage(block: Passage, width: int) -> Iterator[Text]:
         words.append(token.text + share)
     yield _title(block.title, width)
     yield _prose(" ".join(words), width)
-    yield _prose(shares, width, DIM)
+    yield _prose(shares, width, style=DIM)
 
 
 def _write_points(block: Points, width: int) -> Iterator[Text]:
@@ -231,9 +233,9 @@ def _write_grid(grid: Grid, width: int, *, cut: bool = False) -> Iterator[Render
             yield Text("")
             yield _write_piece(grid, rows, widths, group)
     if left_out:
-        yield _prose(f"More columns with --details: {', '.join(left_out)}.", width, DIM)
+        yield _prose(f"More columns with --details: {', '.join(left_out)}.", width, style=DIM)
     for note in grid.notes:
-        yield _prose(note, width, DIM)
+        yield _prose(note, width, style=DIM)
 
 
 def _write_piece(
@@ -271,6 +273,12 @@ def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> lis
 
     A column is as wide as its longest value or the longest word of its heading. If the columns do
     not fit, prose gets the remaining width, and names and texts are narrowed.
+
+    Args:
+        grid: the table. Its first `keys` columns name the row. `align` has one letter for each
+            column: l for text, r for numbers, p for prose, which is the last column.
+        rows: the texts of each row.
+        width: columns of the terminal.
     """
     widths = []
     for i in range(len(grid.align)):
@@ -287,7 +295,7 @@ def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> lis
         return [*names, width - sum(names) - gaps]
     for i, side in enumerate(grid.align):  # text may wrap, numbers never do
         if side == "l":
-            # The only name of a row gets two thirds of the width, any other text a third.
+            # The only name of a row gets at most two thirds of the width, other texts a third.
             thirds = 2 if i == 0 and grid.keys == 1 else 1
             widths[i] = min(widths[i], thirds * width // 3)
     # Each piece of a split table repeats the names: they must leave room for the widest column.

@@ -92,7 +92,7 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     # The parts between signs such as @ and :. The first may have a number, such as `layer 3`.
     first, *others = map(str.strip, PIECES.split(name))
     word = NUMBER.sub("", first)
-    if others or word != first:
+    if others or word != first:  # else `word` is the whole name, which names no topic
         topics = _find_named(word, known)
         if topics:
             for part in others:
@@ -137,17 +137,17 @@ def _list_measures() -> Iterator[Topic]:
         # Paragraphs with indented lines are examples and lists, which are left out.
         paragraphs = [each.replace("\n", " ") for each in text.split("\n\n") if "\n " not in each]
         meaning, *more = paragraphs
-        details = [" ".join(more)] if more else []
-        yield Topic(group=group, name=name, title=name, meaning=meaning, details=tuple(details))
+        details = (" ".join(more),) if more else ()
+        yield Topic(group=group, name=name, title=name, meaning=meaning, details=details)
     for section, layout in layouts().items():
         title = layout.title or section
-        details = [layout.display.about] if layout.display else []
+        details = (layout.display.about,) if layout.display else ()
         yield Topic(
             group=group,
             name=section,
             title=section,
             meaning=title,
-            details=tuple(details),
+            details=details,
             words=(title,),
         )
 

@@ -271,7 +271,7 @@ class Settings(BaseModel):
         Raises:
             UsageError: an option does not accept its value; the message names the option.
         """
-        kind = cls.complete()
+        kind = cls.complete()  # the class with the options of installed plug-ins
         known = kind.options()
         # How messages write the name of a field.
         spell = spelled or (lambda name: known[name].flags[0] if name in known else flag(name))
@@ -310,7 +310,7 @@ def _explain_invalid(
     if isinstance(value, Path):
         value = str(value)  # as typed: not PosixPath('...')
     words = known[name].values() if name in known else ()
-    return name, f"{value!r}: {reason}", suggestion(str(value), words, "")
+    return name, f"{value!r}: {reason}", suggestion(str(value), words, otherwise="")
 
 
 def _write_text(value: Any) -> Any:

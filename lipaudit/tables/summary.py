@@ -173,7 +173,9 @@ SUMMARY = Layout(
 
 def describe_figure(row: Row) -> Column:
     """Return the column that describes a figure of the summary: label, unit, format, domain."""
+    # The attributes of the figure's column that a row of the summary repeats.
     attributes = {name: row[name] for name in DESCRIPTION}
+    # Rows write "" for a column without a better direction, columns None.
     attributes["better"] = row.better or None
     return Column(label=row.figure, **attributes)
 
@@ -213,7 +215,7 @@ def summarise(report: Report, layouts: Mapping[str, Layout]) -> Section:
                 figures.append((order, row))
     figures.sort(key=lambda pair: pair[0])
     # Several sections may have a figure with the same name and ball, such as clean accuracy: only
-    # the first is used.
+    # the first is used. Figures without a ball (no norm) count as equal if their labels are equal.
     distinct = {}
     for (_, _, radius, _), row in figures:
         key = (row.name, row.norm or row.figure, radius)
@@ -319,7 +321,9 @@ def read_clean(headline: Headline, section: Section, report: Report) -> Iterator
     text = f"{count} samples"
     limits = wilson(right, count)
     column = ACCURACY["clean"]
-    yield headline.row(section, right / count, column, limits=limits, text=text, samples=count)
+    yield headline.row(
+        section, value=right / count, column=column, limits=limits, text=text, samples=count
+    )
 
 
 def declare_clean(place: int, rule: str = "") -> Headline:

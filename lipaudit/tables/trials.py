@@ -89,10 +89,10 @@ def parse_budget(text: str) -> Radius:
     Raises:
         UsageError: the text is neither.
     """
-    match = _COUNT.fullmatch(text.strip())
+    match = _COUNT.fullmatch(text.strip())  # the number and the unit
     if match is None:
         return parse_radius(text)
-    return Radius(text.strip(), Fraction(match[1]), UNITS[match[2]])
+    return Radius(text=text.strip(), value=Fraction(match[1]), unit=UNITS[match[2]])
 
 
 def parse_range(text: str) -> tuple[Radius, ...]:
@@ -183,11 +183,11 @@ class TrialKey:
         words = text.split(",")
         if len(words) not in (2, 3):
             return None
-        *attack, norm, eps = words
+        *attack, norm, eps = words  # `attack` is a list of one name; of none for a ball
         radius = _read_radius(eps)
         if radius is None:
             return None
-        return cls("".join(attack), norm, radius)  # no attack: the key of a ball
+        return cls(attack="".join(attack), norm=norm, radius=radius)
 
     def __str__(self) -> str:
         """Write the key as in a report's columns: `pgd,linf,2/255`, for a ball `linf,2/255`."""
@@ -197,8 +197,9 @@ class TrialKey:
     @property
     def ball(self) -> str:
         """Return the ball in words: `linf 2/255`, `2 words`, `1 patch`."""
-        if self.norm not in WHOLE:
+        if self.norm not in WHOLE:  # the radius is a distance, not a number of changes
             return f"{self.norm} {self.radius.text}"
+        # UNITS has two spellings of the unit of this norm: `word` and `words` of `words`.
         singular, plural = [unit for unit, norm in UNITS.items() if norm == self.norm]
         unit = singular if self.radius.value == 1 else plural
         return f"{self.radius.text} {unit}"
@@ -209,7 +210,7 @@ class TrialKey:
 
         The norm `suffix` counts tokens: `3tokens`.
         """
-        if self.norm not in WHOLE:
+        if self.norm not in WHOLE:  # the radius is a distance, not a number of changes
             return self.radius.text
         unit = self.norm if self.norm in UNITS else name_unit(self.norm)
         return f"{self.radius.text}{unit}"

@@ -74,7 +74,7 @@ def _find_figures(report: Report, name: str) -> dict[str, Any]:
     """
     for section in report.sections:
         if name in section.samples:
-            return dict(zip(section.ids, section.samples[name], strict=False))
+            return dict(zip(section.ids, section.samples[name], strict=True))
     return {}
 
 
@@ -157,10 +157,14 @@ def _list_broken(section: Section) -> Iterator[tuple[str, TrialKey]]:
 
 
 def _list_figures(section: Section) -> Iterator[tuple[str, TrialKey | None, str, Any]]:
-    """Yield every per-sample figure of a section: (column, attack and ball, sample id, value)."""
+    """Yield every per-sample figure of a section: (column, attack and ball, sample id, value).
+
+    The column `robust@pgd,linf,2/255` gives `robust`, and the attack and ball `pgd,linf,2/255`. A
+    column without @, such as `margin`, has no attack and ball: None.
+    """
     for name, values in section.samples.items():
         kind, trial = parse_column(name)
-        for sample, value in zip(section.ids, values, strict=False):
+        for sample, value in zip(section.ids, values, strict=True):
             yield kind, trial, sample, value
 
 

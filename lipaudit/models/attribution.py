@@ -138,7 +138,7 @@ def compute_shares(
         graph = _Graph(sites, recorder, output)
         if len(x) > 1 and not graph.has_samples_first(len(x)):
             # Some tensor does not have a row per sample, and its entries cannot be attributed to
-            # samples. So samples run one at a time.
+            # samples. So samples run one at a time, after the memory of this graph is freed.
             del graph, output, leaf
             return _compute_one_by_one(net, sites, f, x, directions, tied)
         by_direction = []
@@ -160,6 +160,8 @@ def _average(shares: Sequence[Tensor], count: Tensor) -> Tensor:
             a sample, and NaN if unknown; then the mean is NaN, too.
         count: how many directions count for each sample, (samples,).
     """
+    # The first direction always counts: its shares are NaN only if they are unknown. In a further
+    # direction that does not count, 0 / 0 may be NaN, too (if J^T u = 0), and `nansum` skips it.
     first = shares[0]
     count = count.view(-1, *[1] * (first.ndim - 1))  # (samples, 1, ...)
     mean = torch.stack([*shares]).nansum(0) / count
@@ -268,7 +270,8 @@ class _Graph:
         surveyed: set[Address] = set()
         for other in self.sites:  # a module may have several layers
             surveyed.update(address for address in other.addresses if address.module == module)
-        # The module made other calls than in the survey, and none can be identified as this layer.
+        # If the module makes a call that the survey does not have, or leaves out a call of this
+        # layer, none of its calls can be identified as this layer.
         if not recorded <= surveyed or not recorded.issuperset(site.addresses):
             self.missing[site.index] = "its attention is not found in a pass with gradients"
             return
@@ -281,9 +284,10 @@ class _Graph:
     def _list_steps(self, recorder: Recorder) -> None:
         """List the steps of the network in `self.steps`, in the order of execution.
 
-        They are the residual additions (of attention or an MLP), the blocks of several additions,
-        and attention layers that lie in no addition. `get_order` returns the position of a graph
-        node in the order of execution. A step is sorted by its last node.
+        They are the residual additions (of attention or an MLP), the blocks of several additions
+        (in a transformer block, of attention and of an MLP), and attention layers that lie in no
+        addition. `get_order` returns the position of a graph node in the order of execution. A
+        step is sorted by its last node.
         """
         modules = {site.index: site.module for site in self.sites}
         attention_nodes = sorted(self._layer_of, key=get_order)
@@ -293,22 +297,25 @@ class _Graph:
         for i, addition in enumerate(self._additions):
             order = get_order(addition.sum.node)
             layers = [self._layer_of[node] for node in attention_nodes if addition.holds(node)]
-            if layers:  # attention in its branches, maybe beside an MLP (a branch without any)
+            if layers:  # attention in some branch F of the addition x + F(x) + G(x)
+                # A branch G without attention is an MLP in parallel.
                 has_mlp = any(not self._has_attention(nodes) for nodes in addition.inside)
                 part = "attention and MLP" if has_mlp else "attention"
-                step = Step(part, layers[-1], modules[layers[-1]], i)
+                layer = layers[-1]  # the last one names the step, if there are several
+                step = Step(part, layer, modules[layer], first=i)
                 starts.append(i)
                 added_layers.update(layers)
-            else:  # without attention, it is an MLP after the last layer before it (-1: none)
+            else:  # an MLP, listed with the last attention layer before it (-1: none)
                 before = [self._layer_of[n] for n in attention_nodes if get_order(n) < order]
                 last_layer = before[-1] if before else -1
-                step = Step("MLP", last_layer, recorder.find_module(addition), i)
+                step = Step("MLP", last_layer, recorder.find_module(addition), first=i)
             steps.append((order, step))
+        # A block goes from its first addition, one of `starts`, to the last one before the next.
         for first, last in find_blocks(self._additions, starts):
             order = get_order(self._additions[last].sum.node)
             # So far, `steps` has one step per addition, in the same order.
             layer = steps[first][1].layer
-            steps.append((order, Step("block", layer, "", first, last)))
+            steps.append((order, Step("block", layer, module="", first=first, last=last)))
         for node in attention_nodes:
             layer = self._layer_of[node]
             if layer not in added_layers:  # the layer lies in no addition
@@ -406,7 +413,8 @@ class _Graph:
         calls = [*chain(*self.layers.values())]
         outputs = [call.output for call in calls]
         patterns = [call.pattern for call in calls]
-        # A layer that the output depends on was not found.
+        # `missing` has a reason for each layer without shares. A layer with the reason `NO_PATH`
+        # does not depend on the input, and has a share of 0. Any other reason: it is unknown.
         if set(self.missing.values()) - {NO_PATH}:
             outputs = [None]
             patterns = [None]
@@ -451,7 +459,7 @@ class _Graph:
             edges = [getattr(call, name) for call in calls]
             if not edges or None in edges:  # unknown: NaN
                 continue
-            # Sum over the channels of each token, or the keys of each query of P.
+            # Sum over the last axis: the channels of a token in O and V, the keys of a query in P.
             of_calls = [products.multiply(edge).sum(-1, keepdim=True) for edge in edges]
             # If heads lie along the axis of queries, they share one V: there is no sum per head.
             if name == "value" and site.layout.queries != TOKENS:
@@ -482,6 +490,7 @@ class _Graph:
         """
         sums = torch.full((len(products.leaf), 4), torch.nan, dtype=torch.float64)
         if step.first < 0:  # an attention layer that lies in no residual addition
+            # The sum over its heads gives the first three columns: the output, P and V.
             sums[:, :3] = heads[step.layer].sum(1)
             return sums
         if step.part == "block":
@@ -494,7 +503,7 @@ class _Graph:
         # nodes, and counts once.
         layers = {layer: None for node, layer in self._layer_of.items() if addition.holds(node)}
         if layers:
-            of_heads = torch.cat([heads[layer] for layer in layers], 1)
+            of_heads = torch.cat([heads[layer] for layer in layers], 1)  # (samples, heads, 3)
             sums[:, 1:3] = of_heads[:, :, 1:].sum(1)
         mlps = []  # branches without attention
         for branch, inside in zip(branches, addition.inside, strict=True):
@@ -513,10 +522,11 @@ class _Graph:
         """
         first = self._additions[block.first]  # y_1 = x + F_1
         y = self._additions[block.last].sum
-        # dx = dy_1 - dF_1, as the graph has no tensor that is x alone.
-        skip = products.sum(y, first.sum)
+        # The graph has no tensor that is x alone, so dx = dy_1 - dF_1:
+        # < (df/dy)^T u, dx > = < (df/dy)^T u, dy_1 > - < (df/dy)^T u, dF_1 >.
+        skip = products.sum(y, moving=first.sum)
         for edge in first.branches:
-            skip -= products.sum(y, edge)
+            skip -= products.sum(y, moving=edge)
         # The share of y is not always 1: in a model of two towers, paths may go around the block
         # and its skip.
         return products.sum(y) - skip

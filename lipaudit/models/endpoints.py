@@ -267,7 +267,7 @@ def make_sample_function(
             with net.replace_embedding(z):
                 return net.call(part.x, part.mask)
 
-        output = _read_output(net, end.what, part, forward, scorer, column)
+        output = _read_output(net, end.what, part, forward, scorer, place=column)
         # The logits of a model that returns probabilities p are log p.
         if end.what == "logits" and net.form == "probabilities" and is_saturated(output):
             raise EvaluationError(
@@ -402,7 +402,7 @@ def _read_states(
         InputError: no normalisation layer returns such a tensor, or `hidden` has no vector per
             token id.
     """
-    if what == "hidden" and scorer is not None:
+    if scorer is not None:  # `hidden` of a language model: the inputs of its head
         head_inputs: list[Tensor] = []
 
         def record_input(states: Tensor) -> Tensor:
@@ -416,9 +416,9 @@ def _read_states(
         with _replace_head_input(scorer, record_input):
             forward()
         states = head_inputs[0]
-    else:
+    else:  # the output of the last normalisation layer
         norms = [m for m in net.module.modules() if "Norm" in type(m).__name__]
-        outputs = _record(norms, lambda _args, output: output, forward)
+        outputs = _record(norms, lambda _args, output: output, forward)  # in order of the calls
         sequences = [t for t in outputs if t.ndim == 3]  # (samples, tokens, width)
         if not sequences:
             raise InputError("no token features were found", "Use --to features.")

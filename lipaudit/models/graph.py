@@ -143,10 +143,12 @@ def divides_channels(t: Tensor) -> bool:
     """
     width = t.shape[-1]
     node = t.grad_fn
-    # A split or stack alone does not count, because q, k and v are often split from one tensor. It
-    # counts if its parts are joined again, by an op that this walk has already passed.
+    # A split into parts alone does not count, because q, k and v are often split from one tensor.
+    # It counts if the parts are joined again, as in stack(x.split(d, -1), 1): then they are heads.
+    # The walk goes back from t, so it meets the stack or concatenation before the split.
     are_parts_joined = False
-    # Walk back through the views, to the first op whose operand has longer rows.
+    # Walk back through the views, to the first op whose operand has longer rows. `_RESIZING` are
+    # the ops that may change the length of rows; `_PARTS` are split and stack.
     while node is not None and op(node) in SHAPE_OPS | _PARTS:
         name = op(node)
         if name in {"Stack", "Cat"}:
@@ -192,9 +194,10 @@ class Probed:
     as_rows: Callable[..., Tensor]
 
     def pull(self, cotangent: Tensor) -> Tensor:
-        """Return J^T u for a cotangent u of t, where J = dt/dy: (rows, columns) of y.
+        """Return J^T u for a cotangent u of t, where J = dt/dy, with one row per token.
 
-        Rows of y are tokens. The result is 0 at entries of y that t does not depend on.
+        The result, (rows, columns), has the shape of y. It is 0 at entries that t does not depend
+        on.
         """
         pulled = pull_back(
             self.t, self.leaves, cotangent, retain_graph=True, materialize_grads=True
@@ -233,9 +236,10 @@ class Probed:
 
     @cached_property
     def random(self) -> Tensor:
-        """Return a random cotangent of t, with entries from 0.5 to 1.5.
+        """Return a random cotangent u of t = t(y), with entries from 0.5 to 1.5.
 
-        With probability 1, its pullback J^T u is nonzero at every entry of y that t depends on.
+        With J = dt/dy, J^T u is nonzero (with probability 1) at every entry of y that t depends
+        on. The entries are positive: if t repeats an entry of y, the sum of them is far from 0.
         """
         return draw_positive(self.t)
 
@@ -349,8 +353,8 @@ def reads_only(source: Probed, rows: Tensor) -> bool:
     pulled = source.pull(source.random * half)
     touched = find_touched(pulled, 1)  # rows of y with a gradient
     in_half = half[:, 0, :, 0].flatten()
-    touched[rows.flatten()] &= ~in_half  # leave out the rows of these tokens
-    return not touched.any()
+    touched[rows.flatten()] &= ~in_half  # these tokens may touch their own rows
+    return not touched.any()  # no token has touched another token's row
 
 
 def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -441,9 +445,10 @@ def compute_map(
         one_channel.scatter_(-1, channel[..., None], 1.0)
         pulled = source.pull(one_channel)
         gradient = take_entries(pulled, rows, columns)  # (windows, heads, tokens, e)
-        if shared:  # row `channel` of the Jacobian of each vector
+        # The gradient of a channel is its row of the Jacobian.
+        if shared:  # each vector has differentiated another channel
             jacobian[*indices, channel] = gradient
-        else:  # the same row of all Jacobians
+        else:  # all vectors have differentiated the same channel (count = 1)
             jacobian[..., shift, :] = gradient
     return jacobian
 

@@ -43,7 +43,7 @@ def analyse(call: AttentionCall, batch: Batch) -> Analysis:
     if call.output.dtype in HALF:  # a closed form could not be compared with such an output
         kind = str(call.output.dtype).removeprefix("torch.")
         reason = f"it is computed in {kind}; switch autocast off, or use --dtype float64"
-        return Analysis(usual[0], ("rounded",) * 3, None, reason)
+        return Analysis(usual[0], kinds=("rounded",) * 3, structure=None, reason=reason)
     analysis = _try_layouts(usual, call, batch)
     if analysis.structure is not None:
         return analysis
@@ -68,16 +68,16 @@ def _try_layouts(layouts: Sequence[AxisLayout], call: AttentionCall, batch: Batc
         try:
             structure = _read_structure(call.arrange(layout, len(batch)), batch, kinds)
         except NotClosedForm as obstacle:
-            failures.append(Analysis(layout, tuple(kinds), None, obstacle.reason))
+            failures.append(Analysis(layout, tuple(kinds), structure=None, reason=obstacle.reason))
         except RuntimeError as error:
             if is_machine_error(error):
                 raise
             # The model writes in place, or has an op without a derivative. So this layer has no
             # closed form that could be checked; other layers may have one.
             reason = f"its graph cannot be differentiated: {first_line(error)}"
-            failures.append(Analysis(layout, ("unread",) * 3, None, reason))
+            failures.append(Analysis(layout, kinds=("unread",) * 3, structure=None, reason=reason))
         else:
-            return Analysis(layout, tuple(kinds), structure, None)
+            return Analysis(layout, tuple(kinds), structure, reason=None)
     return failures[0]
 
 

@@ -137,7 +137,7 @@ class Origin:
 
         Maps that read views of one tensor have the same object (see `graph.root`).
         """
-        if self.ancestors:
+        if self.ancestors:  # the nearest tensor comes first, as (object, maps to leave uncut)
             return self.ancestors[0][0]
         return None
 
@@ -246,8 +246,8 @@ class Explicit:
         Args:
             arrange_pairs: converts logits or P to these axes.
         """
-        # `weights` multiplies the values: P, or a function of it. If it does not have a row for
-        # each query, as the logits have, it is not P and stays as it is.
+        # `weights` is what multiplies the values: P, or a function of P. It has a row for each
+        # query, as the logits have. If it has not, it is no P, and stays as it is.
         weights = self.weights
         rows = self.logits[..., 0].numel()
         if weights.numel() % rows == 0:

@@ -210,7 +210,7 @@ def capture(
     tracer = Tracer(reduce_layer, cut_at=cut_at, loops=(site.loop for site in sites))
     with suppress(_AllRead), fork_random(net), exact_arithmetic(net.device):
         run(net, batch, tracer)
-    for site in pending.values():
+    for site in pending.values():  # report the first layer that did not run
         raise EvaluationError(
             f"attention layer {site.index} ({site.module}) was not used for this batch",
             "The model chooses its layers by the data. Leave this layer out with --layers.",
@@ -472,6 +472,7 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
                 gradient = gradient.flatten(0, 1).to(difference)
                 difference = difference.index_add(0, rows, gradient, alpha=-1)
         differences.append(torch.linalg.vector_norm(difference))
+    # u is scaled such that the gradient of each head has norm 1: this difference is relative.
     return bool(torch.stack(differences).norm() <= AGREES)
 
 
@@ -484,7 +485,7 @@ def _pull_closed_form(
     window u is scaled such that the gradient has norm 1. Gradients of several heads and windows
     cancel only by chance. So the norm of the whole error is at least about as large as the
     relative error of any head. Heads with large rounding errors (`forward_error`) get a smaller u,
-    so that these errors do not count.
+    so that these errors stay below the tolerance of the comparison.
 
     Args:
         heads: the layer in closed form.
@@ -496,6 +497,8 @@ def _pull_closed_form(
         projection that reads it, and the gradient times R, (windows, tokens, directions).
     """
     sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(parts["k"].x)}
+    # The norm of the gradient in each head: 1 without rounding errors. With the relative error e,
+    # the error of the gradient is e size = e / (1 + e / AGREES) < AGREES.
     size = 1 / (1 + forward_error(heads).to(u) / AGREES)
     u, pulled = sketched_vjp_x(heads, u, size, sketches)
     readers = {"x": "q", "x_kv": "k"}

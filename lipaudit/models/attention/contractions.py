@@ -73,8 +73,15 @@ class Contraction(NamedTuple):
         # left factor is then taken for learned queries of attention, not for a weight.
         batch = set(self.x_letters) & set(self.weight_letters) & set(self.out)
         if not self.is_linear_layer and not batch:
-            x, x_letters, weight, w_letters, out = self[:5]
-            yield calls.LEFT, Contraction(weight, w_letters, x, x_letters, out)
+            yield (
+                calls.LEFT,
+                self._replace(
+                    x=self.weight,
+                    x_letters=self.weight_letters,
+                    weight=self.x,
+                    weight_letters=self.x_letters,
+                ),
+            )
 
     def read(self) -> Linear | None:
         """Return the product as a linear map y = x W with a matrix W; None if nothing is summed.
@@ -83,7 +90,11 @@ class Contraction(NamedTuple):
         along c. In "abc,bcd->abd", with a product for each index of b, W is block-diagonal: it has
         a block for each index of b. None also if such a matrix is too large.
         """
-        x, x_letters, weight, w_letters, out = self._drop_constant_axes()[:5]
+        # If all blocks are equal, "abc,bcd->abd" becomes "abc,cd->abd": W is a single block.
+        product = self._drop_constant_axes()
+        x_letters = product.x_letters
+        w_letters = product.weight_letters
+        out = product.out
         # Sort the axes (letters): of x and the result, of all three (a block of W for each index),
         # of x and W only (summed over), of W and the result.
         rows = [a for a in out if a not in w_letters]
@@ -92,9 +103,9 @@ class Contraction(NamedTuple):
         columns = [a for a in out if a not in x_letters]
         if not summed:  # an entry-wise or outer product
             return None
-        x = x.permute([x_letters.index(a) for a in rows + blocks + summed])
+        x = product.x.permute([x_letters.index(a) for a in rows + blocks + summed])
         x = x.flatten(len(rows))  # (*rows, channels in)
-        weight = weight.permute([w_letters.index(a) for a in blocks + summed + columns])
+        weight = product.weight.permute([w_letters.index(a) for a in blocks + summed + columns])
         matrix = _make_matrix(weight, len(blocks), len(summed))
         if matrix is None:
             return None
@@ -111,10 +122,14 @@ class Contraction(NamedTuple):
         """Return the same product, without axes along which one factor only repeats itself.
 
         If all matrices W_b in "abc,bcd->abd" are equal, the result is the product "abc,cd->abd".
-        The same is done for x.
+        If x is equal along b, the result is "ac,bcd->abd". The other factor always keeps the axis,
+        so the result of the product has it, too.
         """
-        x, x_letters, weight, weight_letters, out = self[:5]
-        for letter in set(x_letters) & set(weight_letters) & set(out):  # axes of the batch
+        x = self.x
+        x_letters = self.x_letters
+        weight = self.weight
+        weight_letters = self.weight_letters
+        for letter in set(x_letters) & set(weight_letters) & set(self.out):  # axes of the batch
             weight_axis = weight_letters.index(letter)
             x_axis = x_letters.index(letter)
             if _is_constant_along(weight, weight_axis):
@@ -123,7 +138,9 @@ class Contraction(NamedTuple):
             elif _is_constant_along(x, x_axis):
                 x = x.select(x_axis, 0)
                 x_letters = x_letters.replace(letter, "")
-        return Contraction(x, x_letters, weight, weight_letters, out)
+        return self._replace(
+            x=x, x_letters=x_letters, weight=weight, weight_letters=weight_letters
+        )
 
 
 def _make_matrix(weight: Tensor, blocks: int, summed: int) -> Tensor | None:
@@ -270,7 +287,11 @@ def arrange_factors(
     Returns:
         a, (*batch, row, sum); b, (*batch, sum, *columns); the letters of (*batch, row, *columns).
     """
-    a, a_letters, b, b_letters, out = contraction[:5]
+    a = contraction.x
+    a_letters = contraction.x_letters
+    b = contraction.weight
+    b_letters = contraction.weight_letters
+    out = contraction.out
     # Letters of the result that only one factor has: n and m in the example. Let b be the factor
     # with the last one, the keys of q k^T or the channels of P v.
     single = [c for c in out if (c in a_letters) != (c in b_letters)]

@@ -68,10 +68,12 @@ class _Product:
     def rank(self) -> tuple[bool, int]:
         """Return a sort key: of several products in logits, the one with the largest key is q k^T.
 
-        First counts whether both factors depend on the model's input. Then counts whether both
-        factors have an axis of samples (three axes).
+        A product of two factors that depend on the model's input (q and k) comes before a product
+        with a constant. Of two such products, one whose factors both have an axis of samples comes
+        before one with a factor of two axes.
         """
         both_depend = self.a.requires_grad and self.b.requires_grad
+        # 3 if both factors have an axis of samples: further axes make no difference.
         return both_depend, min(self.a.ndim, self.b.ndim, 3)
 
 
@@ -175,6 +177,7 @@ class AttentionMode(TorchFunctionMode):
         call, address, output = self.complete(result)
         if call is not None:
             self.on_attention(call, address)
+        # `finish` gives the output the axes that the model expects, such as those of an einsum.
         return result.finish(output)
 
     def run_linear(
@@ -226,7 +229,7 @@ class AttentionMode(TorchFunctionMode):
     def _handle_matmul(
         self, func: TorchFunction, *operands: Any, **kwargs: Any
     ) -> AttentionCall | Tensor:
-        """Run a matrix product, and find out whether it belongs to attention.
+        """Run a matrix product, and return its result, or the attention call that it completes.
 
         A product of P and values completes a call. A product that may be q k^T is noted until a
         softmax of this product follows.
@@ -241,6 +244,7 @@ class AttentionMode(TorchFunctionMode):
             self._awaited.remove(softmax)
             weights, values = (b, a) if is_right else (a, b)
             return softmax.multiply(weights, values, out, transposed=is_right)
+        # Only a product that depends on the sample (requires a gradient) may be q k^T.
         if out.requires_grad and out.ndim > 2 and self._may_be_logits(a, b):
             # The edge, not the tensor: a model may scale or mask its logits in place.
             self._products.append(_Product(get_gradient_edge(out), a, b))
@@ -333,7 +337,10 @@ class AttentionMode(TorchFunctionMode):
         order = [axes.index(c) for c in contraction.out]
 
         def restore(t: Tensor) -> Tensor:
-            """Convert (*batch, row, width) to the axes of the einsum's result."""
+            """Convert a product a b, (*batch, row, column), to the axes of the einsum's result.
+
+            The axes of columns (`width` has their sizes) were flattened to one.
+            """
             t = t.reshape(*t.shape[:-1], *width)
             # A copy, because the model may write into its result in place.
             return t.permute(order).clone()
@@ -478,11 +485,14 @@ def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Ten
     path = nodes(weights, [] if p.grad_fn is None else [p.grad_fn])
     if p.shape[-1] != weights.shape[-1] or _MOVES.isdisjoint(op(node) for node in path):
         return logits, p
-    number = _number_rows(p, weights)  # for each row of P: the number of this row in the weights
+    # For each row of P: the number of this row in the weights. If P has rows of (2, 3) and the
+    # weights have them transposed, (3, 2), the numbers are [[0, 2, 4], [1, 3, 5]].
+    number = _number_rows(p, weights)
     if number is None:
         return logits, p
-    # From one index of an axis of P to the next, the number rises by the stride of this axis in
-    # the weights. The axis with the largest stride comes first in the weights.
+    # The stride of an axis of P in the weights: by how much the number rises from one index of the
+    # axis to the next, (last - first) / (size - 1). In the example: 1 and 2. The axis with the
+    # largest stride comes first in the weights.
     strides = []
     for axis, size in enumerate(number.shape):
         last = number.select(axis, -1).amin()

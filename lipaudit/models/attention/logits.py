@@ -160,7 +160,8 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     is_live = (p > 0) & (slope != 0).any(-1, keepdim=True)
     masked = (slope == 0) & ~is_live
     sizes = slope.where(is_live, 0.0).abs()
-    scale = sizes.amax((-2, -1), keepdim=True)  # s of each head: its largest slope
+    # s of each head, (windows, heads, 1, 1): its largest slope.
+    scale = sizes.amax((-2, -1), keepdim=True)
     fields: dict[str, Any] = {"scale": scale[..., 0, 0], "sink": sink}
     has_one_slope = _is_close(torch.where(is_live, slope, scale), scale, 1e-4)
     is_affine = _is_affine_path(path, has_sink=sink is not None)
@@ -210,7 +211,7 @@ def _divide_slopes(form: Explicit, slope: Tensor, scale: Tensor, is_live: Tensor
         scale: s, (windows, heads, 1, 1).
         is_live: which pairs have P_ij > 0.
     """
-    # A head without live pairs has a scale of 0, which gives NaN.
+    # A head without live pairs has s = 0: its f is 0 / 0 = NaN, and becomes 0.
     f = (slope / scale).where(is_live, 0.0).nan_to_num(0.0)
     rounding = _ROUNDING * torch.finfo(slope.dtype).eps
     is_one = _is_close(f.where(is_live, 1.0), torch.ones_like(f), rounding)
@@ -273,15 +274,18 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
         _require_subtracted(form, largest)
 
     def pull(cotangent: Tensor) -> Tensor:
-        """Return J^T u of the logits by q k^T, for a cotangent u of the keys' logits.
+        """Return J^T u, where J is the Jacobian of the logits with respect to q k^T.
 
-        A sink (a column without a key) gets minus the sum of u in its row. So if the sink depends
-        on q k^T, the result is not the slopes times u, which the caller tests.
+        u is a cotangent of the keys' logits. A sink, a logit without a key, gets a cotangent, too:
+        minus the sum of u in its row, so that a row sums to 0, like every gradient behind a
+        softmax. If the sink depends on q k^T, the result is not slopes * u: the caller's test of
+        this equation then fails.
         """
         whole = cotangent
-        if keys.start is not None:
+        if keys.start is not None:  # there is a sink
             whole = cotangent.new_zeros(form.logits.shape)
             whole[..., keys] = cotangent
+            # The sink is the column before the keys, or the last one (-1) if keys start at 0.
             whole[..., keys.start - 1] = -cotangent.sum(-1)
         result, _ = _pull_logits(form, largest, whole.to(form.logits.dtype))
         if result is None:  # the graph is cut between q k^T and S, at a linear map of the logits
@@ -546,20 +550,21 @@ def _probe_logits(logits: Tensor, part: Projected, samples: int) -> Probed:
 
 
 def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]:
-    """Yield the gradients dS_ij / dq_i of logits S, one channel c of q after the other.
+    """Yield the derivatives dS_ij / dq_ic of logits S, one channel c of q after the other.
 
-    Each item has the shape of S, (windows, heads, queries, keys).
+    q is computed from y, the output of a linear map, as q_i = M y_i + constant in each head. Each
+    item has the shape of S, (windows, heads, queries, keys).
 
     Args:
-        source: S as a function of the output y of the linear map behind q: of the columns that q
-            reads, in the order of heads.
-        part: how q is computed from y: q = M y with a matrix M for each head.
+        source: S as a function of y (so `source.t` is S). y has a row for each token, and the
+            columns that q reads, in the order of heads: (tokens of all samples, heads * d).
+        part: holds M, (heads, d, d), as `part.form.mix`; None for the identity.
 
     Raises:
         NotClosedForm: M is not square.
     """
-    # To change channel c of q in all heads, change y by column c of M^-1, at every token. Row c of
-    # `changes`, (d, heads * d), is this change of y.
+    # Channel c of q changes by 1 in all heads, and no other channel changes, if y changes by
+    # column c of M^-1 at every token. Row c of `changes`, (d, heads * d), is this change of y.
     columns = part.form.columns
     mix = part.form.mix
     if mix is None:
@@ -570,12 +575,12 @@ def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]
     else:
         raise NotClosedForm(f"{BESIDE}, behind a map to another width")
     changes = inverse.permute(2, 0, 1).flatten(1)
-    # With J = dS/dy, the change of S is J times the change of y. S_ij depends on no other query
-    # than q_i, so entry ij of this product is dS_ij / dq_ic, and d products give all gradients.
-    # A product J m is the gradient of <J^T u, m> with respect to u, because J^T u is linear in u.
+    # A change m of y changes S by J m, with J = dS/dy. S_ij depends on no other query than q_i, so
+    # entry ij of J m is dS_ij / dq_ic for the change of channel c.
+    # J m is the gradient of <J^T u, m> with respect to u, for any u, as J^T u is linear in u.
     u = torch.zeros_like(source.t, requires_grad=True)
     pulled = pull_back(source.t, source.leaves, u, create_graph=True)
-    rows = source.as_rows(*pulled)
+    rows = source.as_rows(*pulled)  # J^T u, in the shape of y
     for change in changes:
         (gradient,) = pull_back(rows, u, change.expand_as(rows), retain_graph=True)
         yield gradient
@@ -593,14 +598,15 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
         width: number of columns of each head.
     """
     windows, heads, tokens, _ = source.t.shape
-    # Which token's logits each row of y affects (-1: none), and which token reads the row.
+    # A row of y belongs to the token whose query reads it. It may affect no logits but this
+    # token's: for each row, the token that it affects (-1: none) is compared with this token.
     token = torch.arange(windows * tokens, device=rows.device)
     affected_token = graph.label_affected(source, token.view(windows, 1, tokens, 1), rows=True)
     if affected_token is None:  # a row affects several tokens
         raise NotClosedForm(BESIDE)
     own_token = torch.full_like(affected_token, -1)
     own_token[rows.flatten()] = token
-    # Which head's logits each column of y affects (-1: none), and which head reads the column.
+    # The same for the columns of y, each of which belongs to the head that reads it.
     head = torch.arange(heads, device=rows.device)
     own_head = head.repeat_interleave(width)
     affected_head = graph.label_affected(source, head.view(1, heads, 1, 1), rows=False)

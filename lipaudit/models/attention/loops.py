@@ -52,7 +52,10 @@ class Surveyed:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Return the numbers of the tokens that q, k and v read, whichever their linear map is."""
+        """Return the tokens that q, k and v read, as row numbers of their linear maps' outputs.
+
+        The maps themselves are left out: each head of a layer may have maps of its own.
+        """
         numbers = []
         for reads in self.reads:
             numbers.append(sorted(number for _, number in reads.rows))
@@ -147,7 +150,8 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     if _are_heads(group):
         return 1
     # The causal mask of torch's fused attention starts at the first query of the call, so later
-    # chunks of a sequence would get a wrong mask. The form of a fused call ends with `causal`.
+    # chunks of a sequence would get a wrong mask. The form of a fused call ends with `causal`, and
+    # the form of a written-out softmax with the number of keys, which `is True` does not match.
     is_causal = form[-1] is True
     if _are_chunks(group) and not is_causal:
         return 2
@@ -184,7 +188,8 @@ def _are_chunks(group: Sequence[Surveyed]) -> bool:
     """
     # `shapes` has the shapes of q, k and v, each (windows, heads, tokens, width).
     shapes = {(q[:2], q[3]) for q, _, _ in (layer.shapes for layer in group)}
-    # `reads` says, for q, k and v, which tokens (rows) and channels of linear maps each reads.
+    # `reads` has an item for q, for k and for v: which tokens (`rows`) and channels of linear maps
+    # it reads. Chunks have different tokens of q, and the same of k and v.
     queries = [layer.reads[0].rows for layer in group]
     keys_and_values = [layer.reads[1:] for layer in group]
     return len(shapes) == 1 and _are_disjoint(queries) and _are_same(keys_and_values)
@@ -220,7 +225,8 @@ def _share_maps(a: Surveyed, b: Surveyed) -> bool:
 def _share_input(a: Surveyed, b: Surveyed) -> bool:
     """Say whether one line of code makes two attention calls whose queries read the same tensor.
 
-    False for calls of several heads: their linear maps are not kept (`origin.linear` is None).
+    False for calls of several heads: the survey does not keep their linear maps, to save memory
+    (`origin.linear` is None).
     """
     roots = []  # for each call, the tensors that the linear maps of its queries read
     for layer in (a, b):
@@ -230,10 +236,10 @@ def _share_input(a: Surveyed, b: Surveyed) -> bool:
 
 
 def _read_same_tokens(a: Surveyed, b: Surveyed) -> bool:
-    """Say whether the linear maps of two calls read the same tokens of one tensor.
+    """Say whether two calls may be heads of one layer that have linear maps of their own.
 
-    With equal shapes and an equal form of the logits, too, the calls may be two heads of one layer
-    with maps of their own, which the model computes in a loop over heads.
+    A model may compute such heads in a loop. The calls then have equal shapes and an equal form of
+    the logits, and their maps read the same tokens of one tensor.
     """
     if not a.form or a.form != b.form or a.shapes != b.shapes:
         return False

@@ -63,8 +63,12 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
             return cotangent.flatten()[None]
 
         def multiply(u: Tensor) -> Tensor:
-            """Return J_h J_h^T u at every sample: this head's rows of J J^T u of the module."""
-            product = linear.outer(embed(u)).view_as(layer.output)
+            """Return J_h J_h^T u at every sample, for a cotangent u of this head's output.
+
+            They are the rows of this head in J J^T w, where J is the Jacobian of all heads, and w
+            is u in this head and 0 in the others.
+            """
+            product = linear.outer(embed(u)).view_as(layer.output)  # J J^T w
             rows = _zero_padding(product[:, head], layer)
             return rows.reshape(u.shape)
 
@@ -162,6 +166,7 @@ def _run_alone(layer: Layer, run_module: Callable[[], object]) -> Tensor:
         # `numbers`: which attention calls of the module are the layer's, from 0.
         if len(calls) > layer.numbers[-1]:
             joined = call
+            # A layer may be computed by a loop of several calls, such as one for each head.
             if site.loop is not None:
                 joined = site.loop.join([calls[i] for i in layer.numbers])
             arranged = joined.arrange(site.layout, layer.samples)

@@ -221,7 +221,7 @@ def _classify(
             form = replace(form, offset=offset)
         return form
     local = graph.find_position_map(source, rows, columns)
-    shared = local is not None
+    shared = local is not None  # all windows and heads have the same G_i
     if local is None:
         _refuse_large(source, form)
         local = graph.compute_map(source, rows, columns)
@@ -247,7 +247,7 @@ def find_token_rows(source: Probed) -> Tensor:
     # In most models the rows of y are the tokens in order. Two backward passes show this.
     number = torch.arange(windows * tokens, device=source.t.device)
     ordered = number.view(windows, tokens)
-    touched = graph.find_touched(source.read, 1)
+    touched = graph.find_touched(source.read, 1)  # which rows of y t depends on
     reads_all = len(touched) == len(number) and touched.all()
     if reads_all and graph.reads_only(source, ordered):
         return ordered
@@ -287,7 +287,9 @@ def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
     windows = rows.shape[0]
     if windows % samples == 0 and total % samples == 0:
         length = total // samples  # tokens of a sample
-        first = rows[: windows // samples]  # the rows that the first sample reads
+        first = rows[: windows // samples]  # the rows that the first sample (number 0) reads
+        # Token i of sample s is row s * length + i if samples come first, and row i * samples + s
+        # if tokens come first. With s = 0, the token is the row, or the row // samples.
         by_sample = TokenIndex(first, length, samples_first=True)
         by_token = TokenIndex(first // samples, length, samples_first=False)
         for index in (by_sample, by_token):

@@ -54,7 +54,8 @@ def _is_complete(frame: Frame, call: AttentionCall, origins: Sequence[Origin]) -
         return False
     if isinstance(call.form, Explicit):
         walks.append(graph.leaves(call.form.logits, stop))
-    # Every leaf that is no argument must be made inside of the module.
+    # Every leaf that is no argument must be made inside of the module. Leaves without an origin
+    # are constants.
     input_ids = {id(t) for t in inputs}
     others = [t for leaves, _ in walks for t in leaves if id(t) not in input_ids]
     other_origins = [call.origins.by_leaf.get(t) for t in others]

@@ -172,6 +172,9 @@ def survey(net: Net, batch: Batch) -> Survey:
 def _run_unobserved(net: Net, pair: Batch, uses: Uses, call_stack: trace.CallStack) -> Tensor:
     """Return the output of the model, run as it is, and count the uses of attention in it.
 
+    `uses` marks the input, and every tensor that is computed from a marked one. So it finds all
+    products of two tensors that depend on the sample, in any code: q k^T, and P v.
+
     Args:
         net: the model.
         pair: two samples.
@@ -182,6 +185,7 @@ def _run_unobserved(net: Net, pair: Batch, uses: Uses, call_stack: trace.CallSta
         InputError: the output does not have a row per sample.
         EvaluationError: the output is not finite.
     """
+    # Marks start at the pixels or, for a text, at the output of the token embedding.
     if net.kind != "text":
         uses.mark(pair.x)
     watched = trace.watch_embeddings(net, uses.mark)
@@ -223,10 +227,17 @@ def _observe_passes(
     """
 
     def observe(loops: Sequence[calls.Loop], uncut_maps: frozenset[calls.Address]) -> Surveyor:
-        """Run the model once, and check that the output equals that of the unobserved pass."""
+        """Run the model once to find its attention layers, and check that its output is unchanged.
+
+        Args:
+            loops: attention calls to join: the calls of each loop form one layer.
+            uncut_maps: linear maps at which the pass does not cut the autograd graph. At all other
+                maps it does, and q, k and v start at the cuts.
+        """
         surveyor = Surveyor(pair, uncut_maps, loops)
         observed = trace.run(net, pair, surveyor)
         _require_unchanged(net, pair, output, observed)
+        # `scores` are products of keys and learned queries: a further pass finds their layers.
         if not surveyor.layers and not surveyor.scores:
             raise _make_heads_error(net, uses)
         return surveyor
@@ -263,9 +274,11 @@ def _require_unchanged(net: Net, pair: Batch, output: Tensor, observed: Tensor) 
         output: the output without an observer.
         observed: the output with an observer.
     """
-    # A difference above a strict tolerance may come from a random model: raise an error if so.
+    # Each sample (`each=0`) is compared on its own. A difference above the strict tolerance (1e-5)
+    # may come from a random model: `require_repeat` runs the model again, and raises if so.
     if not agree(output, observed, each=0):
         requirements.require_repeat(net, pair, pair, output)
+    # Otherwise it is an effect of the observer, and is allowed up to the looser tolerance (1e-4).
     if not agree(output, observed, requirements.AGREES, each=0):
         difference = (observed - output).abs().amax()
         gap = difference / output.abs().amax()
@@ -295,7 +308,8 @@ def _run_with_other_companion(
     sources = frozenset().union(*(site.sources for site in explicit))
     tracer = trace.Tracer(surveyor.compare, cut_at=sources, loops=loops)
     other_output = trace.run(net, other, tracer)
-    # Raise an error that says whether the model is random or mixes samples.
+    # The sample's output must not depend on its companion. If it does, `require_repeat` finds out
+    # whether the model is random or mixes samples, and raises the error that says so.
     if not agree(output[0], other_output[0]):
         requirements.require_repeat(net, surveyor.batch, other, output)
 
@@ -344,7 +358,8 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
     their special tokens and masks; the returned model adds the noise to the embeddings.
     """
     x = _take_sample(net, batch)
-    # The sample and two companions, which get different noise.
+    # The sample and its two companions. Pixels of all three get different noise. Texts get none
+    # here, so the first companion is reversed: its order of tokens differs.
     samples = [x, x.flip(-1), x]
     if net.kind == "text":
         net = _add_embedding_noise(net)
@@ -367,6 +382,7 @@ def _add_noise(t: Tensor, box: tuple[float, float] | None, seed: int) -> Tensor:
     if box is None:
         size = t.square().mean(-1, keepdim=True).sqrt()
         noise = torch.randn(t.shape, generator=generator).to(t)
+        # A token of zeros gets noise of size 1, as it must not stay 0.
         return t + torch.where(size == 0, 1.0, size) * noise
     low, high = box
     share = torch.rand(t.shape, generator=generator).to(t)

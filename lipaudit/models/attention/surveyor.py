@@ -50,11 +50,14 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
     Args:
         origins: the linear maps behind q, k and v.
     """
-    # `ancestors` lists the tensors that a map depends on, the nearest first, each with the maps to
-    # leave uncut for it. In the example: norm(x A): (), x: (B,) for B, and x: () for C. An object
-    # that identifies the tensor stands for it.
+    # For each map: the tensors that it depends on, the nearest first, and the maps to leave uncut
+    # so that q, k or v starts at this tensor. In the example, with an object that identifies a
+    # tensor in place of the tensor:
+    #     B: {norm(x A): (), x: (B,)}
+    #     C: {x: ()}
+    # Origins that are no linear map, such as the model's input, have no map to leave uncut.
     by_map = {origin.address: dict(origin.ancestors) for origin in origins if origin.linear}
-    # A common tensor is also an ancestor of the first map: try these in turn, the nearest first.
+    # A common tensor is also an ancestor of the first map: try the ancestors of this map in turn.
     for tensor in next(iter(by_map.values()), ()):
         if all(tensor in ancestors for ancestors in by_map.values()):
             return frozenset().union(*(ancestors[tensor] for ancestors in by_map.values()))
@@ -82,7 +85,9 @@ class Surveyor(Tracer):
     ) -> None:
         super().__init__(uncut_maps=uncut_maps, loops=loops)
         self.batch = batch
+        # Linear maps at which a further pass should not cut the graph, to read more layers.
         self.next_uncut: set[Address] = set()
+        # Products of keys with learned queries: they look like linear maps, but are logits.
         self.scores: set[Address] = set()
         self.layers: dict[Address, Surveyed] = {}
         # For each module: True if q, k or v of some call change when the second sample is replaced

@@ -169,7 +169,9 @@ class Tracer(AttentionMode):
         loops: Iterable[Loop | None] = (),
     ) -> None:
         super().__init__(on_attention)
-        self.cut_at = cut_at  # the ops at which to cut; None: at all linear maps of the input
+        # The ops at which to cut the graph. None: at all linear maps of tensors that depend on the
+        # input, but for `uncut_maps`.
+        self.cut_at = cut_at
         self.uncut_maps = uncut_maps
         self.call_stack = call_stack or CallStack()
         self.origins = Origins()  # for each leaf at a cut, the op whose output it is
@@ -271,6 +273,8 @@ class Tracer(AttentionMode):
         if len(earlier) == 1:  # x is made from the output of one linear map
             for mark, maps in earlier[0].origin.ancestors:
                 ancestors.append((mark, (address, *maps)))
+        # Tensors behind more maps are left out: known models apply at most three maps in sequence
+        # to the input of a layer, to compute q, k or v.
         return tuple(ancestors[:_DEEPEST])
 
     def _is_map(self, factors: Contraction, address: Address) -> bool:

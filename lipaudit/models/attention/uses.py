@@ -102,8 +102,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = getattr(func, "overloadpacket", func).__name__
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         marks_of_args = [self._find_marks(t) for t in tensors]
-        # No argument depends on the sample, or the op reads only the shape of its arguments
-        # (zeros_like, new_ones, empty).
+        # The result does not depend on the sample if no argument does, or if the op reads only the
+        # shape of its arguments (zeros_like, new_ones, empty).
         if not any(marks_of_args) or name.endswith("_like") or name.startswith(_NEW):
             return out
         if name in _IN_PLACE:  # `add_` counts as `add`
@@ -143,8 +143,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._mark_product(left, right, out)
         if name in _ENTRYWISE and len(marks_of_args) == 2 and all(marks_of_args):
             return self._mark_entrywise(name, args, marks_of_args, out)
-        # Any other op: the result has the marks of all arguments. Only for gather and the like,
-        # the index does not count.
+        # Any other op: the result has the marks of all arguments. Of gather and the like, only the
+        # first tensor counts, not the index.
         counted = marks_of_args[:1] if name in _CHOICES else marks_of_args
         marks = _SAMPLE
         for marks_of_arg in counted:
@@ -173,7 +173,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         marks = left_marks | right_marks
         # Broadcasting to more entries than either tensor has: all pairs of their entries.
         if out.numel() > max(left.numel(), right.numel()):
-            # P_ij v_j, before a sum over the keys j.
+            # A product with a pair is P_ij v_j, which the model sums over the keys j later.
             if marks & _PAIR and name == "mul":
                 return self._count_use()
             return marks | _OUTER
@@ -182,8 +182,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if left_pair == right_pair:  # both tensors are pairs, or none
             return marks
         pair = left if left_pair else right
-        # Each row of the other tensor is multiplied by one number of the pair: a value by its
-        # attention weight.
+        # The pair has one number for each row of the other tensor: an attention weight for each
+        # value vector.
         if pair.shape[-1:] == (1,) and out.shape[-1:] != (1,):
             return self._count_use()
         if name == "add":  # a residual stream, to which the pair is added
@@ -204,7 +204,9 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not (left_marks and right_marks):
             # One factor is a constant (a weight): a linear map, whose result is no pair.
             marks = _SAMPLE
-            # A map to one column scores each entry, as in additive attention w tanh(q_i + k_j).
+            # A map to one column (or a matrix times a vector) gives one number for each pair of
+            # tokens, as in additive attention, w tanh(q_i + k_j): keep _OUTER. A map to several
+            # columns makes new features.
             if out.ndim == 1 or out.shape[-1] == 1:
                 marks |= (left_marks | right_marks) & _OUTER
             return marks
@@ -212,8 +214,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         right_pair = right_marks & _PAIR
         if left_pair == right_pair:  # q k^T, or a product of two pairs
             return _SAMPLE | _PAIR
-        # P v, or v^T P^T: the channels are the axis of v that the product keeps. A factor with a
-        # single channel holds no values, and the result is a pair.
+        # The size of the axis of channels of v: the last axis in P v, and the last but one in
+        # v^T P^T. With a single channel, the factor holds no values, and the result is a pair.
         channels = left.shape[-2:-1] if right_pair else right.shape[-1:]
         if channels == (1,):
             return _SAMPLE | _PAIR
@@ -235,7 +237,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, t: Tensor, marks: int = _SAMPLE) -> None:
         """Mark a tensor and all views of its memory: marks are stored by the memory's address.
 
-        If t is only a part of its memory, earlier marks stay, and the new ones are added.
+        Marks are bits of one number. If t is only a part of its memory, the earlier marks of this
+        memory stay, and the new ones are added.
         """
         if t.layout == torch.strided:
             storage = t.untyped_storage()

@@ -346,7 +346,7 @@ class Linearization:
         No pass runs: the result shares the graph of this linearisation.
 
         Args:
-            f: the map from that tensor to the output, in case the graph has to be built again.
+            f: the map (inner, index) -> output, in case the graph has to be built again.
             inner: the tensor, (batch, *in), as a part of the graph.
         """
         # `_graph` is the input and the output of the pass that has run. In the graph of the

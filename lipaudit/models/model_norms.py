@@ -447,6 +447,7 @@ def make_gram_products(linear: Linearization) -> Products:
     u is flat: (batch, outputs) for J J^T, or (batch, inputs) for J^T J.
     """
     few_outputs = linear.outputs <= linear.inputs
+    # `outer` returns J J^T u, and `inner` returns J^T J u.
     product: Products = linear.outer if few_outputs else linear.inner
     shape = (linear.output if few_outputs else linear.x).shape
 

@@ -454,6 +454,7 @@ class Net(ModelSpec):
         """
         # z is (batch, tokens, width). Some models embed as (tokens, batch, width). For these,
         # `_put_batch_first` exchanges the two axes, also in this direction.
+        # The first call of the embedding module takes z from this list, and leaves it empty.
         pending = [self._put_batch_first(z).clone()]
 
         def replace_first(out: Tensor) -> Tensor:

@@ -138,6 +138,7 @@ def find_form(output: Tensor, final: FinalActivation) -> OutputForm:
     values = output.detach().double()
     if _sums_to_one(values.exp()):
         return "log-probabilities"
+    # From 0 to 1, up to the rounding error SIMPLEX.
     in_unit_interval = (values > -SIMPLEX).all() & (values < 1 + SIMPLEX).all()
     if in_unit_interval and _sums_to_one(values):
         return "probabilities"

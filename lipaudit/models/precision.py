@@ -63,7 +63,8 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
     `torch.backends.cudnn.flags()`: the model is measured with its own settings.
     """
     with ExitStack() as stack:
-        # If this module is not imported, nothing is compiled. Importing it would take a second.
+        # `torch._dynamo` is torch's compiler. If nothing has imported it, no code is compiled, and
+        # importing it here would take a second.
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         mha: Any = torch.backends.mha
@@ -147,6 +148,7 @@ class Widening(TorchFunctionMode):
         `x.to(torch.half)`. Half precisions among them are recorded.
         """
         kwargs = kwargs or {}
+        # The dtype of a cast is that of its method, or one of the arguments.
         for dtype in (_CASTS.get(func), *args, *kwargs.values()):
             if dtype is torch.half or dtype is torch.bfloat16:
                 self.halves.add(dtype)

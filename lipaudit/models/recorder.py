@@ -86,7 +86,7 @@ class Recorder(AttentionMode):
         # A view gives O a separate graph node, which stays the edge of O even if the model writes
         # into the tensor later.
         output = output.view_as(output)
-        edges = []
+        edges = []  # of O, P and V; None without a gradient
         for t in (output, *parts):
             edges.append(get_gradient_edge(t) if t.requires_grad else None)
         self.calls[address] = AttentionEdges(*edges)
@@ -100,9 +100,14 @@ class Recorder(AttentionMode):
         return ""
 
     def _name_node(self, frame: Frame, output: Any) -> None:
-        """Record which module has computed the graph node of an output, when its call ends."""
+        """Record the module that has just returned as the one that computed a graph node.
+
+        Args:
+            frame: the call of the module, with the module and its name.
+            output: what the module has returned. The node is that of its first tensor.
+        """
         tensors = (t for t in tree_flatten(output)[0] if isinstance(t, Tensor))
-        node = getattr(next(tensors, None), "grad_fn", None)  # of the first tensor
+        node = getattr(next(tensors, None), "grad_fn", None)
         if node is None:
             return
         # Several modules may return one tensor, such as an MLP and the dropout at the end of the
@@ -127,8 +132,8 @@ def _recompute(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
         mask = form.mask
         if form.causal:
             queries, keys = logits.shape[-2:]
-            mask = hide_later_keys(queries, keys, mask, logits)
-        if mask is not None:
+            mask = hide_later_keys(queries, keys, mask, logits)  # the mask, and causal
+        if mask is not None:  # an additive mask is -inf at hidden keys
             logits = logits + make_additive(mask, logits.dtype)
         # torch's fused attention returns 0 for a query that sees no key.
         sees_nothing = logits.isneginf().all(-1, keepdim=True)

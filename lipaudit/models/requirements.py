@@ -218,14 +218,15 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
         "(--max-tokens cuts them). bounds, attention and jacobian handle lengths separately."
     )
     pair = _pick_extreme_lengths(batch)
-    text = f"{net.architecture} cannot be run on texts of several lengths"
-    with explain_failure(text, advice), torch.no_grad():
+    explained = explain_failure(
+        f"{net.architecture} cannot be run on texts of several lengths", advice
+    )
+    with explained, torch.no_grad():
         net.output(pair.to(net.device, net.dtype))
     try:
         require_per_sample(net, pair, singly=False)
     except InputError as error:
-        text = f"{net.architecture} reads padding: {error.message}"
-        raise InputError(text, advice) from error
+        raise InputError(f"{net.architecture} reads padding: {error.message}", advice) from error
 
 
 def _pick_extreme_lengths(batch: Batch) -> Batch:

@@ -276,8 +276,8 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
     count = len(task.classes)
     if task.kind == "continuation":
         count = 0
-    what = f"{task.kind} ({', '.join(task.classes)})"
-    note = Note.info("scores", f"scores are log-likelihoods, {PER[how]}, of the {what}")
+    continuations = f"{task.kind} ({', '.join(task.classes)})"
+    note = Note.info("scores", f"scores are log-likelihoods, {PER[how]}, of the {continuations}")
 
     def call(x: Tensor, mask: Tensor | None) -> Tensor:
         return _score_rows(net, entry, x, mask, how, count)

@@ -94,7 +94,8 @@ def _disable_later(disable: Any, function: Any = None, *options: Any, **named: A
         options: further arguments of `disable`.
         named: keyword arguments of `disable`.
     """
-    mark = cache(partial(disable, function, *options, **named))  # runs once, then remembers
+    # Returns the marked function. It is made by the first call, and `cache` keeps it.
+    mark = cache(partial(disable, function, *options, **named))
 
     @wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:

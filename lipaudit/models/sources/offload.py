@@ -37,6 +37,10 @@ def place_weights(
 ) -> tuple[Call, Mapping[str, str], Notes]:
     """Put the weights of a model on its devices, in the precision of the run.
 
+    Without --device-map, all weights go to one device. With a map, they go to several devices or
+    the disk. In both cases the weights are converted now, or (--weights stored) each time a layer
+    reads them.
+
     Args:
         module: the model.
         call: runs the model on (x, mask).

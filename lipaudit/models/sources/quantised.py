@@ -83,7 +83,8 @@ def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool
             settings.get("checkpoint_format") or settings.get("version") or default
         ).lower()
     _require_known_method(method, layout, settings, path)
-    if formats and formats <= FLOATS:  # config.json is wrong: there are no codes
+    # If all tensors of the files are floats, there are no codes: config.json is wrong.
+    if formats and formats <= FLOATS:
         del config.quantization_config
         text = "but all weights are stored as floats: none is quantised"
         note = Note.warn("not-quantised", f"config.json names {method}, {text}")
@@ -212,7 +213,8 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
     state: dict[str, Any] = {}
     for file in list_weight_files(each.name for each in path.iterdir()):
         if not file.endswith(".json"):  # no index of sharded files
-            state |= read_weights(path / file)[0]
+            weights, _notes = read_weights(path / file)
+            state |= weights
     formats = Counter[str]()  # number of weights of each number format
     count = 0  # entries of quantised weights
     # A quantised layer has a `qweight`. Its names are listed first, because the loop changes
@@ -337,7 +339,7 @@ def _add_one(words: Tensor, zeros: Tensor, bits: int) -> Tensor:
 
 def _unpack_by_places(words: Tensor) -> Tensor:
     """Return the 4-bit integers in words of AWQ, in order: a word stores them interleaved."""
-    eights = _unpack(words, 4).view(len(words), -1, 8)
+    eights = _unpack(words, bits=4).view(len(words), -1, 8)
     return eights[:, :, PLACES].flatten(1)
 
 

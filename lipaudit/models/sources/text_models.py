@@ -94,6 +94,7 @@ def read_lexicon(
         text = ""
         if mark and mark not in BEGINS_MARKS:  # WordPiece, whose mark is before later tokens
             text = tokens[token].removeprefix(mark)
+        # All other tokens. In WordPiece, a token that is nothing but the mark is decoded, too.
         text = text or spell([token]).strip()
         if "\ufffd" in text:  # the sign for bytes that are no whole character
             return ""
@@ -137,6 +138,7 @@ def _find_mark(tokenizer: Any) -> str:
     WordPiece puts ## before tokens that continue a word. Byte-level BPE and SentencePiece put a
     mark before tokens that begin a word (`BEGINS_MARKS`). Empty for other vocabularies.
     """
+    # The content of a tokenizer.json. Its "decoder" joins tokens to texts, so it knows the mark.
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     model = settings["model"]
     if model.get("type") == "WordPiece":
@@ -403,7 +405,8 @@ def _count_ids(module: Any, config: Any) -> int:
         )
     size = int(config.vocab_size)
     table = None
-    with suppress(NotImplementedError):  # a model with two towers
+    # The table may have fewer rows. A model with two towers does not say which table it uses.
+    with suppress(NotImplementedError):
         table = getattr(module.get_input_embeddings(), "weight", None)
     if isinstance(table, Tensor) and table.ndim == 2:
         return min(len(table), size)

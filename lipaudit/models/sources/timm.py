@@ -268,7 +268,9 @@ def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
     import timm
     from timm.layers import set_fused_attn, use_fused_attn
 
-    before = use_fused_attn(), use_fused_attn(experimental=True)  # a global setting of timm
+    # Two global settings of timm, which are restored at the end.
+    is_fused = use_fused_attn()
+    is_experimental = use_fused_attn(experimental=True)
     set_fused_attn(True, experimental=True)
     try:
         return timm.create_model(name, **{"pretrained": False} | weights, **kwargs)
@@ -282,7 +284,7 @@ def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
             raise
         raise InputError(f"timm cannot build {name}: {error}", "Check the name.") from error
     finally:
-        set_fused_attn(before[0], experimental=before[1])
+        set_fused_attn(is_fused, experimental=is_experimental)
 
 
 def _load(module: Any, state: State, path: Path) -> Notes:
@@ -455,7 +457,8 @@ def load_demo(name: str = "standard") -> ModelSpec:
         raise InputError(f"there is no demo {name!r}", suggestion(name, DEMOS))
     module = DigitsViT()
     with as_file(files("lipaudit.models") / "assets" / f"demo_{name}.safetensors") as path:
-        module.load_state_dict(read_weights(path)[0])
+        weights, _notes = read_weights(path)
+        module.load_state_dict(weights)
     return ModelSpec(
         module,
         (1, SIZE, SIZE),

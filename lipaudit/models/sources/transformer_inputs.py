@@ -200,7 +200,7 @@ def describe_images(
                 path, trust_remote_code=False, local_files_only=True
             )
     shape = options.image_shape(_find_image_shape(module, processor))
-    steps = {}
+    steps = {}  # what `Resizing` applies to a picture, by the names that the report shows
     # The processor resizes images to its own size, so it is not used with --input-size. After
     # bicubic resizing, pixels may lie outside of [0, 1]: clamp them.
     if processor is not None and not options.input_size:

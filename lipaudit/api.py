@@ -93,17 +93,19 @@ def audit_request(
     audit_options = AuditOptions.parse({**of_audit, "only": only})
     run = RunOptions.parse(of_run)
     request = plan_audit(model, audit_options, run, demo=demo, command=command)
-    plan = {name: request.measures[name] for name in only or request.measures}
+    # The options of each measure by name, in the order in which the measures are given.
+    planned = {name: request.measures[name] for name in only or request.measures}
     # Options that are given for one measure replace those of the audit.
     if isinstance(measures, Mapping):
         for name, given in measures.items():
-            planned = plan[name]
-            kind = type(planned)
-            from_audit = {field: getattr(planned, field) for field in planned.model_fields_set}
+            audited = planned[name]
+            kind = type(audited)
+            # `model_fields_set`: the options that have a value, without those left at the default.
+            from_audit = {field: getattr(audited, field) for field in audited.model_fields_set}
             (of_measure,) = _split_options(given, kind)
-            plan[name] = kind.parse(from_audit | of_measure)
-    # Measures that the model or the data do not allow are left out, with a note.
-    return replace(request, measures=plan, optional={*plan})
+            planned[name] = kind.parse(from_audit | of_measure)
+    # All measures are optional: those that the model or data do not allow are left out.
+    return replace(request, measures=planned, optional={*planned})
 
 
 def plan_audit(
@@ -121,11 +123,12 @@ def plan_audit(
     Raises:
         UsageError: a radius, attack or norm is invalid.
     """
-    plan = options.plan(demo=demo)
-    counts = options.counts(demo=demo)
+    measures = options.plan(demo=demo)  # the options of each measure, by name
+    counts = options.counts(demo=demo)  # the default number of samples of each measure
     # Measures that the user did not ask for are left out if the model does not allow them.
-    optional = {*plan} - options.required
-    return Request(model, plan, run, counts, optional=optional, partial=True, command=command)
+    optional = {*measures} - options.required
+    # partial: if a measure fails, the others still run, and the report is partial.
+    return Request(model, measures, run, counts, optional=optional, partial=True, command=command)
 
 
 def _split_options(
@@ -209,11 +212,12 @@ def measure(
         >>> report.section("jacobian").rows[0].samples
         2
     """
-    kind = find_measure(name).options
+    kind = find_measure(name).options  # the class of the measure's options
     of_measure, of_run = _split_options(options, kind, RunOptions)
-    plan = {name: kind.parse(of_measure)}
+    measures = {name: kind.parse(of_measure)}
     run = RunOptions.parse(of_run)
-    request = Request(name_models(model)[0], plan, run, command="lipaudit.measure()")
+    (model_name,) = name_models(model)
+    request = Request(model_name, measures, run, command="lipaudit.measure()")
     with open_job(model, request, data, input_shape=input_shape) as job:
         if run.shard:
             run_shard(job, observer)

@@ -67,7 +67,8 @@ class StructureError(EvaluationError):
     """
 
     def __init__(self, layer: int, module: str, reason: str) -> None:
-        # On some sample the layer is not built as on the first one, by which it was surveyed.
+        # A survey on the first samples of a run reads which ops an attention layer consists of. On
+        # a later sample the layer has other ops: `reason` says which.
         super().__init__(
             f"attention layer {layer} ({module}): {reason}",
             "The structure of this layer depends on the data. Leave it out with --layers.",
@@ -104,9 +105,9 @@ def visible(text: str, keep: str = "") -> str:
         return text
     # Unicode categories: control and format characters, surrogates, line and paragraph separators.
     control = ("Cc", "Cf", "Cs", "Zl", "Zp")
-    found = [c for c in set(text) - set(keep) if unicodedata.category(c) in control]
+    hidden = [c for c in set(text) - set(keep) if unicodedata.category(c) in control]
     return text.translate(
-        {c: f"\\x{c:02x}" if c < 0x100 else f"\\u{c:04x}" for c in map(ord, found)}
+        {c: f"\\x{c:02x}" if c < 0x100 else f"\\u{c:04x}" for c in map(ord, hidden)}
     )
 
 
@@ -137,13 +138,15 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
     from difflib import get_close_matches
 
     word = name.lower()
-    # Reversed, so that of names that differ by case only the first one wins.
+    # The names as they are spelled, by the name in lower case. Reversed, so that of names that
+    # differ by case only the first one wins.
     spelled = {each.lower(): each for each in reversed(list(known))}
     near: list[str] = []
     if len(word) > SHORT:  # the beginnings of short words are alike by chance
         by_start = {each[: len(word)]: each for each in spelled}
-        near += (by_start[start] for start in get_close_matches(word, by_start, 3, ALIKE))
-    near += get_close_matches(word, spelled, 3)
+        starts = get_close_matches(word, by_start, n=3, cutoff=ALIKE)
+        near += (by_start[start] for start in starts)
+    near += get_close_matches(word, spelled, n=3)
     distinct = list(dict.fromkeys(near))
     return [spelled[each] for each in distinct[:3]]
 

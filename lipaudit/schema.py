@@ -58,7 +58,8 @@ def loads(text: str, *, name: str = "report") -> Report:
             f"{name} is a shard that an earlier version wrote, with some of the samples",
             "Merge it with that version, or measure again with --shard i/n --parts FOLDER.",
         )
-    # The summary is computed again from the sections; `figures` keeps the rest of a stored one.
+    # The summary is computed again from the sections. Figures of measures that are not installed
+    # cannot be computed: these are taken from the stored summary.
     document["figures"] = _list_figures(document.pop("summary", None))
     _add_missing_columns(document)
     document["schema_version"] = SCHEMA_VERSION  # reports are written in this version

@@ -61,10 +61,10 @@ def heads(
         UsageError: values that are not real numbers, empty arrays, or shapes that do not fit.
     """
     # x becomes (batch, tokens, D), a weight (heads, D, d): a missing first axis has length 1.
-    tokens = _read_numbers("tokens", x, 2, 3)
-    queries = _read_numbers("W_Q", wq, 2, 3)
-    keys = _read_numbers("W_K", wk, 2, 3)
-    values = _read_numbers("W_V", wv, 2, 3)
+    tokens = _read_numbers("tokens", x, least=2, most=3)
+    queries = _read_numbers("W_Q", wq, least=2, most=3)
+    keys = _read_numbers("W_K", wk, least=2, most=3)
+    values = _read_numbers("W_V", wv, least=2, most=3)
     expected = "(D, d) or (heads, D, d), as X and W_Q have them"
     count = len(queries)
     width = tokens.shape[-1]
@@ -77,7 +77,7 @@ def heads(
             layer = _add_bias(layer, name, bias)
     logit_bias = None
     if mask is not None:
-        logit_bias = _read_numbers("mask", mask, 0, 4)
+        logit_bias = _read_numbers("mask", mask, least=0, most=4)
         shape = (*layer.q.shape[:3], layer.q.shape[2])  # (batch, heads, tokens, tokens)
         fits = all(n in (1, full) for n, full in zip(logit_bias.shape, shape, strict=True))
         _require_shape(fits, "mask", logit_bias, f"that broadcasts to {shape}")
@@ -90,7 +90,7 @@ def heads(
 
 def _add_bias(layer: Heads, name: str, values: ArrayLike) -> Heads:
     """Return the heads with a bias added to their q, k or v (`name`), and to its projection."""
-    bias = _read_numbers(f"bias {name}", values, 1, 2)
+    bias = _read_numbers(f"bias {name}", values, least=1, most=2)  # (1 or heads, width)
     rows = getattr(layer, name)  # q, k or v, (batch, heads, tokens, width)
     count = rows.shape[1]
     width = rows.shape[-1]
@@ -106,8 +106,15 @@ def _add_bias(layer: Heads, name: str, values: ArrayLike) -> Heads:
 def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any) -> Tensor:
     """Return ||J||, the spectral norm of each head's Jacobian at x, to 1e-6.
 
-    Arguments are those of `heads`. The shape is (batch, heads), without the batch axis if x is
-    (tokens, D), and without the head axis if W_Q is (D, d).
+    The shape is (batch, heads), without the batch axis if x is (tokens, D), and without the head
+    axis if W_Q is (D, d).
+
+    Args:
+        x: tokens X, (tokens, D) or (batch, tokens, D).
+        wq: W_Q, (D, d) or (heads, D, d).
+        wk: W_K, of the same shape.
+        wv: W_V, (D, d_v) or (heads, D, d_v).
+        how: biases, scale, causal, mask, as in `heads`.
 
     Raises:
         UsageError: shapes that do not fit.
@@ -130,7 +137,8 @@ def every(
 ) -> dict[str, Tensor]:
     """Return every upper bound of ||J||, by name; NaN where a bound does not apply.
 
-    Arguments and shapes are those of `exact`.
+    J is the Jacobian of a head at x. Arguments and shapes are those of `exact`: tokens, weights,
+    and `how` for biases, scale, causal and mask.
     """
     bounds = head_bounds.head_bounds(heads(x, wq, wk, wv, **how))
     return {name: _drop_axes(bounds[name], x, wq) for name in load_bounds()}
@@ -139,10 +147,11 @@ def every(
 def ball_sharp(
     x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, r: float, **how: Any
 ) -> Tensor:
-    """Return an upper bound of ||J|| for all X' with ||X' - X||_F <= r: a Lipschitz constant.
+    """Return an upper bound of ||J(X')|| for all X' with ||X' - X||_F <= r: a Lipschitz constant.
 
-    It is proven, and equals the bound `sharp` at r = 0. Other arguments and shapes are those of
-    `exact`.
+    J(X') is the Jacobian of a head at tokens X'. The bound is proven, and equals the bound `sharp`
+    at r = 0. Other arguments and shapes are those of `exact`: tokens, weights, and `how` for
+    biases, scale, causal and mask.
 
     Raises:
         UsageError: shapes that do not fit, or a negative radius.
@@ -153,8 +162,12 @@ def ball_sharp(
 def ball_norm(
     x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, r: float, **how: Any
 ) -> Tensor:
-    """Return the largest ||J|| found at X' with ||X' - X||_F <= r; arguments as `ball_sharp`."""
+    """Return the largest ||J(X')|| that a search finds with ||X' - X||_F <= r: a lower bound.
+
+    J(X') is the Jacobian of a head at tokens X'. Arguments and shapes are those of `ball_sharp`.
+    """
     layer = heads(x, wq, wk, wv, **how)
+    # The seed of a sample's random start is its position in the batch.
     return _drop_axes(ascent.ball_norm(layer, r, seeds=range(len(layer.x))), x, wq)
 
 

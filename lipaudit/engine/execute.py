@@ -205,6 +205,7 @@ def _explain_resuming(job: Job, findings: Findings) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         # One error may end the jobs of several models: the remark is added only once.
         remarks = getattr(error, "__notes__", ())
+        # `paths`: files with finished batches. Without any, there is nothing to continue from.
         if any(journal.paths for journal in findings.journals) and text not in remarks:
             error.add_note(text)
             findings.observer.note(Note.info("kept", text))
@@ -307,7 +308,11 @@ class _Progress:
     parts: dict[str, Part] = field(default_factory=dict)
 
     def keep(self, part: Part) -> None:
-        """Add and store a result."""
+        """Add a part (the result on some samples) and store it on the disk.
+
+        The id of its first sample identifies a part: so a part replaces an earlier, incomplete
+        result on the same samples. The samples of an incomplete part do not count as measured yet.
+        """
         self.journal.keep(part)
         self.parts[part.ids[0]] = part
         if part.complete:
@@ -322,7 +327,7 @@ class _Progress:
             finished_rows = [row for row, name in enumerate(batch.ids) if name in finished]
             begin = 0
             for end in (*finished_rows, len(batch)):
-                if begin < end:
+                if begin < end:  # a piece of shorter texts needs less padding: trim it
                     remaining.append(batch[begin:end].trim())
                 begin = end + 1
         return remaining
@@ -480,10 +485,11 @@ def _open_journal(
 ) -> _Progress:
     """Open the journal of a measure, and read the parts that an interrupted run left in it.
 
-    The journal stores the finished parts of a run on the disk.
+    The journal stores the finished parts of a run on the disk, if the job `stores` them. It is
+    added to `findings`. Its parts are read only with --resume (`job.continues`).
     """
     facts = results.identify(job, name, options)
-    journal = Journal(facts, job.request.run.parts, keeps=job.stores)
+    journal = Journal(facts, home=job.request.run.parts, keeps=job.stores)
     findings.journals.append(journal)
     progress = _Progress(name, findings.observer, journal)
     if not job.continues:
@@ -497,6 +503,7 @@ def _open_journal(
         if begun:
             text += f" and began {begun}"
         findings.observer.note(Note.info("reused", f"{text}: continuing from there"))
+    # Further results on the same samples replace these parts: see `_Progress.keep`.
     progress.parts |= {part.ids[0]: part for part in parts}
     return progress
 
@@ -530,7 +537,7 @@ def _blame_sample(job: Job, net: Net, error: Exception, batches: Sequence[Batch]
             failure = find_first_failure(net, batch.to(net.device, net.dtype))
         if failure is not None:
             sample_id = batch.ids[failure.index]
-            sample = sample_id[:12]
+            sample = sample_id[:12]  # an id is a long hash: its beginning identifies it
             if samples.origins:
                 origin = samples.origins[samples.batch.ids.index(sample_id)]
                 sample = f"{sample} ({origin.place})"

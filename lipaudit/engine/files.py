@@ -138,10 +138,13 @@ class Journal:
         self.paths: set[Path] = set()  # files that this run has read or written
 
     def read_parts(self, ids: Sequence[str]) -> list[Part]:
-        """Return the parts of an earlier run on these samples, ordered by their first samples."""
-        if not self.keeps:
+        """Return the parts of an earlier run on these samples, ordered by their first samples.
+
+        Their files are added to `paths`, the files that are deleted when the run is complete.
+        """
+        if not self.keeps:  # this journal stores nothing
             return []
-        parts = read_parts(self.folder, ids)
+        parts = read_parts(self.folder, ids)  # the function of this module: parts by file
         self.paths |= parts.keys()
         return list(parts.values())
 
@@ -270,7 +273,9 @@ def decode_part(content: bytes) -> Part:
             values = {name: arrays[f"{i}"] for i, name in enumerate(header["names"])}
             remarks = tuple(Note(**note) for note in header["notes"])
             ids = tuple(header["ids"])
-            return Part(ids, values, header["facts"], remarks, header["complete"])
+            return Part(
+                ids, values, facts=header["facts"], notes=remarks, complete=header["complete"]
+            )
     except Exception as error:  # zip, zlib, numpy and json have their own exceptions
         if is_out_of_memory(error):
             raise

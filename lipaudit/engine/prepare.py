@@ -70,7 +70,7 @@ class Request:
         """Return how to continue a stopped run, with the command if it is known."""
         text = "run the same command"
         command = self.command
-        if not self.run.continues:
+        if not self.run.continues:  # `continues`: the stopped run already had --resume
             text += " with --resume"
             command += " --resume"
         if self.command:
@@ -115,7 +115,10 @@ class Job:
         return self.net.source != OWN and self.request.run.continues
 
     def choose_batch(self, name: str) -> int:
-        """Return how many samples a measure gets at a time if no option says so."""
+        """Return how many samples a measure gets at a time if no option says so.
+
+        Short samples (few tokens, or small images) may come in larger batches, `short_batch`.
+        """
         measure = load_measures()[name]
         if measure.short_batch is not None and self.samples.batch.is_short:
             return measure.short_batch
@@ -127,7 +130,8 @@ class Job:
         A single process has all batches. A shard has every n-th batch of the run, so its numbers
         equal the numbers of a single process. The texts of a batch have the same length, so no
         figure depends on padding; `in_order` later sorts the results by sample. Some measures
-        depend on all samples of a batch: these get fixed batches of `chunk` adjacent samples.
+        depend on all samples of a batch: these get fixed batches of `chunk` adjacent samples, and
+        texts are padded. `trim` cuts padding that all texts of a batch share.
         """
         run = self.request.run
         measure = load_measures()[name]
@@ -258,7 +262,8 @@ def _adapt_to_model(request: Request, net: Net) -> tuple[Request, Notes]:
     for name, options in measures.items():
         measures[name] = options.model_copy(update={"seed": run.seed})
     request = replace(request, run=run, measures=measures)
-    return _leave_out_refused(request, partial(_adapt_measure, net, run.score))
+    # Adapt the options of each measure to the model; a measure that does not suit it is left out.
+    return _leave_out_refused(request, check=partial(_adapt_measure, net, run.score))
 
 
 def _require_autocast_effect(run: RunOptions, measures: Mapping[str, MeasureOptions]) -> None:
@@ -269,6 +274,7 @@ def _require_autocast_effect(run: RunOptions, measures: Mapping[str, MeasureOpti
     """
     if run.autocast is None:
         return
+    # `deploys`: the measure judges predictions (as `attack` does), not norms or bounds.
     if not any(options.deploys for options in measures.values()):
         names = " and ".join(measures)
         raise UsageError(
@@ -375,8 +381,8 @@ def _check_measure(name: str, net: Net, batch: Batch, options: MeasureOptions) -
     measure = load_measures()[name]
     with exact_arithmetic(net.device):
         measure.check(net, batch, options)
-        # Measures with a fixed number of samples per batch get padded texts, all others only texts
-        # of one length at a time.
+        # A measure with a fixed number of samples per batch (`chunk`) gets padded texts: the model
+        # must not read the padding. All other measures get texts of one length at a time.
         if measure.chunk and batch.mask is not None:
             requirements.require_padding_is_unread(net, batch)
     return options
@@ -397,14 +403,20 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
 
     Args:
         net: the model.
-        request: the request: the data, and the measures.
+        request: the request: the data, and the measures. `optional` names the measures that are
+            left out later if the samples do not allow them.
         count: number of samples.
+
+    Raises:
+        UsageError: the samples are random, and a measure that is not optional needs labels.
+        LabelError: the labels are no classes of the model, and a measure needs labels.
     """
     default = "demo" if net.source == "demo" else "random"
     spec = request.run.data or default
     need_labels = [name for name, options in request.measures.items() if options.labelled]
-    if spec == "random" and not {*need_labels} <= {*request.optional}:
-        raise _make_label_error(need_labels[0])
+    required = [name for name in need_labels if name not in request.optional]
+    if spec == "random" and required:
+        raise _make_label_error(required[0])
     options = data_options(request.run, count)
     try:
         return load_data(spec, net, options)
@@ -414,7 +426,8 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
         text = f"labels are not used: {error.message}"
         # Loaded again: for a model without classes, labels are not matched to classes.
         samples = load_data(spec, replace(net, classes=None), options)
-    # The warning replaces the one that this loading may have given.
+    # A table of texts notes that a model without classes uses no labels. The warning gives the
+    # true reason, so it replaces this note, which has the same code.
     warning = Note.warn("labels-unused", text)
     others = [note for note in samples.notes if note.code != warning.code]
     unlabelled = replace(samples.batch, y=None)
@@ -422,7 +435,11 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
 
 
 def data_options(run: RunOptions, samples: int) -> DataOptions:
-    """Return the options for reading a number of samples."""
+    """Return the options for reading a number of samples.
+
+    `scored`: the samples are prompts with continuations, whose probability a language model
+    scores (--score).
+    """
     values = _select_options(DataOptions, run)
     values["samples"] = samples
     values["scored"] = run.score is not None

@@ -73,7 +73,8 @@ def make_failed(
     name: str, options: MeasureOptions, failure: Failure, notes: Notes = ()
 ) -> Section:
     """Return the section of a failed measure, with the reason in place of figures."""
-    return layouts()[name].section(settings=options.model_dump(), notes=notes, failure=failure)
+    layout = layouts()[name]  # title and columns of the measure's section
+    return layout.section(settings=options.model_dump(), notes=notes, failure=failure)
 
 
 def identify(job: Job, name: str, options: MeasureOptions) -> dict[str, object]:

@@ -124,9 +124,11 @@ def describe_shard(job: Job) -> Shard:
     number, of = job.request.run.shard or (1, 1)
     measures = {}
     for name, options in job.request.measures.items():
+        # Options that a report does not save, such as files to write, are also needed to merge.
+        saved = options.model_dump()
         measures[name] = MeasurePlan(
             samples=job.counts[name],
-            options=to_json_values(options.model_dump() | options.list_unsaved()),
+            options=to_json_values(saved | options.list_unsaved()),
             folder=name_folder(identify(job, name, options)),
         )
     return Shard(

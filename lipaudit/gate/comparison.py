@@ -136,7 +136,9 @@ def compare(reports: Sequence[Report]) -> Comparison:
     pairs = []
     reasons = list[str]()
     for name, report in zip(names[1:], others, strict=True):
-        pair = _compare_with_first(first, report, (names[0], name), by_place.get(name, ""))
+        pair = _compare_with_first(
+            first, report, names=(names[0], name), by_place=by_place.get(name, "")
+        )
         pairs.append(pair)
         reasons += (verdict.reason for verdict in pair.verdicts)
     # Only a verdict on figures that cannot be compared has a reason. If every verdict has one, or
@@ -327,12 +329,11 @@ def _list_figures(section: Section, name: str) -> list[float]:
             if parse_column(column)[0] == name:
                 cells += values
     else:
-        # Rows of layers always count. Other rows, such as those of an attack, are left out if they
-        # are only statistics of per-sample columns, because those columns are compared instead.
-        # They are no such statistics if there are no per-sample columns, or if an array has the
-        # values of this column.
-        rows_count = not section.sample_columns or name in section.arrays
-        cells += (row.get(name) for row in section.rows if rows_count or "layer" in row)
+        # Rows of layers always count. All other rows, such as those of an attack, count only if
+        # there are no per-sample columns, or if an array has the values of this column. Otherwise
+        # they are statistics of per-sample columns, and these columns are compared instead.
+        all_rows_count = not section.sample_columns or name in section.arrays
+        cells += (row.get(name) for row in section.rows if all_rows_count or "layer" in row)
     return [float(cell) for cell in cells if isinstance(cell, int | float)]
 
 
@@ -424,8 +425,8 @@ def _judge_heads(
         # median change above 1% (STILL). The first alone would not prove a large change of one
         # head among many tiny changes. Each correction has half of the level (Bonferroni): so the
         # smaller p-value is doubled.
-        p_of_all = statistics.correct_jointly(changes, TOLERANCE, both_sides=True)
-        p_of_large = statistics.correct_jointly(changes, STILL, both_sides=True)
+        p_of_all = statistics.correct_jointly(changes, quiet=TOLERANCE, both_sides=True)
+        p_of_large = statistics.correct_jointly(changes, quiet=STILL, both_sides=True)
         p_values = np.minimum(1.0, 2 * np.minimum(p_of_all, p_of_large))
         for contrast, p in zip(tested, p_values, strict=True):
             adjusted[contrast.name] = float(p)
@@ -498,6 +499,7 @@ def _pair_figures(
             if first_measures.setdefault((rule.column, ball), rule.measure) != rule.measure:
                 continue
             signs[name] = rule.worse
+        # strict=False: if the samples have no ids, the values are of no use here.
         for sample, before, now in zip(contrast.ids, contrast.before, contrast.now, strict=False):
             figures.setdefault(sample, {})[name] = (float(before), float(now))
     return figures, signs

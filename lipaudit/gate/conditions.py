@@ -62,7 +62,9 @@ def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
         for section in baseline.sections:
             measure = section.measure
             if section.ids and measure in ids:  # called for its error: too few shared samples
-                pairing.find_shared(measure, ids[measure], section.ids, pairing.ALL_BUT_FEW)
+                pairing.find_shared(
+                    measure, ids[measure], known=section.ids, least=pairing.ALL_BUT_FEW
+                )
     except BaselineError as error:
         advice = f"Give the baseline's samples ({baseline.run.data.spec}) with --data."
         raise BaselineError(error.message, advice) from None

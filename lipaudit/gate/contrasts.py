@@ -149,13 +149,14 @@ def _contrast_reports(
         contrasts = _contrast_rows(rule, new_values, old_values, ids, _read_tolerance(new))
     if not lenient:
         _require_test(rule, new, contrasts)
-    # So far `same` says whether the old and new values agree. From here on it says that a figure
-    # is unchanged, which only equal weights prove. A rule with a negative margin demands an
-    # improvement: for it, equal weights are not good enough.
+    # A contrast that is the `same` gets the verdict `unchanged`. Equal values do not suffice: only
+    # equal weights prove that nothing changed. And a rule with a negative margin demands an
+    # improvement, so that an unchanged figure breaks it and must be judged.
     if compute_margin(rule) < 0 or not conditions.has_same_weights(current, baseline):
         return [replace(contrast, same=False) for contrast in contrasts]
-    # With other random starts, an attack breaks other samples of the same model: its figures are
-    # unchanged even if the values differ.
+    # The weights are equal. With other random starts, an attack breaks other samples of the same
+    # model, so figures under attack differ by chance: they count as unchanged. Predictions without
+    # attack (`clean`, `correct`) have no random start: for them the values decide, as below.
     if conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct"):
         return [replace(contrast, same=True) for contrast in contrasts]
     return contrasts
@@ -234,6 +235,7 @@ def _contrast_groups(
         members: the ids of the samples of each group.
         tol: relative accuracy of norms; smaller changes count as no change.
     """
+    # For a rule on rows, only the ids are used: the rows are statistics of all shared samples.
     new_values, old_values, ids = _read_shared(rule, shared)
     position = {name: i for i, name in enumerate(ids)}
     contrasts = list[Contrast]()
@@ -243,12 +245,13 @@ def _contrast_groups(
         if not index:
             continue
         group_ids = tuple(ids[i] for i in index)
-        if rule.per_sample:  # the values of the group are among the values above
+        if rule.per_sample:  # take the values of the group's samples
             new_of_group = readings.select(rule, new_values, index)
             old_of_group = readings.select(rule, old_values, index)
-        else:  # the rows are statistics of all samples: compute them again for the group
+        else:  # compute the rows again from the group's samples
             new_of_group, old_of_group, _ = _read_shared(rule, shared.select(index))
         rows = _contrast_rows(rule, new_of_group, old_of_group, group_ids, tol)
+        # The accuracy without attack is the same in the rows of all attacks: one of them is kept.
         contrasts += (replace(contrast, group=group) for contrast in _drop_copies(rule, rows))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
 
@@ -313,14 +316,14 @@ def _drop_copies(rule: Rule, contrasts: list[Contrast]) -> list[Contrast]:
 
 
 def _rank_contrast(rule: Rule, contrast: Contrast) -> float:
-    """Return the sort key of a row that a rule judges, so that the worst row comes first.
+    """Return the sort key of a row that a rule judges; the worst row has the smallest key.
 
     The key is minus the change for the worse: as estimated by the test, or new - old without a
-    test. For an absolute limit, which has no old value, it is minus the new value.
+    test. For an absolute limit, which has no old value, old counts as 0.
     """
     if contrast.evidence is not None:
         return -contrast.evidence.estimate
-    old = contrast.old or 0.0
+    old = contrast.old or 0.0  # None becomes 0
     return -rule.worse * (contrast.new - old)  # `worse` is -1 if smaller values are worse
 
 
@@ -381,7 +384,12 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     if lenient:
         unconverged_rows, unconverged_samples = _find_unconverged(rule, new, old)
     if not (new.ids and old.ids):  # without ids, `find_obstacle` has refused different samples
-        return Shared((new, old), (None, None), recompute=False, skipped=unconverged_rows)
+        return Shared(
+            sections=(new, old),
+            indices=(None, None),
+            recompute=False,
+            skipped=unconverged_rows,
+        )
     # Leave out unconverged samples: their ids become "", which matches no sample of the current
     # report. All other samples stay at their indices.
     old_ids = ["" if name in unconverged_samples else name for name in old.ids]
@@ -393,7 +401,9 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     recompute = not rule.per_sample and (
         bool(unconverged_samples) or sorted(new.ids) != sorted(old.ids)
     )
-    return Shared((new, old), indices, recompute=recompute, skipped=unconverged_rows)
+    return Shared(
+        sections=(new, old), indices=indices, recompute=recompute, skipped=unconverged_rows
+    )
 
 
 def _find_unconverged(rule: Rule, new: Section, old: Section) -> tuple[set[Key], set[str]]:
@@ -458,20 +468,23 @@ def _contrast_row(
         ids: the ids of the samples; empty if the values do not belong to samples.
         tol: relative accuracy of norms; smaller changes count as no change.
     """
-    paired = name in old.pairs and name in new.pairs  # whether every sample has a value
+    paired = name in old.pairs and name in new.pairs  # both have the value of every sample
     old_figure = _read_figure(rule, name, old, paired)
     new_figure = _read_figure(rule, name, new, paired)
     # The values to compare: those of the samples, (samples,), else only the figure.
     before = old.pairs[name] if paired else np.array([old_figure])
     now = new.pairs[name] if paired else np.array([new_figure])
     same = _are_same(rule, before, now, tol)
-    untested = Contrast(str(name), old_figure, new_figure, same=same)
+    untested = Contrast(str(name), old=old_figure, new=new_figure, same=same)
     worse = _compute_change(rule, before, now)  # positive is worse
     if paired:
         evidence = _test_change(rule, before, now, worse)
     else:
+        # A rule on a statistic over all rows has a single figure, and `name` is "". `pairs` then
+        # has the values of the rows, from which the statistic of each sample is computed.
         reduced = _reduce_rows(rule, old, new)
-        if reduced is None:  # the figure is no statistic over rows with values per sample
+        # None: no row has values per sample, or the rule judges each row by itself.
+        if reduced is None:
             return untested
         before, now = reduced
         worse = _compute_change(rule, before, now)
@@ -502,8 +515,11 @@ def _read_figure(rule: Rule, name: Key, values: RuleValues, paired: bool) -> flo
 
 
 def _are_same(rule: Rule, before: Values, now: Values, tol: float) -> bool:
-    """Say whether old and new values, (samples,), are equal within their relative accuracy."""
-    if rule.column in FLAGS and rule.per_sample:  # yes or no
+    """Say whether old and new values, (samples,), are equal within their relative accuracy.
+
+    Yes-or-no values of samples must be exactly equal. (In a row such a column is a share.)
+    """
+    if rule.column in FLAGS and rule.per_sample:
         return bool(np.array_equal(before, now))
     # A margin is a difference of logits: near 0 its rounding error is larger than tol times the
     # margin. So an absolute tolerance (slack) is added.
@@ -555,7 +571,8 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
     # table, whose cells are means if their column says so.
     is_mean_of_samples = rule.stat == "mean"
     if rule.stat == "each":
-        means = (Reduction("mean", rule.column), readings.RIGHT)
+        # The mean of the array with the column's name, or the accuracy without attack.
+        means = (Reduction(stat="mean", values=rule.column), readings.RIGHT)
         is_mean_of_samples = rule.about.reduction in means
     if is_mean_of_samples and np.isin((old, new), (0, 1)).all():
         if rule.limit.kind == "relative":
@@ -571,8 +588,9 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
         )
     stat = rule.stat
     least = statistics.LEAST.get(stat, FEWEST)  # the number of samples that the test needs
-    # If the row of a table is a mean over samples, the mean of the changes is tested. The median
-    # of the changes would be 0 for yes-or-no values that seldom change.
+    # `each` tests the median of the changes, except for rows that are means over samples: of these
+    # the change of the mean is tested. (The median of the changes would be 0 for yes-or-no values
+    # that seldom change.)
     if stat == "each" and readings.is_mean(rule) and rule.limit.kind == "difference":
         stat = "mean"
         least = statistics.LEAST["share"]
@@ -586,7 +604,7 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
         new_figures = reduce_values(stat, now, axis=1)
         return _compute_change(rule, old_figures, new_figures)
 
-    return statistics.judge_by_bootstrap(old, new, compute_changes, least)
+    return statistics.judge_by_bootstrap(old, new, change=compute_changes, least=least)
 
 
 def _compute_change(rule: Rule, old: Values, new: Values) -> Values:

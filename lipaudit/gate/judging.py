@@ -83,6 +83,7 @@ def judge(
     if not 0 < alpha < 1:
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
     chosen = tuple(rules) or choose_rules(current, baseline)
+    # typed: a rule that the user wrote must match something, else it is an error.
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
     verdicts = list(_judge_rules(chosen, examinations, alpha, strict=strict))
     return Judgement(
@@ -164,10 +165,10 @@ def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
     for rule in rules or choose_rules(baseline):
         if rule.group:
             groups.list_own_members(rule, baseline, "the baseline")
-        # An absolute limit is not checked: it may name a row that the baseline lacks and the
-        # current report has. For the calibration error (ece) this cannot be: whether a report has
-        # it depends on the number of samples, which both share. (Except under `transfer`, an
-        # attack that the current report alone may have.)
+        # An absolute limit is not checked: it may name a row that only the current report has.
+        # Limits on a calibration error (ece) are checked: whether a report has one depends on the
+        # number of samples, so the current report lacks it like the baseline. (Not under
+        # `transfer`, an attack that only the current report may have.)
         is_calibration = rule.column.startswith("ece") and "transfer" not in rule.text
         if is_calibration or rule.limit.kind != "absolute":
             examine(rule, baseline, baseline, typed=bool(rules))
@@ -231,14 +232,15 @@ def _judge_rules(
         p_of_rule, factor = corrected.get(i, (1.0, 1))
         for contrast in examined:
             p_of_row = p_of_rows[i].get(contrast.key)
-            verdict = _make_verdict(rule, contrast, alpha / 2)
+            verdict = _make_verdict(rule, contrast, level=alpha / 2)
             if p_of_row is None:
                 yield _doubt_untested(verdict, rule)
                 continue
             # A row is proven to be worse only if its rule is proven to be worse.
             adjusted = min(1.0, max(p_of_rule, p_of_row * factor))
-            # The one-sided level of one test among all tests of the gate (Bonferroni). It is used
-            # only to estimate how many samples would prove a change.
+            # The one-sided level of one test among all tests of the gate (Bonferroni), at most
+            # alpha / 2: the uncorrected test of a row must reach this level, too. It is used only
+            # to estimate how many samples would prove a change.
             level = alpha / max(2, len(smallest) * len(p_of_rows[i]))
             yield _judge_tested(verdict, rule, contrast, adjusted, alpha, level, strict=strict)
 
@@ -277,7 +279,7 @@ def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[ContrastKey,
     # The change under the null hypothesis: 0, or less if the rule demands an improvement.
     null = _compute_null(rule)
     p_values = {key: test.p(null) for key, test in tests.items()}
-    counted = p_values
+    counted = p_values  # those that Holm's procedure corrects
     if rule.group:
         # A group with fewer samples than its test needs proves nothing. Its p-value is 1, and it
         # does not count in the correction of the other groups.
@@ -313,6 +315,7 @@ def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdic
     evidence = contrast.evidence
     if status == "inconclusive" and evidence is not None:
         p = evidence.p(0.0)  # of "no worse"; 1 - p is about that of "no better"
+        # The direction that more samples could prove: 1 for worse, -1 for better.
         way = math.copysign(1.0, evidence.estimate)
         update["samples_needed"] = _estimate_needed(evidence, min(p, 1 - p), level, way)
     return verdict.model_copy(update=update)
@@ -450,6 +453,8 @@ def _judge_tested(
         else:
             update["status"] = "inconclusive"
             update["samples_needed"] = _estimate_needed(evidence, p, level)
+    # Better by more than the size of the limit; proven to be better at all (high < 0); and if the
+    # rule demands an improvement (margin < 0), proven to be the improvement that it demands.
     elif estimate < -abs(margin) and high < 0 and high <= margin:
         update["status"] = "pass (proven)" if _forbids_improvement(rule) else "improved"
     elif high <= margin:
@@ -497,7 +502,8 @@ def _estimate_needed(evidence: Evidence, p: float, level: float, way: float = 1.
     # `ratio` is sqrt(m / n), if m samples prove the change.
     if math.isfinite(low) and 0 < estimate < math.inf:
         # The distance of the lower limit from the estimate shrinks like 1 / sqrt(n). The limit
-        # reaches 0 with m samples, where sqrt(m / n) = (estimate - low) / estimate.
+        # reaches 0 with m samples, where sqrt(m / n) = (estimate - low) / estimate. A limit above
+        # 0 counts as 0: then one more sample is the estimate.
         ratio = 1 - min(low, 0.0) / estimate
     elif 0 < p < 0.5:
         # Without limits: the normal quantile z of the p-value grows like sqrt(n), so

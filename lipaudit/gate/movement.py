@@ -34,8 +34,8 @@ def describe_movement(current: Report, baseline: Report) -> Movement | None:
         new = current.section(old.measure)
         if new is None or not all("predicted" in section.samples for section in (new, old)):
             continue
-        try:  # the indices of the shared samples in both sections, however few (0.0)
-            indices = pairing.find_shared(old.measure, new.ids, old.ids, 0.0)
+        try:  # the indices of the shared samples in both sections, however few (`least`)
+            indices = pairing.find_shared(old.measure, new.ids, known=old.ids, least=0.0)
         except BaselineError:  # no sample is shared
             continue
         return _compare_sections(new, old, *indices)
@@ -90,7 +90,7 @@ def _count_moves(was_right: Any, is_right: Any, moved: Any) -> dict[str, Any]:
     lost = int((was_right & ~is_right).sum())
     gained = int((~was_right & is_right).sum())
     other = int((~was_right & ~is_right & moved).sum())
-    evidence = statistics.judge_share(lost, gained, labelled)
+    evidence = statistics.judge_share(worse=lost, better=gained, samples=labelled)
     # Limits of the change for the worse. The accuracy changes by the negative of this change: so
     # both limits change their sign, and low and high are exchanged.
     worse_low, worse_high = evidence.limits(LEVEL)
@@ -157,7 +157,9 @@ def _measure_divergence(
     fields: dict[str, Any] = {"kl": float(divergence.mean())}
     least = statistics.LEAST["mean"]
     if len(divergence) >= least and np.isfinite(divergence).all():
-        evidence = statistics.judge_by_bootstrap(zeros, divergence, compute_changes, least)
+        evidence = statistics.judge_by_bootstrap(
+            old=zeros, new=divergence, change=compute_changes, least=least
+        )
         fields["kl_low"], fields["kl_high"] = evidence.limits(LEVEL)
     return fields
 

@@ -27,8 +27,10 @@ def find_shared(
     Raises:
         BaselineError: no sample is shared, or too few are.
     """
-    # A repeated sample must count once: otherwise confidence limits would be too narrow.
     indices = {name: i for i, name in enumerate(ids)}
+    # A repeated sample must count once: otherwise confidence limits would be too narrow. Each
+    # repeat has an id of its own. Without the repeats of the baseline, those of the current report
+    # have no counterpart.
     distinct = [(i, name) for i, name in enumerate(known) if not trials.is_repeat(name)]
     new = []
     old = []

@@ -123,7 +123,8 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     # A model that cannot be compared has a reason and no rank; one without the metric no entry.
     entries = _rank_models(criteria[0], matched) if criteria else {}
     about_ranking: dict[str, Any] = {}  # fields of the `Ranking`
-    compared = sum("rank" in fields for fields in entries.values()) - 1  # all but the best
+    # How many models were compared with the best one: all models with a rank but this one.
+    compared = sum("rank" in fields for fields in entries.values()) - 1
     indices = range(len(names))
     if compared >= 1:
         rule = criteria[0].rule
@@ -186,7 +187,7 @@ def _find_incomparable(
     # Both orders of a pair are tried: a comparison is refused if the new model lacks an attack of
     # the old model, not vice versa.
     for i, j in permutations(models, 2):
-        reason = _compare_two(rule, reports[i], reports[j]).reason
+        reason = _compare_two(rule, new=reports[i], old=reports[j]).reason
         if reason:
             reasons[frozenset((i, j))] = reason
     return reasons
@@ -210,13 +211,13 @@ def _rank_comparable(rule: Rule, worse: Mapping[int, float], reports: Sequence[R
     level = LEVEL / max(1, len(worse) - 1)
     best, *others = worse
     for i in others:  # the model with the best figure may not be the best sample by sample
-        if _compare_two(rule, reports[i], reports[best], level).status == "improved":
+        if _compare_two(rule, new=reports[i], old=reports[best], level=level).status == "improved":
             best = i
     entries: _Fields = {best: {"rank": 1, "outcome": "best"}}
     for i in worse:
         if i == best:
             continue
-        change = _compare_two(rule, reports[i], reports[best], level)
+        change = _compare_two(rule, new=reports[i], old=reports[best], level=level)
         place = 1
         if change.status == "regressed":
             # After all models with a better figure. At least 2: the best model itself, which is

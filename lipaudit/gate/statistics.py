@@ -106,7 +106,8 @@ def judge_median(changes: Values) -> Evidence:
             return _UNKNOWN
         return float(x[k - 1]), float(x[n - k])
 
-    return Evidence(find_middle(x), n, compute_p, compute_limits, of_signs=True)
+    # of_signs: the p-value depends on the signs of the changes alone.
+    return Evidence(find_middle(x), n, p=compute_p, limits=compute_limits, of_signs=True)
 
 
 def round_changes(changes: Values) -> Values:
@@ -192,9 +193,15 @@ def judge_by_bootstrap(
     """
     n = old.size
     estimate = float(change(old[None], new[None])[0])  # of the samples as they are: one draw
-    if np.array_equal(old, new):  # surely no change: both limits are 0
+    # Surely no change: both limits are 0. "The change is at most the margin" is true for a margin
+    # of 0 (p-value 1), and refuted for a margin below 0 (p-value 0).
+    if np.array_equal(old, new):
         return Evidence(
-            estimate, n, lambda margin: float(margin >= 0), lambda _: (0.0, 0.0), least
+            estimate,
+            n,
+            p=lambda margin: float(margin >= 0),
+            limits=lambda _: (0.0, 0.0),
+            least=least,
         )
     # Nothing is proven: the p-value is 1, and there are no finite limits.
     unproven = Evidence(estimate, n, p=lambda _: 1.0, limits=lambda _: _UNKNOWN, least=least)
@@ -221,14 +228,16 @@ def judge_by_bootstrap(
 
     def compute_limits(level: float) -> Limits:
         # Limits of the percentile bootstrap: the k-th smallest and k-th largest of the resampled
-        # changes (`draws`, sorted), widened to contain 0 where the exact test (`tails`) does not
-        # reject it.
+        # changes (`draws`, sorted), widened to contain 0 where the exact test (`tails`: p-values
+        # of "no worse" and "no better") does not reject it. A share `level` of the draws is
+        # beyond each limit: k = 50 for 2000 draws at 0.025. 1e-9 makes up for a rounding error
+        # just below a whole number.
         k = int(level * (RESAMPLES + 1) + 1e-9)
         if not k:  # too few draws for this level
             return _UNKNOWN
         return _include_zero((float(draws[k - 1]), float(draws[-k])), tails, level)
 
-    return Evidence(estimate, n, compute_p, compute_limits, least)
+    return Evidence(estimate, n, p=compute_p, limits=compute_limits, least=least)
 
 
 def _draw_changes(
@@ -308,7 +317,7 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
 
     both_sides = min(1.0, 2 * min(tails))
     estimate = (worse - better) / samples
-    return Evidence(estimate, samples, compute_p, compute_limits, mcnemar=both_sides)
+    return Evidence(estimate, samples, p=compute_p, limits=compute_limits, mcnemar=both_sides)
 
 
 class Proportion(Frozen):
@@ -451,6 +460,7 @@ def correct_jointly(changes: Values, quiet: float, *, both_sides: bool = False) 
     # In every draw, the largest count over each row and all after it: a running maximum from the
     # last row to the first, therefore both [:, ::-1].
     largest = np.maximum.accumulate(counts[:, ::-1], axis=1)[:, ::-1]
+    # The p-value of each row: the share of draws in which this count reaches the observed one.
     shares = (largest >= counts[0]).mean(0)
     # A row must not have a smaller p-value than a row with more changes for the worse.
     adjusted[ranked] = np.maximum.accumulate(shares)

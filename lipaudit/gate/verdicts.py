@@ -130,12 +130,16 @@ class Verdict(Frozen):
 
     @property
     def advice(self) -> str:
-        """Return what would prove an inconclusive change or a limit; else nothing."""
+        """Return how many samples would prove the verdict, in words; "" if this is unknown.
+
+        Such as `about 300 samples would prove the limit, and this run has 64`.
+        """
         if not self.samples_needed:
             return ""
         samples = "samples"
         if self.group:
             samples = "samples of the group"
+        # --strict wants a proof that the change is within the limit of the rule.
         proof = "the limit"
         if self.status == "inconclusive":
             proof = "that it became worse at all"
@@ -289,10 +293,11 @@ class Judgement(Frozen):
         """Return the outcome in a word or two: pass, worse, not proven, not comparable, error."""
         if self.exit_code == ExitCode.REGRESSION:
             return "worse"
+        # The verdicts that fail the gate; if none does, the inconclusive ones.
+        gravest = self._list_gravest()
         if self.exit_code in (ExitCode.INTERNAL, ExitCode.BASELINE):
-            return self._list_gravest()[0].status
-        open_ones = any(verdict.status == "inconclusive" for verdict in self.verdicts)
-        return "not proven" if open_ones or self.exit_code else "pass"
+            return gravest[0].status
+        return "not proven" if gravest else "pass"
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -312,8 +317,9 @@ class Judgement(Frozen):
         shown = []
         for verdict in gravest:
             text = verdict.sentence
-            detail = verdict.proof
-            if self.outcome != "worse":
+            if self.outcome == "worse":
+                detail = verdict.proof
+            else:  # not proven: the change of single samples, the limit, and what would prove it
                 # The limit of a rule follows its `<=` or `>=`.
                 limit = f"limit {verdict.rule.rpartition('=')[2].strip()}"
                 detail = join_texts((verdict.texts["paired"], limit, verdict.advice))

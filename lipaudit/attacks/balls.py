@@ -86,7 +86,7 @@ def project(z: Samples, x: Samples, ball: Ball) -> Samples:
         # The radius is a number of patches: keep z in the patches that differ most from x, and
         # restore x in all other patches.
         changes = sum_patches((z - x).abs(), ball.patch)
-        places = changes.topk(int(ball.eps))[1]
+        places = changes.topk(int(ball.eps)).indices
         inside = select_places(places, x, ball.patch)
         return ball.clamp(torch.where(inside, z, x))
     delta = ball.free(z - x)
@@ -112,7 +112,7 @@ def _project_l1(delta: Samples, eps: float) -> Samples:
     t is 0.
     """
     sizes = delta.abs()
-    descending = sizes.flatten(1).sort(1, descending=True)[0]
+    descending = sizes.flatten(1).sort(1, descending=True).values
     excess = descending.cumsum(1, dtype=torch.float64) - eps
     k = torch.arange(1, excess.shape[1] + 1, device=delta.device)
     threshold = (excess / k).amax(1).clamp_min(0)

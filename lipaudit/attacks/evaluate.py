@@ -162,7 +162,8 @@ def evaluate_chunk(
             f"samples are {x.dtype}, which is too coarse for small radii",
             "Use --dtype float32 or float64.",
         )
-    oracle = Oracle(f, torch.arange(len(x), device=x.device), batch_size)
+    everything = torch.arange(len(x), device=x.device)  # all samples of the chunk
+    oracle = Oracle(f, rows=everything, batch_size=batch_size)
     logits = _require_finite(oracle(x), "clean samples", chunk)
     if earlier:
         clean = earlier[0]
@@ -262,11 +263,19 @@ class _AttackRun:
     @cached_property
     def rivals(self) -> Int[Tensor, "samples others"]:
         """Return the classes that the model does not predict, the likeliest first."""
-        descending = self.logits.sort(dim=1)[1].flip(1)
+        # Ascending, then turned round: a descending sort would order equal logits differently.
+        descending = self.logits.sort(dim=1).indices.flip(1)
         return descending[:, 1:]
 
     def _report(self, **fields: Any) -> Outcome:
-        return Outcome(self.trial, self.attack.name, self.seed, **fields, **self.meter.read())
+        """Return the outcome of the attack, with counts of passes, from all other fields."""
+        return Outcome(
+            trial=self.trial,
+            attack=self.attack.name,
+            seed=self.seed,
+            **fields,
+            **self.meter.read(),
+        )
 
     def search(self, last: Outcome) -> Outcome:
         """Run an attack in a ball, on the samples that are not broken yet.
@@ -280,7 +289,8 @@ class _AttackRun:
         chunk = self.chunk
         norm = self.trial.norm
         patch = self.patch if norm == "patch" else None
-        ball = Ball(norm, float(self.trial.radius), self.box, chunk.mask, patch)
+        eps = float(self.trial.radius)
+        ball = Ball(norm, eps, box=self.box, mask=chunk.mask, patch=patch)
         attack, notes = adapt(self.attack, self.logits.shape[1])
         notes += note_resolution(chunk.x, ball, single=attack.kind.single)
         robust = last.robust.clone()
@@ -352,7 +362,7 @@ class _AttackRun:
         If a gradient was not finite, the attack runs again, with NaN in gradients replaced.
         """
         function: AttackFunction = turn.attack.kind.load()
-        oracle = Oracle(self.f, turn.rows, self.batch_size, self.meter)
+        oracle = Oracle(self.f, rows=turn.rows, batch_size=self.batch_size, meter=self.meter)
         x = self.chunk.x[turn.rows]
         y = self.chunk.y[turn.rows]
         ball = ball[turn.rows]
@@ -417,7 +427,9 @@ class _AttackRun:
         """
         chunk = self.chunk
         function: RewriteFunction = self.attack.kind.load()
-        oracle = TextOracle(texts.reader, self.batch_size, self.meter, self.target)
+        oracle = TextOracle(
+            texts.reader, batch_size=self.batch_size, meter=self.meter, target=self.target
+        )
         originals = [texts.drafts[i] for i in rows.tolist()]
         turn = Turn(
             attack=self.attack,

@@ -352,7 +352,7 @@ def _note_settings(name: str, typed_settings: Mapping[str, Any]) -> Notes:
     if not typed_settings or name not in PRESETS:
         return ()
     listed = ", ".join(f"{setting} = {value}" for setting, value in typed_settings.items())
-    preset = "standard" if name == "autoattack" else name
+    preset = "standard" if name == "autoattack" else name  # two names of one preset
     return (Note.info("preset-changed", f"the preset {preset} was changed: {listed}"),)
 
 
@@ -512,8 +512,8 @@ def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
     )
     return [
         *(Trial("fgsm", "linf", radius, fgsm) for radius in (two, four)),
-        *(Trial("pgd", "linf", radius, pgd, (own_step,)) for radius in (two, four)),
-        Trial("autoattack", "linf", two, auto, (own_queries,)),
+        *(Trial("pgd", "linf", radius, pgd, notes=(own_step,)) for radius in (two, four)),
+        Trial("autoattack", "linf", two, auto, notes=(own_queries,)),
     ]
 
 

@@ -148,14 +148,14 @@ class Oracle:
         if torch.is_grad_enabled() and z.requires_grad:
             return _InPieces.apply(z, self)
         with torch.no_grad():
-            return self.in_pieces(z)
+            return self.evaluate_in_pieces(z)
 
-    def in_pieces(self, z: Tensor) -> Tensor:
-        """Return the logits, computed piece by piece."""
+    def evaluate_in_pieces(self, z: Tensor) -> Tensor:
+        """Return the logits at z, computed in pieces of at most `batch_size` samples."""
         pieces = list_pieces(len(z), self.batch_size)
-        return torch.cat([self.piece(z[chunk], chunk.start) for chunk in pieces])
+        return torch.cat([self.evaluate_piece(z[chunk], chunk.start) for chunk in pieces])
 
-    def piece(self, z: Tensor, start: int) -> Tensor:
+    def evaluate_piece(self, z: Tensor, start: int) -> Tensor:
         """Return the logits of a piece of the samples, which begins at sample `start`."""
         if isinstance(self.f, ByRow):  # the model also needs to know which samples these are
             rows = self.rows[start : start + len(z)]
@@ -174,8 +174,8 @@ class _InPieces(torch.autograd.Function):
         # Graphs of several pieces would not fit into memory: the backward pass repeats them.
         if len(z) > oracle.batch_size:
             ctx.graph = None
-            return oracle.in_pieces(ctx.z)
-        ctx.graph = _record_graph(oracle, ctx.z, 0)
+            return oracle.evaluate_in_pieces(ctx.z)
+        ctx.graph = _record_graph(oracle, ctx.z, start=0)
         _, logits = ctx.graph
         return logits.detach().clone()
 
@@ -190,7 +190,10 @@ class _InPieces(torch.autograd.Function):
         z = ctx.z
 
         def pull_at(point: Tensor) -> Tensor:
-            """Return J^T grad_output at a point, piece by piece."""
+            """Return J^T grad_output at a point, with the Jacobian J of the logits there.
+
+            The graph of one piece of the samples is in memory at a time.
+            """
             gradients = []
             for chunk in list_pieces(len(point), oracle.batch_size):
                 graph = _record_graph(oracle, point[chunk], chunk.start)
@@ -198,7 +201,10 @@ class _InPieces(torch.autograd.Function):
             return torch.cat(gradients)
 
         def pull_near(direction: Tensor) -> Tensor:
-            """Return J^T grad_output after a step along a direction, small against the sample."""
+            """Return J^T grad_output at a point near z: a small step along a direction.
+
+            The step is a share NUDGE of the largest value of each sample.
+            """
             largest = z.flatten(1).abs().amax(1)
             size = torch.where(largest > 0, largest, 1.0)
             return pull_at(z + direction * NUDGE * add_axes(size, z))
@@ -227,7 +233,7 @@ def _record_graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor
     """
     with torch.enable_grad():
         leaf = z.detach().requires_grad_()
-        return leaf, oracle.piece(leaf, start)
+        return leaf, oracle.evaluate_piece(leaf, start)
 
 
 def pull(graph: tuple[Tensor, Tensor], grad_output: Tensor) -> Tensor:
@@ -398,7 +404,8 @@ def pgd(
             is_stuck = torch.where(gradient > 0, z >= high, z <= low)
             gradient = gradient.masked_fill(is_stuck, 0.0)
         z = project(z + step_size * steepest(gradient, ball), x, ball)
-    return choose_closer(z, margins(logits_of(f(z)), y), best, lowest)[0]
+    best, _ = choose_closer(z, margins(logits_of(f(z)), y), best, lowest)  # the last iterate
+    return best
 
 
 def pgd_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
@@ -464,7 +471,7 @@ def fill_patches(
     places = best_first[:, list(ranks)]
     inside = select_places(places, x, ball.patch)
     # PGD in a cube as wide as the box: inside the patches every value can be reached.
-    cube = Ball("linf", high - low, ball.box, inside)
+    cube = Ball("linf", eps=high - low, box=ball.box, mask=inside)
     start = torch.where(inside, turn.start(), x)
     return pgd(f, x, y, cube, start=start, steps=turn.attack.steps)
 

@@ -302,7 +302,7 @@ def rewrite_words(
                 margin_changes.append(step @ slope[position])
                 for new in substitutes:
                     make = partial(_replace_word, draft, i, new, reader.lexicon)
-                    changes.append(Change(i, make))
+                    changes.append(Change(word=i, make=make))
             position += len(word)
         if not changes:
             return []
@@ -400,7 +400,7 @@ def _replace_each_word(reader: Reader, draft: Draft) -> Iterator[ChangedText]:
         for new in find_substitutes(near, draft, i, reader.lexicon):
             changed = _replace_word(draft, i, new, reader.lexicon)
             if changed is not None:
-                yield ChangedText(i, reader.read(changed), changed)
+                yield ChangedText(word=i, ids=reader.read(changed), draft=changed)
 
 
 def _reads_alike(
@@ -507,7 +507,7 @@ def rewrite_characters(
             changes = []
             for spelling in _list_misspellings(words[i], letters):
                 make = partial(_respell, draft, i, spelling, encode)
-                changes.append(Change(i, make))
+                changes.append(Change(word=i, make=make))
             of_words.append(changes)
         return list(take_turns(of_words))
 

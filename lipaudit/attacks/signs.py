@@ -96,8 +96,8 @@ def examine(
     is_flat = largest_slope == 0
     # How far each logit moved between the two passes. In both, the median logit of the sample is
     # subtracted first, because a shift of all logits changes no prediction.
-    median = logits.median(1, keepdim=True)[0]
-    median_again = again.median(1, keepdim=True)[0]
+    median = logits.median(1, keepdim=True).values
+    median_again = again.median(1, keepdim=True).values
     change = (logits - median - again + median_again).abs()
     # A change counts if it exceeds rounding by more than a small share (NOISE) of the distance
     # from the median to the largest logit.

@@ -152,7 +152,7 @@ class _Search:
 
     def add(self, ids: Ids, text: str = "") -> Draft:
         """Return the text with a suffix."""
-        suffix = Suffix(ids, self.place.token, self.place.character, text)
+        suffix = Suffix(ids, token=self.place.token, place=self.place.character, text=text)
         return replace(self.draft, suffix=suffix)
 
     def write(self, ids: Ids) -> Draft | None:

@@ -134,7 +134,7 @@ def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored
     value = v.gather(-2, index)  # v_a, (..., n, d_v)
     gap = share * value - images  # v_a - o_i
     o = images.addcmul_(largest, value)  # o_i = sum_{j != a} P_ij v_j + P_ia v_a
-    return Anchored(o, key, gap, largest * gap, share)
+    return Anchored(o=o, key=key, gap=gap, c=largest * gap, share=share)
 
 
 def weighted_differences(
@@ -220,11 +220,11 @@ def map_rows(heads: Heads, p: Tensor | None) -> Iterator[MapRows]:
             then computed here, block by block.
     """
     if p is not None:
-        yield MapRows(p, slice(None), slice(None))
+        yield MapRows(p, queries=slice(None), keys=slice(None))
         return
     for start, stop in heads.row_blocks():
         rows, keys = rows_in_reach(heads, start, stop)
-        yield MapRows(rows.flatten(0, 1), slice(start, stop), keys)
+        yield MapRows(rows.flatten(0, 1), queries=slice(start, stop), keys=keys)
 
 
 class PairTerms(NamedTuple):
@@ -578,5 +578,6 @@ def _join_projections(heads: Heads) -> list[ProjectionGroup]:
         if weights:
             widths = [weight.shape[2] for weight in weights.values()]
             joined = torch.cat([*weights.values()], 2)
-            joined_groups.append(ProjectionGroup(source, [*weights], widths, joined))
+            group = ProjectionGroup(source, names=[*weights], widths=widths, weight=joined)
+            joined_groups.append(group)
     return joined_groups

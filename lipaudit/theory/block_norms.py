@@ -276,7 +276,6 @@ def block_norms(
         f: upper limits of ||F_i||, where F_i has the columns P_ij w_ij.
         joint: whether queries and keys read one input.
     """
-    t = t[..., None]
     f = f[..., None]
     # |<u_i, u_l>|, plus its rounding error: at most `rounding` times ||u_i|| ||u_l||.
     inner_u = (rows.images @ rows.images.mT).abs_()
@@ -289,7 +288,7 @@ def block_norms(
     matrix += value @ value.mT
     # C C^T: t_i^2, on the diagonal
     diagonal = matrix.diagonal(0, -2, -1)
-    diagonal.add_(t[..., 0].square())
+    diagonal.add_(t.square())
     # With separate inputs of queries and keys, C acts on another input than A and B: the products
     # (A + B) C^T and C (A + B)^T are then 0.
     if joint:
@@ -299,7 +298,7 @@ def block_norms(
         # where `shared` is ||W_V^T X|| and `inside` has the ||X^T u_i||. C (A + B)^T is the
         # transpose.
         overlap = rows.shared * centred.p
-        overlap.addcmul_(pw, rows.inside).mul_(t.mT)
+        overlap.addcmul_(pw, rows.inside).mul_(t[..., None, :])
         matrix += overlap
         matrix += overlap.mT
     return matrix
@@ -587,7 +586,7 @@ def _local_query_term(heads: Heads, centred: Centred, rows: attend.Anchored) -> 
         centred: P, and keys and values less their mean.
         rows: the outputs o_i, and c_ij for the largest entry of each row.
     """
-    to_q = projections(heads)[0]
+    to_q, _, _ = projections(heads)
     phi = narrow_jacobians(to_q)
     m, d = heads.k.shape[2:]
     dv = centred.v.shape[-1]

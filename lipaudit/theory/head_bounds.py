@@ -96,7 +96,7 @@ def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[
         rows = []
         for b in range(len(heads.q)):
             rows.append(head_bounds(heads.row(b), bounds=records))
-        return _concatenate(rows, 0)
+        return _concatenate(rows, axis=0)
     heads = heads.to(torch.float64)
     _require_finite(heads)
     tokens = Tokens(heads)
@@ -106,7 +106,7 @@ def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[
     parts = []
     for group in split_heads(heads):
         parts.append(_compute_group(Ingredients(group, tokens), records))
-    whole = _concatenate(parts, 1)
+    whole = _concatenate(parts, axis=1)
     size = size.to(heads.v.device)
     for bound in records:
         whole[bound.name] = whole[bound.name] * size
@@ -351,9 +351,10 @@ def _choose_limits(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         w: the weights w_ij = ||v_j - o_i||.
 
     Returns:
-        Where h = 2 P (1 - P) is used, and where `uneven` is used, both (batch, heads, n, 1).
+        Where h = 2 P (1 - P) is used (`one_hot`: it is sharper in rows that are nearly one-hot),
+        and where `uneven` is used; both (batch, heads, n, 1).
     """
-    # 2 P (1 - P) has the smaller maximum in rows that are nearly one-hot.
+    # The limit of the variance is sharper if its largest h_ij is smaller.
     twice = 2 * p * _sum_others(p)
     largest = p.amax(-1, keepdim=True)
     one_hot = twice.amax(-1, keepdim=True) < largest
@@ -364,7 +365,7 @@ def _choose_limits(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a and b, which bound how fast each attention weight P_ij can grow around X.
+    """Return a (`slope`) and b (`bend`), which bound how fast each P_ij can grow around X.
 
     On a ball of radius rho, log P_ij grows by at most a_ij rho + b_ij ||A|| rho^2 with
     A = s W_Q W_K^T.
@@ -459,7 +460,7 @@ def bound_moves(point: BallPoint, rho: float) -> BallLimits:
     largest = p.amax(-1, keepdim=True)
     output = point.wv * largest.sqrt() + (z + u * widest) * v
     shift = rho * (point.wv + output)
-    return BallLimits(p, spread, u, z, v, shift)
+    return BallLimits(p=p, spread=spread, u=u, z=z, v=v, shift=shift)
 
 
 def bound_curvature(point: BallPoint, on: BallLimits) -> PerHead:

@@ -192,7 +192,8 @@ class Tokens:
 
 def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
     """Return ||dv_j / dx_j|| of every key token j, or one for all tokens if v = x W_V + b."""
-    return spectral_norm(narrow_jacobians(projections(heads)[2]))
+    _, _, to_v = projections(heads)
+    return spectral_norm(narrow_jacobians(to_v))
 
 
 class Ingredients:
@@ -493,7 +494,7 @@ def bound_token_spread(p: Maps, gram: Float[Tensor, "batch m m"]) -> PerHead:
     # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag(w), w_j = P_ij^2.
     # Errors of c change it by at most 2 (e / 2) `total`, where `total` is the sum of the w_j.
     root = (power + 3 * e * terms).clamp_min(0.0).sqrt()
-    square = (1 + e) * (root + e * total)
+    square = (1 + e) * (root + e * total)  # 1 + e: rounding of this line and of the root
     square = square.view(p.shape[:3]).amax(-1) * largest[:, None]
     return square.sqrt()
 

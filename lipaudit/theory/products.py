@@ -166,10 +166,10 @@ class LayerProducts:
         # that belongs to head h.
         if self.out is not None:
             u = u.view(len(u), n, -1) @ self.out.flatten(0, 1).mT
-        u = u.reshape(len(u), n, count, dv)
+        in_outputs = u.reshape(len(u), n, count, dv)
         if self.out is None:
-            u = self.gains[:, None] * u
-        by_head = u.transpose(1, 2).flatten(0, 1)  # (rows heads, n, dv)
+            in_outputs = self.gains[:, None] * in_outputs
+        by_head = in_outputs.transpose(1, 2).flatten(0, 1)  # (rows heads, n, dv)
         gradients = []
         # For every input X: y is the gradient in X W = [q k v] of each head. The product with W^T
         # of all heads side by side gives the gradient in X, summed over the heads.

@@ -215,7 +215,7 @@ def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:
     second = p[..., -2]
     others = p[..., :-1].sum(-1)
     g1 = _g(first, others, second)
-    return _Ordered(p, first, second, others, g1)
+    return _Ordered(p=p, first=first, second=second, others=others, g1=g1)
 
 
 def _secular_root(rows: _Ordered) -> Tensor:

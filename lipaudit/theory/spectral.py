@@ -519,7 +519,7 @@ class _Krylov:
         limit = probabilistic_limit(ritz, self.level[mask])
         # In an exhausted space the eigenvalues are exact.
         limit = torch.where(self.exhausted[mask], top, limit)
-        # Norms are roots of eigenvalues of A, which is scaled by 2^exponent.
+        # Norms are roots of eigenvalues of A, which is scaled by 2^exponent. Exponents are even.
         half_exponent = -self.exponent[mask] // 2
         norms.norm[problems] = shift_exponent(top.sqrt(), half_exponent)
         norms.upper[problems] = shift_exponent(limit.sqrt(), half_exponent)

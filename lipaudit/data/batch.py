@@ -99,7 +99,7 @@ class Batch:
         mask = None
         if self.mask is not None:
             mask = self.mask[index]
-        return Batch(self.x[index], None, (), mask)
+        return Batch(self.x[index], y=None, ids=(), mask=mask)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """Return the samples on a device; floating-point samples also take the dtype."""

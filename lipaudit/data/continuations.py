@@ -329,7 +329,7 @@ def _choose_form(table: SampleTable, rows: _Rows, options: DataOptions) -> Quest
     Raises:
         InputError: a column is missing, or labels are numbers without known names.
     """
-    choices = tables.choose_column(table, None, CHOICES)
+    choices = tables.choose_column(table, requested=None, usual=CHOICES)
     label_names: Sequence[str] = tables.LABELS
     if choices:
         label_names = (*ANSWERS, *label_names)
@@ -339,7 +339,7 @@ def _choose_form(table: SampleTable, rows: _Rows, options: DataOptions) -> Quest
     if not choices and pair is not None:
         prompt, continuation = pair
         return QuestionForm(
-            "continuation", (prompt,), continuation, words=("continuation", "rival")
+            "continuation", (prompt,), follows=continuation, words=("continuation", "rival")
         )
     if label is None:
         raise InputError(
@@ -350,14 +350,15 @@ def _choose_form(table: SampleTable, rows: _Rows, options: DataOptions) -> Quest
     prompts = tables.choose_text_columns(table, options, usual=PROMPTS)
     # Second kind: a question, its choices, and which of them is right.
     if choices:
-        return QuestionForm("choices", prompts, choices, label)
+        return QuestionForm("choices", prompts, follows=choices, label=label)
     # Third kind: a text and its label, which is the number of a class with a name, or a word.
     classes = table.classes.get(label)
     if classes is not None:
         words = tuple(classes)
-        return QuestionForm("labels", prompts, "", label, words, range(len(words)))
+        numbers = range(len(words))
+        return QuestionForm("labels", prompts, label=label, words=words, values=numbers)
     words = _list_words(table.origin, rows.values(), prompts, label)
-    return QuestionForm("labels", prompts, "", label, words, words)
+    return QuestionForm("labels", prompts, label=label, words=words, values=words)
 
 
 def _find_pair(

@@ -185,8 +185,9 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     """
     from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
 
-    # Why the Hub did not name the commit, in words, and the exception to raise if the cache does
-    # not have it, either. At first: of a run that must not contact the Hub.
+    # Two things for the case that the Hub does not name the commit: the reason in words, and the
+    # exception to raise if the cache does not have the commit, either. These are the ones of a run
+    # that must not contact the Hub; below, a failure of the Hub replaces both.
     no_answer = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
     refusal: Exception = OfflineModeIsEnabled(OFFLINE)
     with explain_refusals(repository):
@@ -355,7 +356,7 @@ def _select_rows(table: Any, whole: str, split: str) -> Any:
     advice = "Name a split, or a part of one: test[:100], test[10%:20%]."
     with explain_failure(text, advice, ValueError, AssertionError):
         instruction = datasets.ReadInstruction.from_spec(split)
-        # The first and the last row of the part.
+        # A single part, with its rows from `from_` (None: from the beginning) to before `to`.
         (part,) = instruction.to_absolute({whole: len(table)})
     return table.select(range(part.from_ or 0, part.to))
 

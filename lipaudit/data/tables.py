@@ -397,7 +397,7 @@ def _read_labels(
     labels = table.read_column(label)
     faults = dict(table.faults)
     for i, value in enumerate(labels):
-        fault = find_fault({label: value}, (), label)
+        fault = find_fault({label: value}, texts=(), label=label)
         if fault:
             faults.setdefault(i, fault)
     table = replace(table, faults=faults)
@@ -427,7 +427,7 @@ def _draw_images(
     def read(i: int) -> Picture:
         """Return the image of row i of the table, in the range of pixels that the model takes."""
         values = table.rows[i]
-        table.refuse(i, find_fault(values, inputs))
+        table.refuse(i, find_fault(values, inputs))  # an InputError if the cell is empty
         pixels, steps = read_image(values[column], table.places[i], net)
         return Picture(to_box(pixels, net.box), steps)
 
@@ -475,7 +475,7 @@ def _draw_texts(
     def read(i: int) -> _EncodedTexts:
         """Return the texts of row i of the table, their token ids, and whether these were cut."""
         values = table.rows[i]
-        table.refuse(i, find_fault(values, inputs))
+        table.refuse(i, find_fault(values, inputs))  # an InputError if a text is missing
         texts = tuple(str(values[name]) for name in inputs)
         origin = table.locate(i)
         # The tokenizer cuts. One token more than allowed shows whether the text is longer.
@@ -502,7 +502,7 @@ def _choose_inputs(table: SampleTable, net: Net, options: DataOptions) -> tuple[
     """Return the column of the images, or the columns of the texts."""
     if net.kind == "text":
         return choose_text_columns(table, options)
-    image = choose_column(table, None, IMAGES)
+    image = choose_column(table, requested=None, usual=IMAGES)
     if net.kind != "image" or image is None:
         raise InputError(
             f"{table.origin} has no column of images ({table.column_list})",

@@ -65,6 +65,7 @@ def _find_fault(name: str, measure: Measure) -> str:
     """
     if not measure.tables or measure.tables[0].name != name:
         return f"has no table of the section {name!r}"
+    # The built-in drawings, and those of plug-ins.
     drawings = (*get_args(Drawing), *collect(str, "drawings", get_args(Drawing)))
     for number, table in enumerate(measure.tables):
         if number and not table.name.startswith(f"{name}."):
@@ -160,6 +161,7 @@ def load_audit_options() -> type[AuditOptions]:
         for name, addition in measure.audit.options.items():
             known = measure.options.options()[name]
             text = known.help + addition
+            # `need`: the option is refused if no measure runs that uses it.
             fields[name] = option(None, text, *known.flags, need=_need_user(name))
             # The text as the user typed it: the measure parses it later.
             fields[name].annotation = str | None
@@ -288,7 +290,11 @@ class AuditOptions(Settings):
         return "full" if self.full else "usual"
 
     def counts(self, *, demo: bool) -> Mapping[str, int]:
-        """Return the number of samples by measure; measures not listed use their default."""
+        """Return the number of samples by measure, for this size of the audit.
+
+        A measure may have numbers for the sizes quick, usual and full. Measures without a number
+        for this size are left out: they use their default.
+        """
         size = self.find_size(demo=demo)
         counts = {}
         for name, measure in load_measures().items():

@@ -150,11 +150,12 @@ ATTACK_TABLE = Layout(
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
     """Yield a part for each chunk of samples, again after every attack if the run can be resumed.
 
-    A round is up to 512 samples. The first attack runs on all samples of a round, then the second
-    attack, and so on. So a time limit leaves out attacks, not samples, as far as possible.
+    A chunk is a batch of up to 64 samples, with random numbers of its own. A round is up to 8
+    chunks. The first attack runs on all chunks of a round, then the second attack, and so on. So a
+    time limit leaves out attacks, not samples, as far as possible.
 
     Raises:
-        UsageError: a batch is not a chunk of the run, and random numbers depend on the chunk.
+        UsageError: a batch has more than 64 samples, or does not begin at a multiple of 64.
         InputError: samples have no labels, or the embedding of token ids was not found.
     """
     from lipaudit.attacks.transfer import note_source
@@ -168,8 +169,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         *map(note_source, options.transfer),
         *texts.note_target(net, options.find_target(net)),
     )
-    # Parts of an interrupted run. None: this run cannot be resumed, so incomplete parts are not
-    # yielded below.
+    # Incomplete parts of an interrupted run, to resume it. None: nobody stores incomplete parts of
+    # this run, so none are yielded below.
     incomplete = find_unfinished(batches)
     # For a model that scores continuations, `move_losses` needs the adversarial examples of all
     # attacks, and incomplete parts do not store examples. So chunks are attacked one by one, each
@@ -177,10 +178,11 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     scores_continuations = net.scored == "continuation"
     yields_incomplete = incomplete is not None and not scores_continuations
     size = 1 if scores_continuations else ROUND  # chunks of a round
+    # A run is a chunk with an iterator that runs its attacks.
     runs = prepare_chunks(net, options, steps, incomplete or {}, batches)
     while group := list(islice(runs, size)):
         prefix = _name_round([run.batch for run in group])
-        # The chunk of `run` after each attack on it.
+        # Yields the run of a chunk after each attack on this chunk.
         for run in Round(group, steps, net.classes or 2, prefix).attack():
             is_complete = len(run.outcomes) > len(steps)  # the clean samples, and one per attack
             if scores_continuations and is_complete:
@@ -254,7 +256,8 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     trials = options.trials()
     of_trials = _read_results(parts, trials)
     worst = {}
-    for ball, inside in worst_cases(of_trials).items():  # the trials in this and smaller balls
+    # By ball: the trials inside it, in this ball or a smaller one of the same norm.
+    for ball, inside in worst_cases(of_trials).items():
         worst[ball] = _join_results(ball, {key: of_trials[key] for key in inside})
     rows = _make_rows(parts, trials, worst | of_trials)
     columns = _list_samples(parts, of_trials, worst)
@@ -349,7 +352,8 @@ def _join_results(ball: TrialKey, results: Mapping[TrialKey, _Result]) -> _Resul
     # (samples, trials).
     robust: Values = np.stack([result.robust for result in results.values()], 1)
     confidence = np.stack([result.confidence for result in results.values()], 1)
-    first = find_first(~robust)  # for each sample: the first trial that broke it
+    # For each sample, the first trial that broke it, else the last trial.
+    first = find_first(~robust)
     return _Result(
         robust=np.asarray(robust.all(1)),
         unfinished=np.any([result.unfinished for result in results.values()], axis=0),
@@ -518,15 +522,15 @@ def encode_files(parts: Sequence[Part], options: AttackOptions) -> dict[Path, by
     from lipaudit.attacks.transfer import encode_examples
     from lipaudit.measures import texts
 
-    (path,) = options.files
+    (path,) = options.files  # the file of --save-adv; without one, this function is not called
     if path.suffix == TABLE:
         return {path: texts.encode_table(parts)}
     content = encode_examples(
-        [part.values["x_adv"] for part in parts],
-        ~base.join_parts(parts, "robust").astype(bool),
-        base.join_parts(parts, "label"),
-        base.sample_ids(parts),
-        [str(trial.key) for trial in options.trials()],
+        chunks=[part.values["x_adv"] for part in parts],
+        broken=~base.join_parts(parts, "robust").astype(bool),
+        labels=base.join_parts(parts, "label"),
+        ids=base.sample_ids(parts),
+        trials=[str(trial.key) for trial in options.trials()],
     )
     return {path: content}
 

@@ -237,8 +237,9 @@ class AttackOptions(MeasureOptions):
         if not is_text:
             self._refuse_units_of_texts("images" if kind == "image" else "sequences of vectors")
         attack = self.attack or self._choose_attacks(is_text, changes)
-        # Default radii of balls. Attacks that count changes (words, patches) have default radii of
-        # their own, `paper` has fixed ones.
+        # Without radii of the user, attacks on balls get `usual_eps`. Attacks that count changes
+        # (words, patches) have default radii of their own, and `paper` has fixed ones: `trials`
+        # takes these.
         has_own_radii = attack in ("paper", "patch") or (is_text and attack != EMBEDDINGS)
         eps = self.eps
         if not eps and not has_own_radii:
@@ -248,18 +249,19 @@ class AttackOptions(MeasureOptions):
         trials = chosen.trials()
         kinds.require_suitable(trials, kind, changes, why)
         self._require_storable(trials)
-        # The number of queries of the attacks on texts, if all have the same. COUNTED: the units
-        # in which attacks change texts.
+        # The attacks on texts: COUNTED are the units of texts (words, characters, tokens of a
+        # suffix). If all have the same number of queries, this number is recorded.
         of_texts = [trial for trial in trials if trial.norm in COUNTED]
         numbers = {attack.queries for trial in of_texts for attack in trial.attacks}
         queries = numbers.pop() if len(numbers) == 1 else self.queries
-        # The default norm, if some attack searches a norm ball. WHOLE: units that are counted, of
-        # texts and patches of images.
+        # The attacks that count changes: WHOLE are the units of texts, and patches of images. All
+        # other attacks search a norm ball: if there is such an attack, it gets a default norm.
         counting = [trial for trial in trials if trial.norm in WHOLE]
         norm = self.norm
         if norm is None and len(counting) < len(trials):
             norm = "token-l2" if is_text else "linf"
-        # Without a radius in `eps`, only attacks that count changes run: take their default radii.
+        # If `eps` is empty, `trials` took the default radii of attacks that count changes. Record
+        # them as a user would type them: 1words, 2words.
         radii = eps or tuple(parse_budget(trial.key.typed) for trial in counting)
         return chosen.model_copy(update={"norm": norm, "eps": radii, "queries": queries})
 
@@ -294,6 +296,7 @@ class AttackOptions(MeasureOptions):
         A radius `2words` asks for the attack words, a radius without a unit for attacks on balls.
         Without radii, texts are attacked in all units that can be changed (`changes`).
         """
+        # An attack that counts changes has the name of its unit: words.
         usual = EMBEDDINGS if is_text else self.usual  # attacks on balls
         names = [radius.unit or usual for radius in self.eps]
         if is_text and not names:
@@ -350,8 +353,9 @@ class AttackOptions(MeasureOptions):
     def trials(self) -> tuple[Trial, ...]:
         """Return the trials that the options ask for: each is some attacks in one ball.
 
-        With --transfer, the examples of another model are tried in every ball, in a trial of their
-        own unless `transfer` is among the attacks.
+        With --transfer, the examples of another model are also tried in every ball, each time in a
+        trial of their own with the label `transfer`. `--attack pgd,transfer` gives these trials by
+        itself. `--attack custom:pgd,transfer` does not: it gives trials of two attacks each.
 
         Raises:
             UsageError: an attack is unknown, there is no radius, or --transfer has no file or
@@ -366,8 +370,9 @@ class AttackOptions(MeasureOptions):
             queries=self.queries,
         )
         plan = tuple(trial.place_suffixes(self.suffix_place) for trial in plan)
-        # The balls of the plan, each once. WHOLE: counted changes of a text or image are no ball.
+        # The balls of the plan, each once. The norms in WHOLE count changes: they have no balls.
         balls = dict.fromkeys((t.norm, t.radius) for t in plan if t.norm not in WHOLE)
+        # Whether some trial, or an ensemble such as custom:pgd,transfer, has the attack transfer.
         has_transfer = any(attack.name == TRANSFER for trial in plan for attack in trial.attacks)
         missing = ""
         if has_transfer and not self.transfer:
@@ -379,6 +384,7 @@ class AttackOptions(MeasureOptions):
                 f"the attack transfer needs {missing}",
                 "Use --attack pgd --eps 2/255 --transfer FILE.safetensors.",
             )
+        # Add trials with the label `transfer`, even if an ensemble has an attack of this name.
         if self.transfer and all(trial.label != TRANSFER for trial in plan):
             attacks = (Attack(TRANSFER),)
             plan += tuple(Trial(TRANSFER, norm, radius, attacks) for norm, radius in balls)

@@ -16,7 +16,7 @@ from pydantic import field_validator
 
 from lipaudit.errors import UsageError, few
 from lipaudit.measures import attention_rows, base
-from lipaudit.measures.attention_rows import CSV, NPZ, ROWS
+from lipaudit.measures.attention_rows import CSV, MEANS, NPZ, ROWS
 from lipaudit.measures.base import AuditRole, Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import option
 from lipaudit.settings.value_types import Layers, OneHead, read_head
@@ -96,7 +96,7 @@ class AttentionOptions(MeasureOptions):
         for section in sections:
             if section.measure == "bounds":
                 rows += section.rows
-        steepest = largest(rows, "exact", 1)
+        steepest = largest(rows, "exact", count=1)
         if not steepest:
             return self
         row = steepest[0]
@@ -256,21 +256,6 @@ ATTENTION_TABLE = Layout(
 )
 
 
-# Statistics of rows with a mean over all rows, in the order of the arrays.
-MEANS = (
-    "top1",
-    "top2",
-    "g1",
-    "softmax_norm",
-    "g1_ratio",
-    "gk_ratio",
-    "entropy",
-    "entropy_normalized",
-    "support",
-    "uniform",
-    "intermediate",
-    "categorical",
-)
 # Arrays of a map that is drawn: the map, and the number of its queries and keys.
 MAP = ("map", "map_tokens")
 # Number of entries of P processed at a time: 2 MB in float64 fit into the cache.
@@ -294,7 +279,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     parts = by_layer(net, batches, reader.read, layers=options.layers, projections=False)
     for number, part in enumerate(parts):
         if reader.windowed:  # layers whose attention stays within windows of a sample (Swin)
-            layers = few([*reader.windowed])
+            layers = few(sorted(reader.windowed))
             note = Note.info(
                 "windows",
                 f"layers {layers} attend within windows of a sample: p_norm is the largest of all "
@@ -315,14 +300,14 @@ class _LayerReader:
         options: the options.
         head: layer and number of the head whose map is drawn; None: no map.
         map: its map; None before the first sample.
-        windowed: layers whose attention is limited to windows of a sample, as keys.
+        windowed: layers whose attention is limited to windows of a sample.
     """
 
     net: Net
     options: AttentionOptions
     head: tuple[int, int] | None = None
     map: DrawnMap | None = None
-    windowed: dict[int, None] = field(default_factory=dict)
+    windowed: set[int] = field(default_factory=set)
 
     def read(self, layer: Layer) -> Reduced:
         """Return the statistics of a layer; called for every layer of every batch.
@@ -337,7 +322,7 @@ class _LayerReader:
         if self.head is not None and self.map is None and layer.site.index == self.head[0]:
             self.map = draw_map(self.net, layer, self.head[1])
         if len(layer.attention.q) > layer.samples:  # several windows per sample: note the layer
-            self.windowed[layer.site.index] = None
+            self.windowed.add(layer.site.index)
         with torch.inference_mode():
             return layer_statistics(layer, self.options)
 
@@ -444,7 +429,7 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
     full_map = None
     if max(queries, keys) <= options.p_norm_tokens:
         full_map = heads.attention()
-        p_norm = map_norm(full_map, 1e-7)
+        p_norm = map_norm(full_map, tol=1e-7)
     pieces = []
     for chunk in heads.policy.chunks(queries, batch * count * keys, ENTRIES):
         if full_map is None:  # only these rows of P, on the keys that they can see
@@ -600,7 +585,7 @@ def _note_short_rows(arrays: Mapping[str, Values]) -> Iterator[Note]:
 
 def encode_files(parts: Sequence[Part], options: AttentionOptions) -> dict[Path, bytes]:
     """Return the file of `--rows`."""
-    (path,) = options.files
+    (path,) = options.files  # the file of --rows; without one, this function is not called
     return {path: attention_rows.encode_rows(parts, path.suffix)}
 
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 CSV = ".csv"
 NPZ = ".npz"
-# Statistics of a row in the file, by their names in `softmax.row_statistics`.
-STATISTICS = (
+# Statistics of rows with a mean over all rows, in the order of the arrays, by their names in
+# `softmax.row_statistics`.
+MEANS = (
     "top1",
     "top2",
     "g1",
@@ -29,11 +30,14 @@ STATISTICS = (
     "g1_ratio",
     "gk_ratio",
     "entropy",
+    "entropy_normalized",
     "support",
     "uniform",
     "intermediate",
     "categorical",
 )
+# Statistics of a row in the file. The file has the entropy in nats only.
+STATISTICS = tuple(name for name in MEANS if name != "entropy_normalized")
 # Columns of the file that name a row.
 KEYS = ("sample", "layer", "head", "window", "row")
 # Name of the array with the rows of a layer, behind which its index follows.

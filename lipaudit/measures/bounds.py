@@ -183,6 +183,7 @@ def _reduce_heads(measured: Mapping[str, Values]) -> dict[str, list[float | None
     # How many times the bound `sharp` exceeds the norm; a norm of 0 has no ratio.
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(exact > 0, measured["sharp"] / exact, np.nan)
+    # All bounds, the figures that bounds are made of (such as ||P||), and the norm with its error.
     columns = {name: measured[name] for name in (*load_bounds(), *INGREDIENTS, *OF_HEADS)}
     cells = _reduce_columns(columns | {"exact_max": exact, "sharp_ratio_max": ratio})
     for name, bound in load_bounds().items():
@@ -229,14 +230,15 @@ def _remove_bounds(measured: dict[str, Values], facts: Mapping[str, Any]) -> dic
 def _add_numerical(
     texts: Sequence[str], numerical: Sequence[str], without_form: Values
 ) -> list[str]:
-    """Return the kind (or input) of each head: "affine", or "affine, numerical".
+    """Return the cells of one of the columns `kind` and `input`, a text per head.
 
-    The second word is added if the closed form could not be used on some sample: there, the norm
-    was computed by differentiating the module (a numerical norm).
+    Without a closed form on some sample, the norm was computed there by differentiating the module
+    (a numerical norm). Then the text names both ways: the kind "affine" becomes "affine,
+    numerical", the input "one input" becomes "one input, module input (x)".
 
     Args:
-        texts: the kind (or input) of each head in closed form.
-        numerical: the kind (or input) of each head where its norm is numerical.
+        texts: the cell of each head if its norm has a closed form on all samples.
+        numerical: what is added for each head if its norm is numerical on some sample.
         without_form: whether the norm of a head is numerical on some sample.
     """
     texts_of_heads = []

@@ -276,21 +276,22 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     import torch
 
     from lipaudit.data.batch import find_first
-    from lipaudit.measures.sensitivity import Blocks, find_blocks, measure_batch
+    from lipaudit.measures.sensitivity import find_blocks, measure_batch
     from lipaudit.models.attention.numeric import compute_residual_norms
 
-    blocks: Blocks | None = None
     first: Batch | None = None
     # Texts of one length at a time, so that a position is the same column in all texts. Batches of
     # a run have one length already. Batches from the Python interface may have mixed lengths.
     pieces = (piece for whole in batches for piece in whole.by_length(len(whole)))
     for batch in pieces:
-        if blocks is None or first is None:
+        if first is None:
+            # All processes of a run get the same batch here: that of the first sample of the run.
             first = find_first(batches, batch)
             blocks = find_blocks(net, first, options)
-        # The norms of blocks for --from, each with its two ends among the facts.
+        # `of_blocks`: norms from the outputs of blocks, for --from. facts["ends"] has a tuple for
+        # each of them: input, output, module of the block, and method of the norm.
         values, facts, of_blocks = measure_batch(net, batch, options, blocks.starts, first)
-        if blocks.inner:  # the norms of blocks for --per-layer come behind them
+        if blocks.inner:  # --per-layer: append norms from the input of a block to its output
             seeds = options.list_seeds(batch.ids)
             residuals = compute_residual_norms(
                 net, batch, blocks.inner, seeds=seeds, **options.accuracy
@@ -315,19 +316,19 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     columns = {}  # with a value per sample
     for name, values in arrays.items():
         if name in ("norm", "upper"):
-            # `make_section` replaces NaN in arrays, but not in lists, by None, "not computed". The
-            # NaN of a norm that failed has to stay.
+            # A norm that is NaN was computed, and the model overflowed: NaN stays in a list. In an
+            # array, `make_section` replaces NaN by None, "not computed".
             columns[name] = values.tolist()
         elif name in JACOBIAN_TABLE.sample_columns:
             columns[name] = values
-    of_rows = _stack_rows(arrays)
-    rows = _make_rows(parts, of_rows, options)
-    norms_of_rows = {}
-    if len(rows) > 1:  # otherwise this is the column `norm`
-        norms_of_rows["norm"] = of_rows["norm"]
+    by_row = _stack_rows(arrays)  # each figure of the model and its blocks, (samples, rows)
+    rows = _make_rows(parts, by_row, options)
+    stored = {}
+    if len(rows) > 1:  # a single row, the model, is stored as the column `norm` already
+        stored["norm"] = by_row["norm"]
     notes = [*base.notes(parts), *_write_notes(parts, arrays), *base.note_repeats(parts)]
     section = base.make_section(
-        JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=norms_of_rows
+        JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=stored
     )
     if options.norm == "inf":  # the default label is that of l2
         radius = replace(section.sample_columns[RADIUS], label="first-order radius, linf")
@@ -356,13 +357,13 @@ def _stack_rows(arrays: Mapping[str, Values]) -> dict[str, Values]:
 
 
 def _make_rows(
-    parts: Sequence[Part], of_rows: Mapping[str, Values], options: JacobianOptions
+    parts: Sequence[Part], by_row: Mapping[str, Values], options: JacobianOptions
 ) -> list[Row]:
     """Return the row of the model, then a row per block, with statistics over the samples.
 
     Args:
         parts: the parts.
-        of_rows: norms and their accuracy, (samples, rows).
+        by_row: norms and their accuracy, (samples, rows).
         options: the options.
     """
     facts = parts[0].facts
@@ -371,7 +372,7 @@ def _make_rows(
     unique = base.mark_unique(parts)  # a repeated sample counts once, as in every comparison
     rows = []
     for i, (start, to, module, method) in enumerate(ends):
-        figures = {name: values[unique, i] for name, values in of_rows.items()}
+        figures = {name: values[unique, i] for name, values in by_row.items()}
         norms = figures["norm"]
         row = JACOBIAN_TABLE.row(
             from_=start,

@@ -383,9 +383,11 @@ def _list_claims(
         products with W_O.
         """
         assert heads.out is not None
-        count, d_v, d_out = heads.out.shape  # W_O of each head
+        count, d_v, d_out = heads.out.shape  # W_O of each of the H heads
         eps = torch.finfo(torch.float64).eps
-        # A generous limit of the relative error of sums of products with W_O.
+        # ||W_O||^2 is the largest eigenvalue of W_O^T W_O, each entry of which is a sum of H d_v
+        # products. So it is off by H d_v eps ||W_O||_F^2 <= H d_v d_out eps ||W_O||^2. The 16 and
+        # the 2 leave room for the errors of eigenvalues, and of products with W_O in the norm.
         relative = 2 * (d_out + 16) * count * d_v * eps
         errors = compute_rounding().square().sum(1, keepdim=True).sqrt()
         return values["out_norm"] * errors + relative * values["layer_sharp_rss"]

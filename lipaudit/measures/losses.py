@@ -53,7 +53,7 @@ def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Out
         on_loss = outcomes[-1]
         # Scores at the two points, (samples, scores); the first one is log p.
         before, after = (
-            score_outcome(net, run.batch, run.chunk, outcome, options.batch_size)
+            score_outcome(net, run, outcome, options.batch_size)
             for outcome in (on_margin, on_loss)
         )
         is_right_after = after.argmax(1) == run.chunk.y

@@ -146,16 +146,23 @@ def _make_chunk(net: Net, batch: Batch, options: AttackOptions, reader: Reader |
         # Attacks make the continuation (class 0) likelier. A sample is robust as long as its rival
         # (class 1) is ahead.
         y = torch.ones_like(y)
-    drafts = None
+    chunk_texts = None
     if reader is not None:
         characters = any(trial.norm == "characters" for trial in options.trials())
-        drafts = texts.read_texts(reader, batch, characters=characters)
+        chunk_texts = texts.read_texts(reader, batch, characters=characters)
     x = net.point(batch)
     saved = None
     if options.transfer:
         files = [read_examples(path, batch.ids, x.shape[1:]) for path in options.transfer]
         saved = torch.cat([examples.to(x) for examples in files], 1)
-    return Chunk(batch.start // CHUNK, x, y, net.find_free_tokens(batch), drafts, saved)
+    return Chunk(
+        number=batch.start // CHUNK,
+        x=x,
+        y=y,
+        mask=net.find_free_tokens(batch),
+        texts=chunk_texts,
+        saved=saved,
+    )
 
 
 @dataclass
@@ -226,7 +233,8 @@ class Round:
             clean, *attacked = run.outcomes
             correct = int(clean.robust.sum())
             # By norm and attacks: how many samples survived at the last radius. The same attacks
-            # at a larger radius run on the survivors only.
+            # at a larger radius run on the survivors only. `attacked` has the outcomes of the
+            # first steps: the steps behind them are still to come.
             survivors = {}
             for outcome, (trial, _) in zip(attacked, self.steps, strict=False):
                 survivors[trial.norm, trial.attacks] = int(outcome.robust.sum())
@@ -244,6 +252,8 @@ class Round:
         """
         samples = self._count_samples()
         passes = samples  # passes that ran: at first, one for each clean sample
+        # `costs`: the passes of each attack on a sample. The outcomes of a run are those of the
+        # clean samples, and of as many attacks as ran.
         for run in self.runs:
             for outcome, cost in zip(run.outcomes[1:], self.costs, strict=False):
                 passes += cost * int(outcome.tried.sum())
@@ -332,14 +342,16 @@ def time_pass(model: Classifier | ByRow, chunk: Chunk) -> float:
 
     The time is that of a forward pass and a gradient, which counts as two more passes.
     """
-    oracle = Oracle(model, torch.arange(len(chunk.x), device=chunk.x.device), len(chunk.x))
+    size = len(chunk.x)
+    rows = torch.arange(size, device=chunk.x.device)  # all samples of the chunk
+    oracle = Oracle(model, rows, batch_size=size)
     seconds = 0.0
     for _ in range(2):  # the first pass compiles kernels and fills caches
         began = time.perf_counter()
         _, gradient = logits_and_gradient(oracle, chunk.x, chunk.y)
         gradient.sum().item()  # waits for the device
         seconds = time.perf_counter() - began
-    return seconds / (3 * len(chunk.x))
+    return seconds / (3 * size)
 
 
 def format_duration(seconds: float) -> str:
@@ -425,6 +437,7 @@ def _count_work(by_trial: Sequence[Sequence[Outcome]]) -> dict[str, Any]:
         if len(outcomes) > 1 and outcomes[-1].attack == "square":
             square = outcomes[-1]
             squares.append((int(square.tried.sum()), int(square.robust.sum())))
+    # Without any, a pair of zeros: the pairs of all parts are added up.
     return {"attacks": counts, "cost": costs, "square": squares or [(0, 0)]}
 
 
@@ -476,7 +489,7 @@ def _read_arrays(
     if net.scored == "continuation":
         losses = []
         for outcome in (clean, *ends):
-            scores = texts.score_outcome(net, run.batch, run.chunk, outcome, options.batch_size)
+            scores = texts.score_outcome(net, run, outcome, options.batch_size)
             losses.append(-scores[:, 0])  # the first score is log p of the continuation
         values["losses"] = torch.stack(losses, 1)
     elif run.logits.shape[1] <= SCORED_CLASSES:

@@ -70,7 +70,7 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
     layer = find_layer(options.start)  # 5 of --from layer:5; None of --from layers and others
     from_layers = layer is not None or options.start == "layers"
     if not (from_layers or options.per_layer):
-        return Blocks({}, (), ())
+        return Blocks(starts={}, inner=(), notes=())
     sites = find_layers(net, batch)
     chosen = choose_layers(sites, None if layer is None else (layer,))
     # For --per-layer: the smallest module with a skip path around the attention of each layer,

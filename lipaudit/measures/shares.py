@@ -81,7 +81,7 @@ def read_sources(headline: Headline, section: Section, report: Report) -> Iterat
     column = section.columns["share"]
     # The shares of all attention, of all attention maps and of all MLPs: medians over the samples.
     attention, maps, mlps = (middle(list_unrepeated(section, name)) for name in OF_ALL)
-    head = largest(rows, "share", 1)[0]
+    head = largest(rows, "share", count=1)[0]
     texts = [f"head {head.layer}.{head.head} carries most ({format_value(head.share, column)})"]
     if mlps is not None:
         texts.insert(0, f"MLPs {format_value(mlps, column)}")
@@ -274,14 +274,15 @@ def summarise_shares(
         norm: the norm of each sample.
         to: name of the output; `margin` if shares are of the direction of the margin.
     """
-    # Parts with the facts of shares. A part whose samples are not neighbours in the report was
-    # split (`engine.results.in_order`), and only its first piece has the facts.
+    # Parts that say what the columns of their shares are: facts["heads"] for heads, facts["steps"]
+    # for the branches with a skip connection through which a sample passes. A part whose samples
+    # are not neighbours in the report was split, and only its first piece has these facts.
     described = [part for part in parts if "steps" in part.facts]
     if not described:
         return []
     ends = {"from": described[0].facts["from"], "to": to}
     sections = [_make_heads_section(parts, described, options, norm, ends)]
-    # If the model takes other steps on some samples, a table of steps has no meaning.
+    # A table of steps has a meaning only if the model takes the same steps on all samples.
     steps = described[0].facts["steps"]
     if steps and all(part.facts["steps"] == steps for part in described):
         sections.append(_make_paths_section(parts, steps, options, ends))
@@ -325,7 +326,7 @@ def _make_heads_section(
     # For each sample: the shares of all attention, all maps and all MLPs together.
     totals = _join(parts, "share_totals", (len(OF_ALL),))
     figures = dict(zip(OF_ALL, totals.T, strict=True))
-    figures["gap"] = _join(parts, "gap", ())
+    figures["gap"] = _join(parts, "gap", shape=())
     return base.make_section(
         HEADS_TABLE, parts, options, rows, notes, samples=figures, arrays=arrays
     )
@@ -373,7 +374,7 @@ def _make_paths_section(
         **_reduce(arrays, unique),
         samples=int(unique.sum()),
     )
-    return base.make_section(PATHS_TABLE, parts, options, rows, (), arrays=arrays)
+    return base.make_section(PATHS_TABLE, parts, options, rows, arrays=arrays)
 
 
 def _reduce(arrays: Mapping[str, Values], unique: Values) -> dict[str, list[float | None]]:

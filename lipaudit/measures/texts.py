@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lipaudit.attacks.evaluate import Chunk, Outcome, Texts
+from lipaudit.attacks.evaluate import Outcome, Texts
 from lipaudit.attacks.kinds import Trial
 from lipaudit.attacks.text import (
     BEGINS,
@@ -33,6 +33,9 @@ from lipaudit.models.net import Net
 from lipaudit.models.requirements import agree
 from lipaudit.tables import Note
 from lipaudit.tables.trials import COUNTED
+
+if TYPE_CHECKING:
+    from lipaudit.measures.rounds import ChunkRun
 
 # Column names in a file of changed texts (the second for pairs), as --data reads them.
 COLUMNS = ("text", "text_b")
@@ -87,7 +90,7 @@ def make_reader(net: Net) -> Reader:
 
 def _make_batch(ids: Tensor, mask: Tensor | None) -> Batch:
     """Return token ids as a batch of nameless samples."""
-    return Batch(ids, None, ("",) * len(ids), mask)
+    return Batch(ids, y=None, ids=("",) * len(ids), mask=mask)
 
 
 def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
@@ -226,14 +229,14 @@ def _draft_prompt(
     assert lexicon.read is not None
     prompt_ids, continuation_ids = packer.encode(prompt, continuations)
     ids = tuple(prompt_ids)
-    # `encode` gives ids only. `read` tokenizes the prompt again, and gives the span of every token
-    # in the characters, too. White space at its end is packed with the continuations. WHOLE is
-    # more than any number of tokens: nothing is cut.
+    # `encode` gives ids only. `read` tokenizes the prompt again, and also gives the span of each
+    # token in the characters. White space at the end of the prompt belongs to the continuations.
+    # WHOLE is more than any number of tokens: nothing is cut.
     tokens, spans = lexicon.read((prompt.rstrip(),), WHOLE)
-    # `tokens` may have one more: some tokenizers end every text with a special token.
+    # The same ids, but some tokenizers add a special token at the end of `tokens`.
     if tokens[: len(ids)] != ids or list(packed) != list(packer.pack(prompt, continuations)):
         return None
-    words = lexicon.split_words(ids, spans[: len(ids)])
+    words = lexicon.split_words(ids, spans[: len(ids)])  # each word is a tuple of its tokens
     # Group the spans by word: each word takes as many of the next spans as it has tokens.
     unused_spans = iter(spans)
     spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
@@ -431,19 +434,19 @@ def forward_pieces(net: Net, batch: Batch, z: Tensor, size: int) -> Tensor:
     return torch.cat([net.forward(z[rows], batch.rows_without_ids(rows)) for rows in pieces])
 
 
-def score_outcome(net: Net, batch: Batch, chunk: Chunk, outcome: Outcome, size: int) -> Tensor:
-    """Return the scores at the last point or text of an attack, (batch, scores).
+def score_outcome(net: Net, run: ChunkRun, outcome: Outcome, size: int) -> Tensor:
+    """Return the scores at the last point or text of an attack, (samples, scores).
 
     Args:
         net: the model.
-        batch: the samples.
-        chunk: the samples, as they were attacked.
+        run: the chunk of samples that was attacked.
         outcome: the outcome of the attack.
         size: number of samples at a time.
     """
-    if outcome.drafts is None or chunk.texts is None:  # the attack moved embeddings
-        return forward_pieces(net, batch, outcome.x_adv, size)
-    reader = chunk.texts.reader
+    texts = run.chunk.texts
+    if outcome.drafts is None or texts is None:  # the attack moved embeddings
+        return forward_pieces(net, run.batch, outcome.x_adv, size)
+    reader = texts.reader
     return TextOracle(reader, size)([reader.read(draft) for draft in outcome.drafts])
 
 

@@ -156,9 +156,11 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
             # A run on one sample shows which weights the heads use.
             first = find_first(batches, batch)[:1].trim()
             sites = find_layers(net, first)
-            # The block around each layer, None if it has none; then every block once.
+            # The whole residual block (attention and MLP) around each layer, None if it has none.
+            # Layers may share a block: `blocks` has each block once.
             around = find_residuals(net, first, sites, entire=True)
             blocks = tuple(dict.fromkeys(filter(None, around)))
+            # `by_sample`: its input and output have a row per sample, not per token or window.
             if options.at_samples and not all(block.by_sample for block in blocks):
                 raise InputError(
                     f"--at-samples: blocks of {net.architecture} have no row per sample",
@@ -312,7 +314,8 @@ def _find_products(heads: Heads) -> dict[str, Product]:
     import torch
 
     products = {}
-    # How q, k and v depend on the input: weights, (heads, D, d), and the kind of map.
+    # A `Product` is scale * left @ right^T. First, how q, k and v depend on the input: weights,
+    # (heads, D, d), and the kind of map.
     q = heads.to_q
     k = heads.to_k
     v = heads.to_v
@@ -320,7 +323,7 @@ def _find_products(heads: Heads) -> dict[str, Product]:
     # Other kinds, such as a normalisation of the queries, are no linear map.
     if q and k and {q.kind, k.kind} <= {"affine", "rotation"}:
         products["qk"] = Product(q.weight, k.weight, heads.scale[0].abs())
-    if v and v.kind == "affine" and heads.out is not None:
+    if v and v.kind == "affine" and heads.out is not None:  # W_O is (heads, d, D)
         products["ov"] = Product(v.weight, heads.out.mT, torch.ones(1))
     return products
 

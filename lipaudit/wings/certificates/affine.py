@@ -70,11 +70,12 @@ def linear_map(
     sizes = [weight.abs() for weight in exact]
     error = x.bound_input_error(roundings)
     slack = round_up(absolute_op(error[None], *sizes)[0], roundings=roundings)
+    # Underflow of the products of weights and coefficients.
     slack = slack + x.symbol_count * roundings * tiny(symbols.dtype)
     if constant is not None:
         constant = constant.detach().to(DOUBLE)
-        # s covers the rounding of W c, but not the rounding of the sum W c + b. An infinite
-        # constant (a mask) is added exactly.
+        # s covers the rounding of W c, but not the rounding of the sum W c + b, which is rounded
+        # once (4 leaves room). An infinite constant (a mask) is added exactly.
         size = constant.abs() + absolute_op(x.centre.abs()[None], *sizes)[0]
         rounding = bound_rounding(4, DOUBLE) * size
         slack = round_up(slack + rounding.nan_to_num(posinf=0.0))

@@ -237,9 +237,10 @@ def _search_radius(
         tol: relative width at which the search ends.
     """
     low, high = read_limits()
-    # Double the radius while the property holds. Halve the radius while it never held. Then
-    # bisect, by the geometric mean of the limits.
     while low < largest and high > max(low * (1 + tol), SMALLEST_SHARE * largest):
+        # If the property holds at `low`: double the radius, but go no further than the geometric
+        # mean of the limits (a bisection) or the largest radius. If it never held, begin with
+        # `first`, and then halve the radius.
         if low:
             examine(min(2 * low, math.sqrt(low * high), largest))
         else:

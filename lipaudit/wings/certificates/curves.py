@@ -212,8 +212,9 @@ def _bound_at_points(
         square = parabola.b * step.square()
         d = value - linear - square
         # Rounding is a share of the sizes of all terms. f itself may be computed from terms that
-        # are larger than its value (`offset`). LIBRARY_ULPS bounds the error of torch's functions,
-        # in units in the last place.
+        # are larger than its value (`offset`). The error of torch's functions is at most
+        # LIBRARY_ULPS units in the last place, two roundings each. Twice as many leave room for
+        # the products and differences.
         size = value.abs() + linear.abs() + square.abs() + f.offset(x).abs()
         rounding = bound_rounding(4 * LIBRARY_ULPS, DOUBLE) * size
         least = torch.minimum(least, d - rounding)

@@ -101,7 +101,9 @@ def _divide_by_root(y: Form, eps: float) -> Form:
     * a constant, at first 0. Biases that follow are added to it.
     """
     square = affine.add(_mean_square(y), eps)
+    # A mean of squares is >= 0, even if the range of its form begins below 0.
     inverse = curves.relax(square, curves.RSQRT, known_range=(eps, math.inf))
+    # All entries of a row share the error of their root: a symbol keeps this fact.
     inverse = inverse.symbolize_slack()
     zero = torch.zeros_like(y.centre)
     # `y.dense[:0]` has no rows: a constant depends on no symbol.

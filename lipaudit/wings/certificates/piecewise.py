@@ -57,7 +57,8 @@ def relu(input: Form, inplace: bool = False) -> Form:
         blocks = [*blocks, symbols.add_errors(m)]
         _record_relus(input, a, m)
     centre = a * input.centre + m
-    # Coefficients are rounded only where the sign of z is unknown: elsewhere a is 0 or 1.
+    # The centre is rounded twice: the product and the sum. A coefficient is rounded once, and only
+    # where the sign of z is unknown: elsewhere a is 0 or 1.
     rounding = bound_rounding(2, DOUBLE) * (centre.abs() + m)
     rounding = rounding + bound_rounding(1, dtype) * a * input.symbol_radius * is_mixed
     slack = round_up(a * input.slack + rounding + symbols.count * tiny(dtype) * is_mixed)

@@ -51,6 +51,7 @@ def _find_corruptions(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
             raise UsageError("frost needs photographs of frost, which lipaudit does not have")
         if sum(corruption.startswith(name) for corruption in known) != 1:
             raise UsageError(f"there is no corruption {name!r}", suggestion(name, known))
+    # `startswith` takes a tuple: any of these beginnings.
     return tuple(corruption for corruption in known if corruption.startswith(names))
 
 
@@ -98,7 +99,8 @@ class CorruptOptions(MeasureOptions):
 
         Args:
             kind: what the model takes: image, tokens or text.
-            changes: what can be changed in the texts of this model, such as words or characters.
+            changes: what can be changed in the texts of this model: words, characters or a suffix;
+                by default, all three.
             why: the reason if characters cannot be changed, for the message.
 
         Raises:

@@ -567,8 +567,8 @@ def _list_parameters(group: Any, usual: Mapping[str, str]) -> Iterator[inspect.P
         flags = each.flags
         if each.kind is bool and each.default is True:
             flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])
-        # The help text names the default. The parameter itself has None, which means "not typed":
-        # then the configuration may set the option.
+        # The help text names the default, `shown`. The parameter itself has None, which means "not
+        # typed": then the configuration may set the option.
         default = replace(each, usual=usual.get(name, each.usual)).shown
         spelling = typer.Option(
             *flags,

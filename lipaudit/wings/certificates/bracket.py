@@ -184,6 +184,7 @@ class Bracket:
         for outcome in outcomes:
             self.notes += outcome.notes
             if not outcome.robust:
+                # The example lies in this ball, and perhaps in a smaller one.
                 self.adversarial_radius = min(
                     self.adversarial_radius, float(radius), float(outcome.distance)
                 )

@@ -237,8 +237,13 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     # +-mean_error, a share of sum p r and of the radius of this mean.
     mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), roundings=s.shape[-1])
     mean_error = round_up(error * (_sum_row(p * r) + mean_radius), roundings=s.shape[-1])
-    lengths = bound_lengths(d, axis=-1, weight=p.sqrt())  # of sqrt(p) d
-    deviation = Deviation(d, p, r, lengths, mean_error)
+    deviation = Deviation(
+        form=d,
+        p=p,
+        radius=r,
+        lengths=bound_lengths(d, axis=-1, weight=p.sqrt()),  # of sqrt(p) d
+        mean_error=mean_error,
+    )
     rho = _bound_log_mean(deviation)
     require_finite(rho.slack)
     # log softmax(c) + d; the slack also covers the rounding of log softmax(c).

@@ -99,7 +99,7 @@ def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     the product of the radii.
     """
     # Any s and t are valid. One over the radius of dx or dy (linear part and rest) makes u and v
-    # equally large.
+    # equally large. Where an entry does not move, its radius is not 0 but _SMALLEST_RADIUS.
     s = (x.radii.linear + x.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
     t = (y.radii.linear + y.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
     u = affine.scale(_subtract_centre(x), s)
@@ -162,7 +162,10 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
 
 
 def _invert_radius(x: Form) -> Tensor:
-    """Return 1 / r in each entry of a form (*shape), where r is its largest change on the ball."""
+    """Return 1 / r in each entry of a form (*shape), where r is its largest change on the ball.
+
+    If an entry does not change, r is _SMALLEST_RADIUS in place of 0.
+    """
     radius = (x.symbol_radius + x.slack).clamp_min(_SMALLEST_RADIUS)
     return radius.to(x.symbols.dtype).reciprocal()
 

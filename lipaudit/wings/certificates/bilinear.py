@@ -536,8 +536,9 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
 def einsum(equation: str, *operands: Any) -> Any:
     """Return torch.einsum of two operands, computed as one batched matmul.
 
-    Axes of the equation are in the batch, summed (contracted), rows, or columns. Equations with
-    "...", repeated axes, or without "->" are refused.
+    Axes of the equation are in the batch, summed (contracted), rows, or columns. In
+    "bid,bjd->bij", b is the batch, d is contracted, i are the rows and j the columns. Equations
+    with "...", repeated axes, or without "->" are refused.
     """
     if isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])

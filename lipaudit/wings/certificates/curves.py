@@ -309,8 +309,9 @@ EXP = SmoothFunction(
 def _make_power(value: Function, p: float, factor: float) -> SmoothFunction:
     """Return a power x^p or the logarithm on x > 0, with bounds of its derivatives on a range.
 
-    The bounds are for functions with |f''(x)| = factor x^(p - 2) and p < 1. A power has
-    factor = |p (p - 1)|; the logarithm has p = 0 and factor = 1.
+    The bounds are for functions with |f''(x)| = factor x^(p - 2) and p < 1, so that
+    |f'''(x)| = factor (2 - p) x^(p - 3). A power has factor = |p (p - 1)|; the logarithm has p = 0
+    and factor = 1.
 
     Args:
         value: the function f.
@@ -321,8 +322,8 @@ def _make_power(value: Function, p: float, factor: float) -> SmoothFunction:
         value,
         # |f''| and |f'''| fall with x: on [low, high] they are largest at low. Of 32 roundings,
         # 2 LIBRARY_ULPS = 16 are for the power of torch; products have one each.
-        lambda low, high: round_up(factor * low ** (p - 2), roundings=32),
-        lambda low, high: round_up(factor * (2 - p) * low ** (p - 3), roundings=32),
+        second=lambda low, high: round_up(factor * low ** (p - 2), roundings=32),
+        third=lambda low, high: round_up(factor * (2 - p) * low ** (p - 3), roundings=32),
     )
 
 
@@ -408,7 +409,7 @@ def make_monomial(n: int) -> SmoothFunction:
 
         return bound
 
-    return SmoothFunction(lambda x: x**n, make_bound(2), make_bound(3))
+    return SmoothFunction(lambda x: x**n, second=make_bound(2), third=make_bound(3))
 
 
 def raise_power(input: Any, exponent: Any) -> Form:

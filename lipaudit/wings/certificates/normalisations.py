@@ -296,7 +296,7 @@ def normalize(
         raise NoRuleError(f"normalize by a norm of order {p}")
     rows: Any = input.transpose(dim, -1)
     n = rows.shape[-1]
-    smallest_square, _ = affine.reduce_axes(curves.square(rows), -1).range()
+    smallest_square, _ = affine.reduce_axes(curves.square(rows), dim=-1).range()
     if not (smallest_square > eps**2).all():
         raise UnboundedError
     # Roundings of 1 / sqrt(n): two for the power in float64, and one for its cast.

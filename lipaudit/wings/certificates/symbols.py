@@ -322,7 +322,7 @@ class Symbols:
         """
         matrix = torch.einsum("i...k,j...k->ij...", x, y)  # x_i . y_j, (n, n, *rows)
         i, j = self.pairs.to(x.device)  # all pairs i <= j
-        is_square = (i == j).view(-1, *[1] * (matrix.ndim - 2))
+        is_square = (i == j).view(-1, *[1] * (matrix.ndim - 2))  # (pairs, 1, ...)
         total = torch.where(is_square, matrix[i, j], matrix[i, j] + matrix[j, i])
         return total[..., None]
 

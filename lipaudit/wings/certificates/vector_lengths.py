@@ -80,6 +80,7 @@ def bound_lengths(
     low, high = x.quadratic_range
     if around is None:
         around = torch.zeros_like(low)
+    # ||quadratic part - around|| <= ||quadratic part|| + ||around||, or the length of `reach`.
     quadratic = quadratic + _bound_norm(around, axis, weight)
     reach = torch.maximum(high - around, around - low)
     quadratic = torch.minimum(quadratic, _bound_norm(reach, axis, weight))

@@ -314,12 +314,12 @@ def _collect_figures(right: Values, options: CorruptOptions) -> dict[str, Values
 
     # (samples, rows, severities): between clean and the corruptions, the mean of the corruptions.
     corrupted = right[:, 1:]
-    levels = np.insert(right, 1, corrupted.mean(1), axis=1)
+    outcomes = np.insert(right, 1, corrupted.mean(1), axis=1)
     figures = {}
     for i, severity in enumerate(options.severity):
-        figures[f"severity_{severity}"] = levels[..., i]
-    figures["accuracy"] = levels.mean(2)
-    figures["worst"] = levels.min(2)  # 1 if the prediction is right at every severity
+        figures[f"severity_{severity}"] = outcomes[..., i]
+    figures["accuracy"] = outcomes.mean(2)
+    figures["worst"] = outcomes.min(2)  # 1 if the prediction is right at every severity
     figures["worst"][:, 1] = corrupted.min((1, 2))  # row `mean`: right under every corruption
     return figures
 

@@ -170,7 +170,6 @@ def blur_along_line(x: Pixels, radius: Number, sigma: Number, degrees: Number) -
     columns = np.arange(width)
     blurred = np.zeros_like(x)
     for weight, dy, dx in zip(weights, down, right, strict=True):
-        # Beyond the image, "clip" repeats the pixels of the border.
         shifted = x.take(rows + dy, axis=0, mode="clip")
         shifted = shifted.take(columns + dx, axis=1, mode="clip")
         blurred += weight * shifted

@@ -181,6 +181,7 @@ def read_defaults(path: Path | None) -> dict[str, Any]:
         values[options[key].name] = value
     if values:  # raise the errors of invalid values, which name the key
         where = "in the lipaudit configuration"
+        # `spelled` returns how a message names an option.
         RunOptions.parse(values, spelled=lambda name: f"{name.replace('_', '-')} {where}")
     return values
 

@@ -436,9 +436,11 @@ def _plan_remeasurement(
         settings = {**kind.older_defaults, **section.settings}
         measures[section.measure] = kind.parse(settings | moved.get(section.measure, {}))
         counts[section.measure] = len(section.ids) or baseline.run.data.samples
-    options = _merge_run_options(baseline, remeasure)
+    run = _merge_run_options(baseline, remeasure)
     place = launcher.find_place()
-    return Request(model, measures, options, counts, command=typed_command(), place=place)
+    return Request(
+        model, measures=measures, run=run, counts=counts, command=typed_command(), place=place
+    )
 
 
 def _find_examples(baseline: Report, file: Path, terminal: Terminal) -> tuple[Path, ...]:

@@ -113,7 +113,9 @@ def _measure_one(
     check_outputs(output, REPORT)
     command = typed_command()
     place = launcher.find_place()
-    request = prepare.Request(model, {name: options}, run, command=command, place=place)
+    request = prepare.Request(
+        model, measures={name: options}, run=run, command=command, place=place
+    )
     if run.shard:
         measure_shard(request, output, terminal)
         return

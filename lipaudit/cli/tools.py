@@ -134,11 +134,11 @@ def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
         # The map of modules to devices has the key "" for all modules without an entry.
         elif isinstance(value, dict):
             values = [f"{key or 'all else'}: {inner}" for key, inner in value.items()]
-        first = name.ljust(width)  # in front of the first value only
+        start = name.ljust(width)  # of the first line: the name
         for item in values:
             text = "none" if item is None else str(item)
-            lines += _wrap(text, first, indent)
-            first = indent
+            lines += _wrap(text, first=start, later=indent)
+            start = indent
     emit_facts(facts, output, lines)
 
 
@@ -149,7 +149,7 @@ def env(output: Output, terminal: Terminal) -> None:
     from lipaudit.engine.results import versions
     from lipaudit.models.sources.offload import find_device
 
-    check_outputs(output, ("lines", "record"))
+    check_outputs(output, ("lines", "record"))  # text or JSON
     facts = versions() | {
         "platform": sys.platform,
         "cuda": torch.version.cuda or "none",
@@ -231,7 +231,7 @@ def check(
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.prepare import preview
 
-    check_outputs(output, ("lines", "record"))
+    check_outputs(output, ("lines", "record"))  # text or JSON
     refuse_partial_run("a dry run", run)
     # The plan of an audit without options, which most people run next.
     request = plan_audit(model, AuditOptions(), run, demo=is_demo(model), command=typed_command())

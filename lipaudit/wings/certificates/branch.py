@@ -99,6 +99,7 @@ def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
     """
     if (state == 0).all(1).any():
         return True
+    # Parts made by repeated splitting have a common ReLU: the one that was split first.
     is_split = (state != 0).all(0)
     split = is_split.nonzero()[:, 0]
     if not len(state) or not len(split):
@@ -413,7 +414,7 @@ def prove_positive(
         open_margins = (low <= 0).nonzero()[:, 0]  # their range does not prove them
         # Parts with another number of ReLUs belong to another model or ball.
         proven = leaves.state.shape[1] == relus and leaves.prove(problem, open_margins)
-        limit = "" if proven else "nodes"
+        limit = "" if proven else "nodes"  # a search with more parts may prove it
         return Decision(smallest, nodes=len(leaves), relus=relus, limit=limit)
     return _branch(problem, low, nodes, deadline)
 
@@ -470,7 +471,7 @@ def _ascend_on_faces(problem: Problem, roots: Nodes, rate: float, deadline: floa
         group = roots[i : i + size]
         for _ in range(FACE_ROUNDS):
             _, coefficients = bound_nodes(problem, group)
-            face = restrict_to_face(problem, coefficients, COLUMN_SHARE)
+            face = restrict_to_face(problem, coefficients, share=COLUMN_SHARE)
             _, group = ascend(face, group, steps=ROOT_STEPS, rate=rate, until=deadline)
         improved.append(group)
     return join_nodes(improved)
@@ -518,7 +519,7 @@ class BranchAndBound:
                 return "nodes", float(queue_bounds.min())
             if time.monotonic() > self.deadline:
                 return "seconds", float(queue_bounds.min())
-            first, later = _choose_batch(queue, queue_bounds)
+            first, later = _choose_batch(queue, queue_bounds)  # indices of parts in the queue
             batch = queue[first]
             # A part with known signs of all ReLUs cannot be split: its multipliers get more steps.
             has_all_signs = (batch.state != 0).all(1)
@@ -585,7 +586,7 @@ class BranchAndBound:
         self.nodes += len(parts)
         # The search runs on the problem in single precision with most symbols fixed: fast, but it
         # proves nothing.
-        face = restrict_to_face(self.rough, coefficients, COLUMN_SHARE)
+        face = restrict_to_face(self.rough, coefficients, share=COLUMN_SHARE)
         bounds, parts = ascend(face, parts, steps=steps, rate=rate, until=self.deadline)
         bounds = bounds.to(DOUBLE)
         # Parts that look proven are evaluated on the problem in float64 with all symbols: this is

@@ -283,7 +283,8 @@ def _prove_box(
     boxes = [(low, high)]  # still to be proven
     nodes = 0  # boxes that were tried
     smallest = math.inf  # of the margins' lower bounds in all of them
-    limited = replace(proof, nodes=min(proof.nodes, NODES_PER_BOX))  # the settings for one box
+    # The settings for one box; its `nodes` limits the splits of ReLUs.
+    limited = replace(proof, nodes=min(proof.nodes, NODES_PER_BOX))
     while boxes:
         if proof.seconds <= 0:
             return Certificate(why="seconds", bound=smallest, nodes=nodes)
@@ -313,6 +314,7 @@ def _prove_box(
         below.view(-1)[pixel] = cut
         above.view(-1)[pixel] = cut
         boxes += [(low, below), (above, high)]
+    # Every box is proven: there is no reason of a failure.
     return Certificate(why="", bound=smallest, nodes=nodes)
 
 

@@ -44,7 +44,7 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
         line = ",".join(row) + "\n"
         text += line
         typer.echo(line, nl=False)
-        _, model, name, *_ = row
+        _, model, name, *_ = row  # folder, model, property, and the results
         example_name = f"{Path(model).stem}_{Path(name).stem}.counterexample.gz"
         for path in output.output:
             # The file is written again after every line: if a later instance fails, the earlier

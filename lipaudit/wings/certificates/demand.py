@@ -115,10 +115,15 @@ class TrialRun:
         Args:
             like: the symbols (unknowns) of the pass that follows, for its rules and dtype.
         """
-        # 0 symbols: the trial runs on one input, so nothing is unknown.
+        # No symbols of inputs: the trial runs on one input, so nothing is unknown.
         dtype = like.model_dtype
         self.symbols = Symbols(
-            0, "linf", order=1, dtype=dtype, rules=like.rules, model_dtype=dtype
+            inputs=0,
+            norm="linf",
+            order=1,
+            dtype=dtype,
+            rules=like.rules,
+            model_dtype=dtype,
         )
         # torch functions on forms of these symbols call this method in place of their rule.
         self.symbols.intercept = self.record_call

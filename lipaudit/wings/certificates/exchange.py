@@ -68,7 +68,7 @@ def decide_instances(
             net = _make_net(query, model, name)
             # The centre of the ball, with the label 0: the class that the classifier has to keep.
             x = torch.zeros(1, *net.input_shape, dtype=net.dtype)
-            sample = Batch(x, torch.tensor([0]), ("0",))
+            sample = Batch(x, y=torch.tensor([0]), ids=("0",))
             check(net, sample, options)
             loaded = time.monotonic()
             proof = make_proof(net, sample, options, options.seconds or limit)
@@ -297,7 +297,7 @@ def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
                     content = archive.read(name)
         if not content:  # no parts
             none = torch.zeros(0, 0, dtype=torch.long)
-            return Nodes(none.flatten(), none, none[None].float())
+            return Nodes(which=none.flatten(), state=none, y=none[None].float())
         arrays = {}
         for key, array in np.load(io.BytesIO(content)).items():
             arrays[key] = torch.tensor(array, device=device)

@@ -143,7 +143,8 @@ def _convolve(x: Any, w: Any, b: Any = None, group: int = 1, **how: Any) -> Any:
     """Return a convolution over one or two axes; `how` has strides, dilations and padding."""
     strides, dilations, pads = _place_windows(x, w.shape[2:], how)
     convolve: Any = F.conv1d if w.ndim == 3 else F.conv2d
-    return convolve(_pad(x, pads), w, b, strides, 0, dilations, group)
+    padded = _pad(x, pads)
+    return convolve(padded, w, b, stride=strides, dilation=dilations, groups=group)
 
 
 def _pool_largest(x: Any, kernel_shape: Any, storage_order: int = 0, **how: Any) -> Any:
@@ -154,7 +155,7 @@ def _pool_largest(x: Any, kernel_shape: Any, storage_order: int = 0, **how: Any)
     strides, dilations, pads = _place_windows(x, kernel_shape, how)
     padded = _pad(x, pads, -math.inf)
     pool: Any = F.max_pool1d if x.ndim == 3 else F.max_pool2d
-    return pool(padded, kernel_shape, strides, 0, dilations)
+    return pool(padded, kernel_shape, stride=strides, dilation=dilations)
 
 
 def _pool_mean(x: Any, kernel_shape: Any, count_include_pad: int = 0, **how: Any) -> Any:
@@ -165,12 +166,12 @@ def _pool_mean(x: Any, kernel_shape: Any, count_include_pad: int = 0, **how: Any
     """
     channels = x.shape[1]
     w = torch.ones(channels, 1, *kernel_shape, dtype=x.dtype)  # each channel is summed alone
-    sums = _convolve(x, w, None, channels, **how)
+    sums = _convolve(x, w, group=channels, **how)
     if count_include_pad:
         return sums / w[0].numel()
     # The same sums of ones, padded with zeros, count the entries that are no padding.
     inside = torch.ones(1, *x.shape[1:], dtype=x.dtype)
-    count = _convolve(inside, w, None, channels, **how)
+    count = _convolve(inside, w, group=channels, **how)
     return sums / count
 
 

@@ -315,7 +315,7 @@ class CertifyOptions(MeasureOptions):
         attack = self.attack or self.counted or "pgd"
         # An attack changes entries in a ball (`counts` is None), or counts changed patches or
         # words. The attacks must make the same changes as those that the certificates cover.
-        for name in attack.removeprefix("custom:").split(","):
+        for name in attack.removeprefix("custom:").split(","):  # a list, or custom:fgsm,pgd
             kind = attack_kinds().get(name.strip())
             if kind is None or kind.counts == self.counted:  # None: a preset of several attacks
                 continue

@@ -202,8 +202,8 @@ def ball(
     positions = moving.flatten().nonzero()[:, 0]
     n = len(positions)
     symbols = Symbols(
-        n,
-        norm,
+        inputs=n,
+        norm=norm,
         order=order,
         dtype=dtype,
         rules=RULES,
@@ -266,8 +266,8 @@ def hull(
         dtype: dtype of the coefficients; bounds are proven with every dtype.
     """
     symbols = Symbols(
-        len(moves),
-        "words",
+        inputs=len(moves),  # one symbol for each move: how much of it is made
+        norm="words",
         order=1,
         dtype=dtype,
         rules=RULES,

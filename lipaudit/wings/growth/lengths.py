@@ -58,7 +58,8 @@ def cut_samples(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
     if net.kind == "image":
         side = math.isqrt(n) * _find_patch(net)
         x = F.interpolate(batch.x, (side, side), mode="bicubic", antialias=True)
-        return Batch(x.clamp(0, 1), None, batch.ids), torch.arange(len(batch))
+        # Bicubic resizing may leave [0, 1].
+        return Batch(x.clamp(0, 1), y=None, ids=batch.ids), torch.arange(len(batch))
     if batch.mask is None:
         lengths = torch.full((len(batch),), batch.x.shape[1])
     else:
@@ -72,7 +73,7 @@ def cut_samples(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
     samples = batch.rows(index)
     positions = torch.cat([starts, ends], 1).to(samples.x.device)
     rows = torch.arange(len(index))[:, None]
-    return Batch(samples.x[rows, positions], None, samples.ids), index
+    return Batch(samples.x[rows, positions], y=None, ids=samples.ids), index
 
 
 def _find_patch(net: Net) -> int:

@@ -445,15 +445,15 @@ class _Objective:
         if self.causal:  # copies of a token see different keys: every token is needed
             x = points[:, self._point_of_token]
             heads = move_heads(self.head, x, causal=True)
-            norm = head_norms(heads, seeds=[seed] * len(x)).norm[:, 0]
+            norms = head_norms(heads, seeds=[seed] * len(x)).norm
         else:  # a closed form in the points and their numbers of copies
             heads = move_heads(self.head, points, causal=False)
             of_searches = []
             for i, counts in enumerate(copies):
-                of_searches.append(duplicated_norm(heads.row(i), counts)[0])
-            norm = torch.cat(of_searches)
-        # `points @ basis` are the points in all D coordinates.
-        return Steepest(points @ basis, copies.long(), norm)
+                of_searches.append(duplicated_norm(heads.row(i), counts))
+            norms = torch.cat(of_searches)
+        # Points in all D coordinates; norms are (searches, heads), with a single head.
+        return Steepest(points @ basis, copies.long(), norms[:, 0])
 
     @property
     def _angle_column(self) -> int:

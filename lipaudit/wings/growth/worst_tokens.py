@@ -189,9 +189,9 @@ def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> PerHead:
     """Return ||J|| if token i stands for w_i copies that change together.
 
     In the softmax, w_j copies of a key are a bias log w_j of its logits. Lengths of inputs and
-    outputs are (sum_i w_i ||x_i||^2)^1/2. Only ratios of weights matter: the result is the
-    mean-field constant of the distribution of tokens with the weights w_i ([C24]). The Jacobian is
-    formed, so there should be few distinct tokens. Domain: at X, unmasked affine heads.
+    outputs are (sum_i w_i ||x_i||^2)^1/2. Only ratios of the weights matter: they are the shares
+    of the tokens in a distribution, and the result is its mean-field norm ([C24]). The Jacobian is
+    formed, so there should be few distinct tokens. It holds at X, for unmasked affine heads.
 
     Args:
         heads: the heads at the distinct tokens.
@@ -218,7 +218,7 @@ def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> PerHead:
     Only the distinct tokens are computed. Any change of the long sequence is the sum of a change
     in which all copies of a token change alike, and one in which the changes of the copies of each
     token sum to 0. J maps the two kinds to orthogonal outputs, so ||J|| is the larger one of its
-    norms on both (our result). Domain: as `weighted_norm`.
+    norms on both (our result). It holds for unmasked affine heads.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.ones(1, 1, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)[None]

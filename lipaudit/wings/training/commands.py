@@ -63,6 +63,7 @@ def train(
     if run.autocast is not None:
         raise UsageError("--autocast has no effect on train: it runs in --dtype", "Leave it out.")
     classes = _read_classes(run)
+    # Without classes, because `load_options` would read a file of names for zero-shot classes.
     run = run.model_copy(update={"classes": None})
     options = replace(load_options(run), classes=classes)
     settings = {"seed": run.seed, "batch_size": run.batch_size or recipe.batch_size}

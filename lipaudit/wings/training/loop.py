@@ -214,7 +214,8 @@ class Training:
             values = torch.stack(means).cpu().double().numpy()  # (batches, 2)
             if not np.isfinite(values).all():
                 raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
-            # The mean of a batch counts as often as the batch has samples.
+            # The mean of a batch counts as often as the batch has samples. Add the batches to the
+            # sums so far, one by one.
             sizes = np.array([len(index) for index in group])
             sums = np.sum([sums, *sizes[:, None] * values], axis=0)
         net.module.eval()

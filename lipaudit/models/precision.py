@@ -513,6 +513,8 @@ def _convert(stored: Tensor, dtype: torch.dtype, device: torch.device | None) ->
     if _is_narrower(stored, dtype):
         copy_dtype = dtype
     copy_device = device or stored.device
+    # `_copies` refers to the last copy of each stored weight, without keeping it in memory. The
+    # copy may have been made for another dtype or device.
     weak_reference = _copies.get(stored)
     copy = None
     if weak_reference is not None:

@@ -139,6 +139,7 @@ def _recompute(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
         sees_nothing = logits.isneginf().all(-1, keepdim=True)
         p = torch.softmax(logits.masked_fill(sees_nothing, 0.0), -1)
         p = p.masked_fill(sees_nothing, 0.0)
+    # If the shapes do not fit, the output is not P V.
     if p.shape[:-1] != call.output.shape[:-1] or p.shape[-1] != call.v.shape[-2]:
         return None
     # The caller needs the gradient at P and V that comes through O. The model may also read its P

@@ -400,6 +400,7 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
     """
     x = net.point(batch)
     generator = torch.Generator().manual_seed(0)
+    # u, and its length ||u||, which is that of the sample.
     u, length = _draw_direction(x, net.find_free_tokens(batch), generator)
     axes = tuple(range(1, x.ndim))
     with torch.enable_grad():
@@ -409,8 +410,8 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
         gradient = _compute_gradient((output * w).sum(), point)  # J^T w
     slope = (gradient * u).sum(axes)
     # Errors are relative to the slope. By chance the slope may be very small, so they are relative
-    # to the usual slope at least. For a random u with n entries (on average, as padding does not
-    # move), this is about ||J^T w|| ||u|| / sqrt(n).
+    # to the usual slope at least. For a random u with n entries other than 0, this is about
+    # ||J^T w|| ||u|| / sqrt(n). At padding u is 0, so n is an average over the samples.
     entries = u.count_nonzero() / len(u)  # n
     steepness = torch.linalg.vector_norm(gradient, dim=axes)
     usual_slope = steepness * length / entries.sqrt()

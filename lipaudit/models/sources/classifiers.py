@@ -190,6 +190,7 @@ def _tokenize(module: Any, texts: Sequence[str], path: Path | None) -> dict[str,
             f"a prompt has {length} tokens, and {kind} reads at most {limit}",
             "Shorten --prompt or the names of the classes.",
         )
+    # The tokenizer may return more than the tower takes, such as token types.
     expected = inspect.signature(module.get_text_features).parameters
     return {key: value for key, value in tokens.items() if key in expected}
 
@@ -439,6 +440,7 @@ def _require_causal(net: Net, entry: nn.Module) -> None:
         net: the language model.
         entry: its embedding layer.
     """
+    # A text of `size` ids, all in the vocabulary: 1, 2, 3, ...
     size = min(TRIED, *net.input_shape)
     ids = torch.arange(1, size + 1, device=net.device)[None] % (net.vocabulary or size)
 

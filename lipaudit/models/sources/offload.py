@@ -330,9 +330,9 @@ def _plan_by_accelerate(module: nn.Module, dtype: torch.dtype | None) -> dict[st
     if dtype is not None:
         floating = [name for name, p in module.named_parameters() if p.is_floating_point()]
         dtypes = dict.fromkeys(floating, dtype)
-    plan: dict[str, Any] = {"no_split_module_classes": sorted(blocks), "special_dtypes": dtypes}
-    memory = get_balanced_memory(module, **plan)
-    return dict(infer_auto_device_map(module, max_memory=memory, **plan))
+    rules: dict[str, Any] = {"no_split_module_classes": sorted(blocks), "special_dtypes": dtypes}
+    memory = get_balanced_memory(module, **rules)
+    return dict(infer_auto_device_map(module, max_memory=memory, **rules))
 
 
 def _name_blocks(module: nn.Module) -> set[str]:

@@ -184,6 +184,7 @@ def _find_fixed(module: Any) -> set[int]:
     `get_output_embeddings` (transformers) return, and to all modules of a transformers model
     outside of its `base_model`, such as the layers of a classifier.
     """
+    # Modules whose parameters are not rounded. An output layer may be None: the model has none.
     parts: list[Any] = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     for get in HEADS:
         if not hasattr(module, get):

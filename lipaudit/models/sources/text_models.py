@@ -234,6 +234,7 @@ class Feed:
         is_pair = separators.sum(1, keepdim=True) >= self.pair_separators
         # For each token, the number of separators before it.
         separators_before = separators.cumsum(1) - separators
+        # 1 if a separator is before the token, but 0 in a single text.
         return {"token_type_ids": separators_before.clamp(max=1) * is_pair}
 
     def tokenize(self, *texts: str, most: int) -> list[int]:

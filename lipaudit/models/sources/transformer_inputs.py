@@ -260,6 +260,7 @@ def _find_image_shape(module: Any, processor: Any) -> tuple[int, ...]:
     if processor is not None and processor.do_resize:
         from PIL import Image
 
+        # The processor resizes every picture to the same size: process one to find it.
         shape = tuple(_process(processor, Image.new("RGB", (256, 256))).shape)
         if len(shape) != 3:
             raise InputError(

@@ -178,10 +178,8 @@ def draw_changes(
         heading = (title or TITLES[unit]) + count_part(bars, sized)
         # Only the colours that occur.
         legend = {colour: word for colour, word in words.items() if colour in colours}
-        centre = 0.0  # no change: a difference of 0
         is_ratio = unit == "%"
-        if is_ratio:
-            centre = 1.0
+        centre = 1.0 if is_ratio else 0.0  # no change: a ratio of 1, a difference of 0
         pictures.append(
             Forest(heading, x=AXES[unit], bars=bars, centre=centre, log=is_ratio, legend=legend)
         )

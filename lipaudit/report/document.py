@@ -160,10 +160,9 @@ def _make_brief(report: Report, main: Section) -> Document:
         report: the report.
         main: the section of the measure. All other sections are parts of this measure.
     """
-    partial = []
+    # The page begins with what is missing, if anything is.
     gaps = opening.describe_gaps(report)
-    if gaps:
-        partial.append(Paragraph(f"Partial: {gaps}", tone="broken"))
+    start = opening.open_page(answer=None, gaps=gaps, facts=(), notes=())
     chapters: list[Chapter] = []
     for section in report.sections:
         if section is main or find_display(section).brief:
@@ -172,7 +171,7 @@ def _make_brief(report: Report, main: Section) -> Document:
                 chapters.append(Chapter(section.measure, name_chapter(section), tables))
             elif tables:
                 # The first chapter: the title of the page is its heading.
-                chapters.append(Chapter(name="", title="", blocks=(*partial, *tables)))
+                chapters.append(replace(start, blocks=(*start.blocks, *tables)))
     data = report.run.data
     title = f"{name_chapter(main)} {report.run.label} on {data.samples} samples of {data.spec}"
     notes = blocks.list_notes(summary.list_warnings(report))

@@ -104,21 +104,7 @@ def make_judgement_page(
         reports: the reports of the baseline and of the current model; empty if unknown.
         files: the files of these reports, for commands; empty if unknown.
     """
-    # How the gate ended, how many figures are undecided, and the tone of the answer: its colour on
-    # the page, for good ("kept"), undecided ("open") or bad ("broken").
-    ending = "passed"
-    undecided = ""
-    tone: Tone = "kept"
-    if judgement.exit_code:
-        ending = "failed"
-        tone = "broken"
-    elif judgement.outcome == "not proven":
-        ending = "CI passes"
-        count = sum(verdict.status == "inconclusive" for verdict in judgement.verdicts)
-        undecided = f", {count} of {len(judgement.verdicts)} figures undecided"
-        tone = "open"
-    elif not all(verdict.proven for verdict in judgement.verdicts):
-        tone = "open"  # all rules pass, but some without proof
+    ending, undecided, tone = _describe_ending(judgement)
     # The reason begins with the outcome: "pass: ...", "not proven: ..." or "worse: ...". The first
     # two repeat `ending`, with which the answer begins.
     reason = write_arrows(judgement.reason).removeprefix("not proven: ").removeprefix("pass: ")
@@ -150,6 +136,23 @@ def make_judgement_page(
             ),
         ),
     )
+
+
+def _describe_ending(judgement: Judgement) -> tuple[str, str, Tone]:
+    """Return how the gate ended, how many figures are undecided, and the tone of the answer.
+
+    The second text is empty, or such as ", 2 of 5 figures undecided". The tone is the colour of
+    the answer on the page: good ("kept"), undecided ("open") or bad ("broken").
+    """
+    if judgement.exit_code:
+        return "failed", "", "broken"
+    undecided = sum(verdict.status == "inconclusive" for verdict in judgement.verdicts)
+    if undecided:
+        text = f", {undecided} of {len(judgement.verdicts)} figures undecided"
+        return "CI passes", text, "open"
+    if all(verdict.proven for verdict in judgement.verdicts):
+        return "passed", "", "kept"
+    return "passed", "", "open"  # some rules pass without proof
 
 
 def _group_verdicts(judgement: Judgement) -> Iterator[RuleVerdicts]:

@@ -153,6 +153,7 @@ def make_comparison_page(
     judged = chain.from_iterable(pair.verdicts for pair in pairs)
     answers.append(f"95% confidence for each figure alone{count_samples(judged)}.")
     answer = Paragraph(" ".join(answers), tone=choose_tone(pairs))
+    # Each set of samples once: most comparisons have a single one.
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
     facts = [("old", old), *(("new", name) for name in new), ("data", "; ".join(data))]
     opening = open_page(answer=answer, gaps="", facts=facts, notes=warnings)

@@ -332,6 +332,7 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
     command = report.run.command
     # `lipaudit merge` prints which shards to run again, so a merged report needs no such step.
     if report.status != "complete" and not command.startswith(MERGES):
+        # The interrupted run may have resumed another one: its command then ends in --resume.
         resume = f"{command.removesuffix(RESUME)}{RESUME}"
         yield "", "Measure the missing results.", resume
     # Why the report cannot be a baseline, such as random weights. More samples would not help.

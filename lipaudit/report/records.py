@@ -85,9 +85,12 @@ def write_junit(judgement: Judgement) -> bytes:
 
     # The attributes of the suite count the elements of each kind.
     kinds = Counter(_choose_kind(judgement, verdict) for verdict in judgement.verdicts)
-    counts = {"tests": str(len(judgement.verdicts))}
-    for name, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-        counts[name] = str(kinds[kind])
+    counts = {
+        "tests": str(len(judgement.verdicts)),
+        "failures": str(kinds["failure"]),
+        "errors": str(kinds["error"]),
+        "skipped": str(kinds["skipped"]),
+    }
     root = ElementTree.Element("testsuites", counts)
     suite = ElementTree.SubElement(root, "testsuite", {"name": "lipaudit gate", **counts})
     for verdict in judgement.verdicts:

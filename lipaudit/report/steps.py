@@ -144,7 +144,7 @@ def repeat_command(report: Report, samples: int) -> tuple[str, str]:
     `lipaudit MEASURE MODEL OPTIONS`.
     """
     command = report.run.command
-    match = MEASURED.fullmatch(command)
+    match = MEASURED.fullmatch(command)  # its first group is the measure
     if match is None:
         return "", ""
     name = f"{samples}-samples"

@@ -172,9 +172,11 @@ class Column:
             ValueError: the value does not fit the column.
         """
         if value is None:
+            # Only a cell whose default is None may be empty.
             if self.needed or self.default is not None:
                 raise ValueError(f"{name} is missing")
             return None
+        # The type of the cells: texts, counts, truth values, or else numbers.
         kind: Any = {"s": str, "d": int, "": bool}.get(self.format, float)
         if kind is float:
             value = _revive(value)  # JSON has no NaN, so NaN is written as a string
@@ -222,6 +224,7 @@ class Row(dict[str, Any]):
         A keyword of Python, such as `from`, cannot be an attribute.
         """
         column = name.removesuffix("_")
+        # Python itself asks for names such as `__deepcopy__`, which are no columns.
         if name.startswith("_") or column not in self:
             raise AttributeError(f"the row has no column {name!r}")
         return self[column]

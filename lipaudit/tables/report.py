@@ -221,7 +221,7 @@ class Section(Frozen):
     def _leave_out_empty(self, plain: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return the fields to write to JSON: all that are not empty, and those in `always`."""
         always = ("measure", "settings", "columns", "rows", "samples", "arrays", "notes")
-        values = plain(self)
+        values = plain(self)  # pydantic's own serialization: all fields
         return {name: value for name, value in values.items() if value or name in always}
 
     @field_validator("rows", mode="before")

@@ -369,7 +369,7 @@ def shade_tokens(block: Passage) -> list[Token]:
     for token, share in zip(block.tokens, block.shares, strict=True):
         text = visible(token).strip() or "␣"
         shown = cells.format_value(share, block.column)
-        tokens.append(Token(text, shown, share / largest, share in listed))
+        tokens.append(Token(text, share=shown, shade=share / largest, top=share in listed))
     return tokens
 
 

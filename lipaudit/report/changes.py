@@ -130,6 +130,7 @@ def find_leading(verdicts: Sequence[Verdict]) -> Verdict | None:
     The order of figures is that of the scorecard, so robust accuracy comes before norms. Of
     several verdicts on the main figure, the first counts. None without such a figure.
     """
+    # A headline declares a main figure of a measure: whether it ranks models, and its place.
     ranked = dict[int, Verdict]()  # by the place of the figure on the scorecard
     for verdict in verdicts:
         headline = find_headline(verdict.metric)

@@ -72,7 +72,7 @@ def draw_svg(block: Picture) -> str:
         # Saving moves the axes, so the positions of tooltips are computed afterwards.
         marks = _write_tips(axes, tips)
     element = _shorten(file.getvalue().decode())
-    return _embed(element, blocks.describe(block), marks, PIXELS * size[0])
+    return _embed(element, alternative=blocks.describe(block), marks=marks, width=PIXELS * size[0])
 
 
 def _choose_size(block: Picture) -> tuple[float, float]:

@@ -74,7 +74,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     chapters += blocks.list_steps(opening.suggest_steps(report, figures))
     chapters += compare_with_known(report, figures)
     # The top of the page shows these notes, so the chapters leave them out.
-    chapters += harmonise(list_chapters([report], opening.list_common_notes(report)))
+    chapters += harmonise(list_chapters([report], shown=opening.list_common_notes(report)))
     groups = show_groups(report)
     if groups:
         chapters.append(Chapter("groups", "Which groups fare worse?", groups))
@@ -127,7 +127,7 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
         if several:
             parts = [*show_sections(sections)]
         elif measure == "jacobian.shares":
-            parts = _show_shares(first, reports[0].section("bounds"), shown)
+            parts = _show_shares(first, bounds=reports[0].section("bounds"), shown=shown)
         else:
             parts = show_section(first, shown)
         folded = position > 0 and find_display(first).folded  # the first chapter is never folded

@@ -67,7 +67,7 @@ def show_groups(report: Report) -> list[Table]:
             rows.append(row)
         title = f"{first.metric} {first.name}".rstrip()
         if len(figures) > MOST:
-            title = f"{title} (the worst {MOST} of {len(figures)})"
+            title += f" (the worst {MOST} of {len(figures)})"
         tables += tabulate_rows(GROUPS, rows, title)
     return tables
 

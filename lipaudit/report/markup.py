@@ -291,7 +291,7 @@ def _write_markdown(block: blocks.Block) -> Iterator[str]:
             yield from _write_markdown_table(block)
         case Paragraph():
             text = escape_markdown(block.text)
-            yield f"**{text}**" if block.tone else text
+            yield f"**{text}**" if block.tone else text  # a tone: an answer, or what is missing
         case Points():
             for mark, text, command in block.points:
                 line = escape_markdown(text)
@@ -404,7 +404,7 @@ def _write_latex(block: blocks.Block) -> Iterator[str]:
                 yield f"% {escape_latex(': '.join(row))}"
         case Table(folded=False) | Heatmap(square=False) | Card() | Curve(table=Table()):
             yield from _write_latex_table(blocks.lay_out(block))
-        case Paragraph(tone=tone) if tone:  # the answer of the page
+        case Paragraph(tone=tone) if tone:  # the answer of the page, or what is missing
             yield _write_remark(block.text)
         case Points():
             for mark, text, _ in block.points:

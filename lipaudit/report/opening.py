@@ -148,7 +148,7 @@ def show_scorecard(summary: Section) -> list[Chapter]:
         if row.norm in norms:
             meaning += f" {row.norm}: {norms[row.norm]}"
         meanings.append(cells.write_math(meaning))
-    card = Card(rows, "; ".join(notes), meanings)
+    card = Card(rows, note="; ".join(notes), meanings=meanings)
     return [Chapter("scorecard", summary.title, (card,))]
 
 

@@ -171,7 +171,7 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
         for name, line in lines.items():
             # The line begins at radius 0, with the accuracy without attack.
             start = Row({"eps": 0.0, "robust": line[0].clean})
-            curve = make_series(name, [*line, start], "eps", "robust")
+            curve = make_series(name, [*line, start], x="eps", y="robust")
             if len(curve.x) > 1:
                 series.append(curve)
         if series:
@@ -189,7 +189,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
     """
     for model, section in sections.items():
         samples: Mapping[str, Any] = section.samples
-        # A model that scores texts has a loss in place of classes.
+        # Without labels there are no classes. A model that scores texts has a loss in their place.
         if "label" not in samples or "loss" in samples:
             continue
         # The columns of the table and the yes-or-no columns of samples from which they are
@@ -255,7 +255,7 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
         for stack, group in stacks.items():
             for name in ("mean", "p95"):
                 title = " ".join(filter(None, (label, stack, name)))
-                curve = make_series(title, group, "layer", name)
+                curve = make_series(title, group, x="layer", y=name)
                 if curve.x:
                     series.append(curve)
     if series:
@@ -358,22 +358,21 @@ def _draw_map(
     """
     values = section.arrays[f"map@{head}"].numpy()  # (queries, keys)
     attended = section.attended.get(f"map@{head}")  # the id and the tokens of the text
-    where = "first sample"
-    if attended:
-        where = f"sample {attended.sample[:12]}"
     # The map of many tokens is stored as means over square blocks: an entry is the mean over
     # `block` queries and `block` keys. The last block may be narrower.
     tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
     block = math.ceil(int(tokens) / max(values.shape))
-    title = f"Attention map of head {head}, {where}"
-    if block > 1:
-        title += f", means of {block} x {block} tokens"
     if attended:
+        where = f"sample {attended.sample[:12]}"
         rows = attended.tokens
         columns = attended.tokens
     else:
+        where = "first sample"
         rows = tuple(str(block * i) for i in range(values.shape[0]))
         columns = tuple(str(block * i) for i in range(values.shape[1]))
+    title = f"Attention map of head {head}, {where}"
+    if block > 1:
+        title += f", means of {block} x {block} tokens"
     column = cells.HEADINGS["P"]
     axes = ("query", "key")
     title = add_model(label, title)

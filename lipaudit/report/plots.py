@@ -337,7 +337,7 @@ def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
         axes.vlines(block.centre, row - 0.22, row + 0.3, INK, linewidth=0.7)
         _draw_bar(axes, row, bar)
         yield f"{bar.label}: {bar.text}", (low, high), (row - 0.9, row + 0.3)
-    axes.set_ylim(len(block.bars) - 0.5, -1.0)
+    axes.set_ylim(len(block.bars) - 0.5, -1.0)  # downwards, with room for the first row's texts
     # Lines without points, which only appear in the legend.
     for index, word in block.legend.items():
         axes.plot([], [], color=choose_colour(index), label=word, **MARK)

@@ -134,7 +134,7 @@ def list_distinct(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 def read_verdict(verdict: Verdict) -> dict[str, Any]:
     """Return the fields of a verdict as cells of a table, with its figures as texts."""
-    texts = verdict.texts
+    texts = verdict.texts  # a new dictionary at each call
     # Without a test there is no paired change: show the change of the two values.
     texts["paired"] = texts["paired"] or texts["change"]
     return {

@@ -16,7 +16,7 @@ from lipaudit.measures import layouts, load_measures
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import EXTREME, Block, Paragraph
 from lipaudit.report.opening import SEED, format_setting
-from lipaudit.report.pictures import DRAWINGS, draw_declared
+from lipaudit.report.pictures import draw_declared
 from lipaudit.report.rows import (
     Sections,
     add_model,
@@ -41,7 +41,7 @@ def find_display(section: Section) -> Display:
     The measure of the section says so. For a measure that is not installed or says nothing, the
     chapter shows all columns, maps of the heads and histograms of the samples.
     """
-    layout = layouts().get(section.measure)
+    layout = layouts().get(section.measure)  # its columns, main figures and display
     if layout and layout.display:
         return layout.display
     columns = section.columns
@@ -93,7 +93,7 @@ def show_brief(section: Section) -> Iterator[Block]:
     if closeness:
         yield Paragraph(closeness)
     if "attention" in display.drawings:  # a map exists only if the user asked for it
-        yield from DRAWINGS["attention"](sections)
+        yield from draw_declared("attention", sections)
 
 
 def describe_closeness(section: Section) -> str:

@@ -95,7 +95,7 @@ def suggest_after_judgement(
     if judgement.outcome == "not proven":
         # To prove all verdicts, as many samples are needed as for the hardest one.
         hardest = max(judgement.verdicts, key=lambda verdict: verdict.samples_needed or 0)
-        yield from _suggest_samples(hardest, reports, "gate {new} --baseline {file}")
+        yield from _suggest_samples(hardest, reports, judge="gate {new} --baseline {file}")
     command = ""
     if files:
         command = _write("compare", *files)

@@ -60,8 +60,10 @@ def render(page: blocks.Document, width: int | None = None, colour: str | None =
     for chapter in page.chapters:
         if chapter.title:
             items.append(_heading(chapter.title, rule="─", width=console.width))
+        # A blank line in place of a title, but not between the title of the page and a table: a
+        # table prints a blank line itself.
         elif chapter is not page.chapters[0] or not _begins_with_table(chapter):
-            items.append(Text(""))  # a blank line; a table brings its own
+            items.append(Text(""))
         for block in chapter.blocks:
             if not isinstance(block, Forest):  # the table below it has the same figures
                 items += _write_block(block, console.width)
@@ -81,7 +83,7 @@ def write(page: blocks.Document, stream: TextIO) -> None:
     """
     console = Console(file=stream, legacy_windows=False)
     colour = None if console.no_color else console.color_system
-    stream.write(render(page, console.width, colour).decode())
+    stream.write(render(page, width=console.width, colour=colour).decode())
 
 
 def _begins_with_table(chapter: blocks.Chapter) -> bool:
@@ -127,7 +129,7 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
             yield from _write_grid(_add_bars(block), width)
         case Paragraph(tone=""):
             yield _prose(block.text, width, style=DIM)
-        case Paragraph():  # the answer of the page
+        case Paragraph():  # with a tone: the answer of the page, or what is missing
             yield _prose(block.text, width, style="bold")
             yield Text("")
         case Points():

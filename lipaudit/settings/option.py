@@ -56,7 +56,7 @@ def needs(other: str, *values: Any) -> Need:
             return value in values
         return value is not None
 
-    return Need(text, holds)
+    return Need(text=text, holds=holds)
 
 
 @dataclass(frozen=True)

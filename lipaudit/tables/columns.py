@@ -243,7 +243,7 @@ class Row(dict[str, Any]):
         if not {"norm", "eps"} <= self.keys():
             return None
         radius = parse_radius(self.get("eps_text") or f"{self.eps:.4g}")
-        return TrialKey(self.get("attack", ""), self.norm, radius)
+        return TrialKey(attack=self.get("attack", ""), norm=self.norm, radius=radius)
 
     @property
     def trial(self) -> TrialKey:
@@ -399,7 +399,8 @@ def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
     (None, (0.0, 5.0), (5.0, 14.0))
     """
     numbers = sorted(finite(values))
-    k = sign_test_place(len(numbers), 0.025)  # the median is beyond each limit with 2.5% at most
+    # The median is beyond each of the two limits with a probability of at most 2.5%.
+    k = sign_test_place(len(numbers), level=0.025)
     if k:
         return (numbers[k - 1], numbers[-k])
     return None

@@ -251,7 +251,7 @@ def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> I
         remarks = (UPPER_LIMIT, *remarks)
     text = join_texts(remarks)
     figure = headline.row(
-        section, row[name], trial=row.key, limits=limits, text=text, samples=samples
+        section, value=row[name], trial=row.key, limits=limits, text=text, samples=samples
     )
     # `limits` has no place for an upper limit alone.
     yield figure.replace(high=high)
@@ -393,10 +393,10 @@ def list_warnings(report: Report) -> Iterator[Note]:
         if trial.attack:
             by = f" by {trial.attack}"
         yield Note.warn(
-            "contradiction",
-            f"a contradiction: sample {sample} is certified in {ball.ball} and was broken{by} "
-            f"in {trial.ball} (such samples: {len(contradictions)}). One of the two is wrong: try "
-            "--dtype float64, and report this as a bug in lipaudit",
+            code="contradiction",
+            text=f"a contradiction: sample {sample} is certified in {ball.ball} and was broken"
+            f"{by} in {trial.ball} (such samples: {len(contradictions)}). One of the two is "
+            "wrong: try --dtype float64, and report this as a bug in lipaudit",
         )
     # The text in front of each note: nothing for shared notes, else the name of the first measure
     # that has the note.

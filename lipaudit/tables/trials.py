@@ -128,7 +128,7 @@ def parse_range(text: str) -> tuple[Radius, ...]:
     inside = []
     for i in range(1, count - 1):
         value = start.value + i * step
-        inside.append(Radius(_spell_like(stop.text, value), value))
+        inside.append(Radius(text=_spell_like(stop.text, value), value=value))
     return (start, *inside, stop)
 
 
@@ -153,7 +153,7 @@ def _read_radius(text: str) -> Radius | None:
     divisor = Fraction(match[2] or 1)
     if divisor == 0:
         return None
-    return Radius(text.strip(), Fraction(match[1]) / divisor)
+    return Radius(text=text.strip(), value=Fraction(match[1]) / divisor)
 
 
 def name_unit(norm: str) -> str:
@@ -236,7 +236,8 @@ class TrialKey:
 def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
     """Return, for every ball, the trials inside this ball, by the key of the worst case (WORST).
 
-    Trials inside a ball have the same norm and the same or a smaller radius.
+    A trial is an attack in a ball. Trials inside a ball have the same norm and the same or a
+    smaller radius.
 
     >>> small, large = (TrialKey("pgd", "linf", parse_radius(eps)) for eps in ("2/255", "4/255"))
     >>> [(str(ball), len(inside)) for ball, inside in worst_cases([small, large]).items()]
@@ -252,7 +253,7 @@ def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
 
 
 def parse_column(name: str) -> tuple[str, TrialKey | None]:
-    """Split the name of a per-sample column into its kind and, if present, its trial.
+    """Split the name of a per-sample column into its kind and its trial (attack and ball) or None.
 
     >>> kind, trial = parse_column("robust@pgd,linf,2/255")
     >>> kind, trial.attack, float(trial.radius) == 2 / 255

@@ -187,4 +187,4 @@ def _list_searched(section: Section, column: str) -> Iterator[tuple[str, TrialKe
 def _make_radius(value: float) -> Radius:
     """Return a measured number as a radius."""
     # The value is exact: rounding of the text must not affect comparisons of radii.
-    return Radius(f"{value:.4g}", Fraction(value))
+    return Radius(text=f"{value:.4g}", value=Fraction(value))

@@ -130,7 +130,7 @@ def compute_shares(
             plain_output = evaluate(f, x.detach(), index)
         leaf = x.detach().clone().requires_grad_()
         output = evaluate(run_recorded, leaf, index)
-        if not agree(plain_output, output.detach(), AGREES):
+        if not agree(plain_output, output.detach(), tolerance=AGREES):
             raise EvaluationError(
                 "the output of the model changes when its attention is recorded",
                 "Leave out --shares, and try --dtype float64.",
@@ -314,8 +314,8 @@ class _Graph:
         for first, last in find_blocks(self._additions, starts):
             order = get_order(self._additions[last].sum.node)
             # So far, `steps` has one step per addition, in the same order.
-            layer = steps[first][1].layer
-            steps.append((order, Step("block", layer, module="", first=first, last=last)))
+            _, step = steps[first]
+            steps.append((order, Step("block", step.layer, module="", first=first, last=last)))
         for node in attention_nodes:
             layer = self._layer_of[node]
             if layer not in added_layers:  # the layer lies in no addition

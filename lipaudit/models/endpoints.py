@@ -131,7 +131,7 @@ def scores_each_token(net: Net, batch: Batch) -> bool:
             if is_machine_error(error):
                 raise
             return False  # the head does not accept the states of a single position
-    return agree(all_logits[-1:], last_logits, AGREES)
+    return agree(all_logits[-1:], last_logits, tolerance=AGREES)
 
 
 def _replace_head_input(scorer: NextToken, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
@@ -201,13 +201,13 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
         )
     # Outputs at one position of a text, such as logits: the last position by default.
     if what == "hidden" or (generates_text and what in PLACED):
-        return Target(what, where or "last")
+        return Target(what, where=where or "last")
     if where:
         raise InputError(
             f"the {what} of {name} are those of a whole sample and have no position",
             f"Use --to {what}.",
         )
-    return Target(what, "")
+    return Target(what, where="")
 
 
 def make_sample_function(
@@ -418,8 +418,9 @@ def _read_states(
         states = head_inputs[0]
     else:  # the output of the last normalisation layer
         norms = [m for m in net.module.modules() if "Norm" in type(m).__name__]
-        outputs = _record(norms, lambda _args, output: output, forward)  # in order of the calls
-        sequences = [t for t in outputs if t.ndim == 3]  # (samples, tokens, width)
+        outputs = _record(norms, pick=lambda _args, output: output, forward=forward)
+        # In the order of the calls: (samples, tokens, width).
+        sequences = [t for t in outputs if t.ndim == 3]
         if not sequences:
             raise InputError("no token features were found", "Use --to features.")
         states = sequences[-1]
@@ -441,7 +442,7 @@ def _read_features(net: Net, forward: Forward) -> Tensor:
     if net.classes is None:
         return net.read(forward())
     linears = [module for module in net.module.modules() if isinstance(module, nn.Linear)]
-    inputs = _record(linears, lambda args, _: args[0], forward)
+    inputs = _record(linears, pick=lambda args, _output: args[0], forward=forward)
     if not inputs:
         raise InputError(
             f"{net.architecture} has no linear layer, whose input would be its features",

@@ -280,8 +280,8 @@ def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         rows: the row of each token, (windows, tokens).
         columns: the columns of each head, (heads, e).
     """
-    by_token = take(y, rows, 0)  # (windows, tokens, columns of y)
-    by_head = take(by_token, columns, -1)  # (windows, tokens, heads, e)
+    by_token = take(y, rows, dim=0)  # (windows, tokens, columns of y)
+    by_head = take(by_token, columns, dim=-1)  # (windows, tokens, heads, e)
     return by_head.transpose(1, 2)
 
 
@@ -351,7 +351,7 @@ def reads_only(source: Probed, rows: Tensor) -> bool:
     number = source.random[:, :1, :, :1]
     half = number > number.median()  # a random half of the tokens, (windows, 1, tokens, 1)
     pulled = source.pull(source.random * half)
-    touched = find_touched(pulled, 1)  # rows of y with a gradient
+    touched = find_touched(pulled, axis=1)  # rows of y with a gradient
     in_half = half[:, 0, :, 0].flatten()
     touched[rows.flatten()] &= ~in_half  # these tokens may touch their own rows
     return not touched.any()  # no token has touched another token's row

@@ -384,7 +384,7 @@ def _find_sizes(axis: tuple[Factor, ...], size: int, samples: int) -> list[int]:
             "was loaded: heads and windows cannot be distinguished",
             "Leave this layer out with --layers.",
         )
-    return [n or size // known for n in sizes]
+    return [n or size // known for n in sizes]  # an open size (0) takes what is left
 
 
 def _sort_axes(t: Tensor, factors: Sequence[Factor]) -> Tensor:
@@ -396,9 +396,8 @@ def _sort_axes(t: Tensor, factors: Sequence[Factor]) -> Tensor:
         t: the tensor, (*factors, width).
         factors: what each axis but the last holds.
     """
-    ranks = [ROLES.index(factor.role) for factor in factors]
-    # Samples first, then windows, heads and tokens; the sort is stable.
-    order = sorted(range(len(factors)), key=lambda axis: ranks[axis])
+    # Samples first, then windows, heads and tokens (the order of `ROLES`); the sort is stable.
+    order = sorted(range(len(factors)), key=lambda axis: ROLES.index(factors[axis].role))
     counts = dict.fromkeys(ROLES, 1)  # number of samples, windows, heads and tokens
     for factor, size in zip(factors, t.shape[:-1], strict=True):
         counts[factor.role] *= size
@@ -458,7 +457,7 @@ class AttentionCall:
         if form.causal and not layout.keeps_queries:
             # `causal` hides keys by the position of a query along the model's axis of queries. The
             # layout divides this axis, so make an explicit mask first.
-            mask = hide_later_keys(rows[-1], keys, mask, self.q)
+            mask = hide_later_keys(rows[-1], keys, mask, like=self.q)
             form = replace(form, causal=False)
         if mask is not None and layout.is_plain:
             # No axis moves, so the mask need not be expanded to all heads, which takes memory. Add
@@ -523,7 +522,7 @@ class Loop:
             v = _show_heads(first.v)
         q = cat(call.q for call in calls)
         output = cat(call.output for call in calls)
-        return AttentionCall(q, k, v, self._join_forms(calls), output, first.origins)
+        return AttentionCall(q, k, v, self._join_forms(calls), output, origins=first.origins)
 
     def _join_forms(self, calls: Sequence[AttentionCall]) -> Fused | Explicit:
         """Return the logits of all calls as the logits of one call.

@@ -243,7 +243,7 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
         logits = call.form.logits.detach()  # (windows, heads, queries, keys)
         q = logits[..., :0]
         k = logits.mT[..., :0]
-        same_p = replace(call, q=q, k=k, v=k, form=Fused(0.0, logits, causal=False))
+        same_p = replace(call, q=q, k=k, v=k, form=Fused(scale=0.0, mask=logits, causal=False))
     form_of_q = site.structure.q if site.structure else None
     attention, _ = read_product(same_p, batch, form_of_q)
     heads = attention.q.shape[1]
@@ -259,7 +259,7 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     # calls in this module call. With these, the module can run again alone, for numerical norms.
     scopes = [frame for frame in frames if frame.name == site.scope]
     if not scopes:
-        return Layer(site, call, batch, attention, None, [])
+        return Layer(site, call, batch, attention, frame=None, numbers=[])
     frame = scopes[-1]  # the innermost one
     addresses = [address for address in site.addresses if address in frame.attentions]
     numbers = [frame.attentions.index(address) for address in addresses]
@@ -463,9 +463,11 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
         groups = [queries + keys_and_values]
     differences = []
     for group in groups:
-        difference = _pull_to_inputs(group, call, u)  # J^T u R by autograd
+        # The gradient by autograd, minus (below) the gradient by the closed form of the same
+        # input, both in the directions R: (tokens of the input, directions).
+        difference = _pull_to_inputs(group, call, u)
         for part, gradient in closed_form:
-            if any(part is other for other in group):
+            if any(part is other for other in group):  # both are of one input
                 # Subtract each token of the attention from its row of the input.
                 samples = len(difference) // part.index.length
                 rows = part.index.rows(samples).flatten()

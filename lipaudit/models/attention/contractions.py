@@ -106,7 +106,7 @@ class Contraction(NamedTuple):
         x = product.x.permute([x_letters.index(a) for a in rows + blocks + summed])
         x = x.flatten(len(rows))  # (*rows, channels in)
         weight = product.weight.permute([w_letters.index(a) for a in blocks + summed + columns])
-        matrix = _make_matrix(weight, len(blocks), len(summed))
+        matrix = _make_matrix(weight, blocks=len(blocks), summed=len(summed))
         if matrix is None:
             return None
         # The axes of the result y, in the order (*rows, *blocks, *columns).
@@ -227,7 +227,7 @@ def _read_matmul(*operands: Any, **kwargs: Any) -> Contraction | None:
         return None
     axes = max(a.ndim, b.ndim) - 2
     leading = ascii_lowercase[:axes]
-    # The factor with fewer leading axes lacks the first ones, as in broadcasting.
+    # The factor with fewer leading axes lacks the first ones, as in broadcasting: "abxy,yz->abxz".
     leading_of_a = leading[axes + 2 - a.ndim :]
     leading_of_b = leading[axes + 2 - b.ndim :]
     return Contraction(a, f"{leading_of_a}xy", b, f"{leading_of_b}yz", f"{leading}xz")
@@ -352,7 +352,8 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
         past: for each leaf at which the graph is cut, the products before the cut. A leaf is the
             output of an earlier op, from which a new graph starts.
     """
-    # How many heads, queries and keys of q k^T one input vector of the map depends on.
+    # How many heads, queries and keys of q k^T one input vector of the map depends on, such as
+    # [8, 1, 1] for a map that mixes 8 heads.
     counts = _count_dependencies(linear, product)
     if not counts:
         # No path leads from the map back to q k^T. So the graph is cut between the two: an earlier
@@ -381,6 +382,7 @@ def _count_dependencies(linear: Linear, source: Tensor | GradientEdge) -> list[i
         linear: the map.
         source: a tensor, or the edge of a tensor in the autograd graph.
     """
+    # A gradient in the shape of `source`: nonzero at the entries that the middle row depends on.
     pulled = vjp(linear.inputs, source, mark_row(linear.inputs))
     if pulled is None:
         return []

@@ -189,9 +189,11 @@ class AttentionMode(TorchFunctionMode):
     def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address, Tensor]:
         """Return the call to report (or None), the address of this call, and its output.
 
-        Subclasses number the calls, and may change the output or report several calls as one.
+        An address is the module of a call, with the number of the call there. Here every call is
+        reported as it is, without a module. Subclasses number the calls, and may change the output
+        or report several calls as one.
         """
-        return call, Address("", "attention", 0), call.output
+        return call, Address(module="", op="attention", number=0), call.output
 
     def notice_scores(self, logits: Tensor, inputs: Sequence[Tensor]) -> None:
         """Note logits that are made from no q k^T, and their leaves; subclasses may use them."""
@@ -362,9 +364,9 @@ class AttentionMode(TorchFunctionMode):
         p = func(input, dim, *args, **kwargs)
         if dim is None:  # torch then chooses an axis, and for logits not the axis of the keys
             return p
+        # If all keys of a row are masked, torch gives NaN for the row and for its gradient. Keep
+        # the NaN, but with a gradient of 0, because such a row is constant.
         if self._products and input.requires_grad and p.isnan().any():
-            # If all keys of a row are masked, torch gives NaN for the row and for its gradient.
-            # Keep the NaN, but with a gradient of 0, because such a row is constant.
             is_masked_row = input.isneginf().all(dim, keepdim=True)
             other_rows = torch.softmax(input.where(~is_masked_row, 0.0), dim)
             p = torch.where(is_masked_row, p.detach(), other_rows.to(p))
@@ -457,6 +459,7 @@ def _is_transposed(logits: Tensor, product: GradientEdge) -> bool:
     # J^T u of the logits by the product, with u = 1 in one row of the logits: nonzero at the
     # entries of the product that this row depends on.
     pulled = vjp(logits, product, mark_row(logits))
+    # The rows of k q^T are the keys: as many as the logits have columns.
     if pulled is None or pulled.ndim != logits.ndim or pulled.shape[-2] != logits.shape[-1]:
         return False
     # The rows and columns of the product that one row of the logits depends on.
@@ -554,7 +557,7 @@ def _make_fused_call(
     parts = _broadcast(query, key, value)
     assert parts is not None  # the fused op has accepted them
     q, k, v = parts
-    return AttentionCall(q, k, v, Fused(s, attn_mask, is_causal), output)
+    return AttentionCall(q, k, v, Fused(s, mask=attn_mask, causal=is_causal), output)
 
 
 def _share_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...] | None:

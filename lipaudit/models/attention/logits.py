@@ -118,7 +118,7 @@ def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
         return {"scale": scale, "bias": form.mask}, None
     # The mask depends on the model's input, for example on queries times relative positions.
     logits = form.scale * (call.q @ call.k.mT) + form.mask
-    return {"scale": scale, "bias": logits.detach(), "pairs": Pairs(None)}, logits
+    return {"scale": scale, "bias": logits.detach(), "pairs": Pairs(slope=None)}, logits
 
 
 def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, Any], Tensor | None]:
@@ -158,12 +158,12 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     # Live pairs have P_ij > 0: the slopes of other pairs do not matter for the output. Rows in
     # which all slopes are 0 have no live pairs: all their keys are masked.
     is_live = (p > 0) & (slope != 0).any(-1, keepdim=True)
-    masked = (slope == 0) & ~is_live
+    masked = (slope == 0) & ~is_live  # their logits become -inf
     sizes = slope.where(is_live, 0.0).abs()
     # s of each head, (windows, heads, 1, 1): its largest slope.
     scale = sizes.amax((-2, -1), keepdim=True)
     fields: dict[str, Any] = {"scale": scale[..., 0, 0], "sink": sink}
-    has_one_slope = _is_close(torch.where(is_live, slope, scale), scale, 1e-4)
+    has_one_slope = _is_close(torch.where(is_live, slope, scale), scale, relative=1e-4)
     is_affine = _is_affine_path(path, has_sink=sink is not None)
     if has_one_slope and is_affine and not form.has_other_inputs:  # S = s q k^T + B
         bias = None
@@ -214,7 +214,7 @@ def _divide_slopes(form: Explicit, slope: Tensor, scale: Tensor, is_live: Tensor
     # A head without live pairs has s = 0: its f is 0 / 0 = NaN, and becomes 0.
     f = (slope / scale).where(is_live, 0.0).nan_to_num(0.0)
     rounding = _ROUNDING * torch.finfo(slope.dtype).eps
-    is_one = _is_close(f.where(is_live, 1.0), torch.ones_like(f), rounding)
+    is_one = _is_close(f.where(is_live, 1.0), torch.ones_like(f), relative=rounding)
     # f = 1 at this sample. If the logits are q k^T plus relative positions, f is 1 at all samples.
     # If an op is not affine (a cap on logits), f may be another number at other samples.
     if is_one and form.has_other_inputs:
@@ -299,7 +299,7 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
     u = u.to(product)
     slopes = pull(torch.ones_like(u))
     # Where u is 0, `_is_close` demands exactly 0, however small the slopes of a head are.
-    if not _is_close(pull(u), slopes * u, 1e-3):
+    if not _is_close(pull(u), slopes * u, relative=1e-3):
         raise NotClosedForm("its logits mix heads or keys")
     return slopes
 
@@ -451,7 +451,8 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     s = heads.scale[..., None, None]
     samples = int(heads.sample[-1]) + 1  # `sample` has the number of each window's sample
     r = None
-    # Without r, the gradient of S_ij is s k_j with respect to q_i, and s q_i with respect to k_j.
+    # Without r and t, the gradient of S_ij is s k_j with respect to q_i, and s q_i with respect to
+    # k_j. The difference to these gradients gives r and t.
     if "q" in parts:
         r = _read_vectors(logits, parts["q"], samples, s * heads.k, slope, is_live)
     # For t, the same with queries and keys swapped.
@@ -459,7 +460,7 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     t = _read_vectors(logits.mT, parts["k"], samples, s * heads.q, swapped_slope, is_live.mT)
     if t is not None:
         t = t.transpose(2, 3)
-    return Pairs(slope, r, t)
+    return Pairs(slope, with_q=r, with_k=t)
 
 
 def _read_vectors(

@@ -40,10 +40,9 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
     """
     linear = linearize_module(layer)
     if isinstance(linear, str):  # a text: the module cannot run alone
-        shape = (layer.samples, layer.site.heads)
-        nan = torch.full(shape, torch.nan, dtype=torch.float64)
-        # No norm and no upper limit, 0 products, not converged.
-        return Norms(nan, nan.clone(), nan.isfinite().long(), nan.isfinite())
+        nan = torch.full((layer.samples, layer.site.heads), torch.nan, dtype=torch.float64)
+        is_known = nan.isfinite()  # False for every head: 0 products, not converged
+        return Norms(norm=nan, upper=nan.clone(), products=is_known.long(), converged=is_known)
     one_head = layer.output[:, 0]  # (windows, tokens, d_v)
     size = one_head.numel() // layer.samples
     start = random_starts(seeds, size).to(one_head.device)  # (samples, numbers of one head)
@@ -139,7 +138,7 @@ def _linearize_layer(layer: Layer) -> Linearization:
     only_sample = z.new_zeros(1, dtype=torch.long)
     linear = Linearization(compute_output, z, only_sample)
     again = linear.output[0].view_as(layer.output)
-    if not agree(layer.output, again, AGREES, each=1):
+    if not agree(layer.output, again, tolerance=AGREES, each=1):
         raise EvaluationError(
             f"{layer.site.scope} gives a different result when it is run alone",
             "It keeps state between calls. Leave its layers out with --layers.",
@@ -283,7 +282,9 @@ def _find_skip_path(frame: trace.Frame, output: Any, samples: int) -> Residual |
     _, meetings = leaves(y, {x.grad_fn})
     if not meetings:
         return None
-    return Residual(frame.name, frame.number, i, j, by_sample=y.shape[:1] == (samples,))
+    return Residual(
+        frame.name, frame.number, input=i, output=j, by_sample=y.shape[:1] == (samples,)
+    )
 
 
 def _choose_residual(

@@ -171,10 +171,10 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     outputs, origins = zip(*leaves, strict=True)
     first, *others = origins
     if not all(first.reads_same(other) for other in others):
-        raise NotClosedForm("is made from linear maps of several tensors", "multi-source")
+        raise NotClosedForm("is made from linear maps of several tensors", kind="multi-source")
     linears = [origin.linear for origin in origins if origin.linear is not None]
     if not linears:
-        raise NotClosedForm("is not the output of a linear map", "unprojected")
+        raise NotClosedForm("is not the output of a linear map", kind="unprojected")
     source = Probed(t, outputs, join_linears(linears).outputs)
     rows = find_token_rows(source)
     source, columns, repeat = _find_heads(source)
@@ -247,19 +247,19 @@ def find_token_rows(source: Probed) -> Tensor:
     # In most models the rows of y are the tokens in order. Two backward passes show this.
     number = torch.arange(windows * tokens, device=source.t.device)
     ordered = number.view(windows, tokens)
-    touched = graph.find_touched(source.read, 1)  # which rows of y t depends on
+    touched = graph.find_touched(source.read, axis=1)  # which rows of y t depends on
     reads_all = len(touched) == len(number) and touched.all()
     if reads_all and graph.reads_only(source, ordered):
         return ordered
     # Row r of y affects the token with the number token[r], or none: -1.
     token = graph.label_affected(source, number.view(windows, 1, tokens, 1), rows=True)
     if token is None:  # a row affects several tokens
-        raise NotClosedForm("depends on several tokens", "mixing")
+        raise NotClosedForm("depends on several tokens", kind="mixing")
     has_effect = token >= 0
     if (torch.bincount(token[has_effect]) > 1).any():  # several rows affect one token
-        raise NotClosedForm("depends on several tokens", "mixing")
+        raise NotClosedForm("depends on several tokens", kind="mixing")
     if has_effect.sum() < number.numel():  # some token depends on no row
-        raise NotClosedForm("has tokens that do not come from the input", "partial")
+        raise NotClosedForm("has tokens that do not come from the input", kind="partial")
     # Rows in the order of their tokens; rows without an effect come first.
     without_effect = int((~has_effect).sum())
     return token.argsort()[without_effect:].view(windows, tokens)
@@ -295,7 +295,7 @@ def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
         for index in (by_sample, by_token):
             if torch.equal(index.rows(samples), rows):
                 return index
-    raise NotClosedForm("has rows that cannot be attributed to samples", "rows")
+    raise NotClosedForm("has rows that cannot be attributed to samples", kind="rows")
 
 
 def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
@@ -347,7 +347,7 @@ def _find_columns(source: Probed) -> Tensor | None:
         return None
     sizes = torch.bincount(head[head >= 0], minlength=count)
     if (sizes != sizes[0]).any():
-        raise NotClosedForm("uses more channels in some heads than in others", "ragged")
+        raise NotClosedForm("uses more channels in some heads than in others", kind="ragged")
     # Columns in the order of their heads; columns without an effect come first.
     without_effect = int((head < 0).sum())
     order = head.argsort(stable=True)[without_effect:]
@@ -362,7 +362,7 @@ def _refuse_large(source: Probed, form: ProjectionForm) -> None:
     """
     size = source.t.numel() * form.columns.shape[1]
     if size > LARGEST_LOCAL:
-        raise NotClosedForm(f"has a local Jacobian of {size:.1e} numbers", "large")
+        raise NotClosedForm(f"has a local Jacobian of {size:.1e} numbers", kind="large")
 
 
 @dataclass(frozen=True)
@@ -422,10 +422,10 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
         # Check by gradients that t reads no other tokens on this batch. An affine map needs no
         # such check: `_read_projection` compares it with t at all tokens.
         if form.kind != "affine" and not graph.reads_only(source, rows):
-            raise NotClosedForm("reads other tokens than in the first pass", "changed")
+            raise NotClosedForm("reads other tokens than in the first pass", kind="changed")
     projection = _read_projection(form, source, linear, rows)
     projection = _repeat_heads(projection, form.repeat)
-    x = graph.take(linear.inputs, rows, 0)
+    x = graph.take(linear.inputs, rows, dim=0)
     return Projected(form, projection, x, index, linear, leaves)
 
 
@@ -446,7 +446,7 @@ def _find_same_maps(
     linears = [leaf.origin.linear for leaf in in_order if leaf.origin.linear is not None]
     has_same_maps = len(linears) == len(leaves) == len(form.source)
     if not has_same_maps or not all(other.reads_same(linears[0]) for other in linears[1:]):
-        raise NotClosedForm("comes from other linear maps than in the first pass", "changed")
+        raise NotClosedForm("comes from other linear maps than in the first pass", kind="changed")
     return in_order, linears
 
 
@@ -467,10 +467,10 @@ def _read_projection(
         rows: the row of y that each token reads, (windows, tokens).
     """
     # W and b of the columns that each head reads, (heads, D, e) and (heads, e).
-    weight = graph.take(linear.weight, form.columns, 1).transpose(0, 1)
+    weight = graph.take(linear.weight, form.columns, dim=1).transpose(0, 1)
     bias = None
     if linear.bias is not None:
-        bias = graph.take(linear.bias, form.columns, 0)
+        bias = graph.take(linear.bias, form.columns, dim=0)
     if form.kind == "affine":
         _require_affine(form, source, rows)
         return _mix_channels(form, weight, bias)
@@ -507,7 +507,7 @@ def _require_affine(form: ProjectionForm, source: Probed, rows: Tensor) -> None:
         expected = expected + form.offset[:, None]
     t = source.t.detach()
     if not graph.is_rounding(expected - t, graph.LINEAR_TOLERANCE, t):
-        raise NotClosedForm("is no longer an affine function of its input", "changed")
+        raise NotClosedForm("is no longer an affine function of its input", kind="changed")
 
 
 def _mix_channels(form: ProjectionForm, weight: Tensor, bias: Tensor | None) -> Projection:
@@ -527,7 +527,7 @@ def _mix_channels(form: ProjectionForm, weight: Tensor, bias: Tensor | None) -> 
         bias = form.offset
     elif form.offset is not None:
         bias = form.offset + bias
-    return Projection(weight, bias, None, form.kind)
+    return Projection(weight, bias, local=None, kind=form.kind)
 
 
 def _compute_local_map(form: ProjectionForm, source: Probed, rows: Tensor) -> Tensor:

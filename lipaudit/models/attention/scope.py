@@ -45,9 +45,9 @@ def _is_complete(frame: Frame, call: AttentionCall, origins: Sequence[Origin]) -
     inputs = [*frame.inputs.values()]
     stop = [t.grad_fn for t in inputs if t.grad_fn is not None]
     walks = [graph.leaves(t, stop) for t in (call.q, call.k, call.v)]
-    # A module without linear maps, with q, k and v as its arguments, only multiplies them: the
-    # projections are in an outer module. But if all three come from one argument, there are no
-    # other projections.
+    # A module without linear maps that gets q, k and v as arguments only multiplies them: their
+    # projections are in an outer module. But if q, k and v are made from a single argument, there
+    # are no other projections, and the module may be complete.
     has_map = any(frame.holds(origin.address.module) for origin in origins if origin.linear)
     argument_nodes = {node for _, nodes in walks for node in nodes}
     if origins and not has_map and len(argument_nodes) != 1:

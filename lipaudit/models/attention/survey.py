@@ -116,7 +116,7 @@ def _fingerprint_weights(module: nn.Module) -> Hashable:
     fingerprint = []
     for p in chain(module.parameters(), module.buffers()):
         version = 0 if p.is_inference() else p._version  # inference tensors count no versions
-        total = compute_values(p).detach().sum()
+        total = compute_values(p).detach().sum()  # also of a weight that is computed when used
         fingerprint.append((p.data_ptr(), version, total.item()))
     return tuple(fingerprint)
 
@@ -135,7 +135,8 @@ def survey(net: Net, batch: Batch) -> Survey:
             samples, changes when it is observed, or fails then.
         EvaluationError: the output is not finite.
     """
-    # A generic sample beside one companion, and the same sample beside another companion.
+    # Two batches of two samples: a generic sample beside one companion (`pair`), and the same
+    # sample beside another companion (`other`).
     net, pair, other = make_generic(net, batch)
     call_stack = trace.CallStack()
     uses = Uses(call_stack.module)
@@ -242,19 +243,19 @@ def _observe_passes(
             raise _make_heads_error(net, uses)
         return surveyor
 
-    surveyor = observe((), frozenset())
+    surveyor = observe(loops=(), uncut_maps=frozenset())
     # A product of keys and learned queries (constants) looks like a linear map of the keys. Do not
     # cut the graph there, so that the attention can be read.
     scores = frozenset(surveyor.scores)
     if scores:
-        surveyor = observe((), scores)
+        surveyor = observe(loops=(), uncut_maps=scores)
     # Calls that compute one head, or one chunk of queries: run again, with these calls joined.
     loops = find_loops(surveyor.layers.values())
     if loops:
-        surveyor = observe(loops, scores)
+        surveyor = observe(loops, uncut_maps=scores)
     # Keys that are made from a latent of the tokens (MLA): run again, without a cut at the latent.
     if surveyor.next_uncut:
-        surveyor.adopt(observe(loops, scores | surveyor.next_uncut))
+        surveyor.adopt(observe(loops, uncut_maps=scores | surveyor.next_uncut))
     _run_with_other_companion(net, surveyor, other, output, loops)
     # If both companions are equal (a text that reads the same backwards), no call can change.
     if not torch.equal(pair.x, other.x):
@@ -279,7 +280,7 @@ def _require_unchanged(net: Net, pair: Batch, output: Tensor, observed: Tensor) 
     if not agree(output, observed, each=0):
         requirements.require_repeat(net, pair, pair, output)
     # Otherwise it is an effect of the observer, and is allowed up to the looser tolerance (1e-4).
-    if not agree(output, observed, requirements.AGREES, each=0):
+    if not agree(output, observed, tolerance=requirements.AGREES, each=0):
         difference = (observed - output).abs().amax()
         gap = difference / output.abs().amax()
         raise InputError(
@@ -396,7 +397,7 @@ def _add_embedding_noise(net: Net) -> Net:
     def call(x: Tensor, mask: Tensor | None) -> Any:
         """Run the model with noise on the output of each call of the embedding."""
         seeds = count()  # a model may embed several times in a pass (encoder and decoder)
-        with trace.watch_embeddings(net, lambda out: _add_noise(out, None, next(seeds))):
+        with trace.watch_embeddings(net, lambda out: _add_noise(out, box=None, seed=next(seeds))):
             return net.call(x, mask)
 
     return replace(net, call=call)

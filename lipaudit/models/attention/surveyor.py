@@ -180,7 +180,7 @@ class Surveyor(Tracer):
 
         Args:
             call: the call.
-            address: its address.
+            address: its module and its number there, which identify the call in every pass.
             analysis: its axes and its closed form, if any.
             origins: the linear maps behind q, k and v.
             q: the queries, (windows, heads, tokens, width).
@@ -247,14 +247,16 @@ class Surveyor(Tracer):
         layer = capture.make_layer(site, call, self.batch, self.call_stack.frames)
         # If the axis of heads has the length of the text, this axis may hold the tokens instead.
         # Without a closed form, nothing distinguishes heads from tokens.
-        is_text = self.batch.x.ndim == 2
+        x = self.batch.x
+        is_text = x.ndim == 2
         tokens = layer.call.q.shape[2]
-        if is_text and site.heads == self.batch.x.shape[1] != tokens:
-            obstacle: object = "its heads and tokens cannot be distinguished"
+        if is_text and site.heads == x.shape[1] and tokens != x.shape[1]:
+            obstacle = "its heads and tokens cannot be distinguished"
         else:
-            obstacle = linearize_module(layer)  # a text, or the linearisation if it succeeds
-        if not isinstance(obstacle, str):
-            return site
+            result = linearize_module(layer)  # the linearisation, or a text that says why not
+            if not isinstance(result, str):
+                return site
+            obstacle = result
         reason = f"{site.reason}; its norms cannot be computed numerically either: {obstacle}"
         return replace(site, reason=reason, inputs=())
 
@@ -290,7 +292,7 @@ class Surveyor(Tracer):
 
         Args:
             call: an attention call of that pass.
-            address: its address.
+            address: its module and its number there, which identify the call in every pass.
         """
         layer = self.layers.get(address)
         if layer is None:
@@ -336,6 +338,10 @@ def _free_maps(origins: Sequence[list[Origin]], heads: int) -> None:
 
     The maps stay if a loop over heads may contain the call, because `find_loops` compares them:
     this needs a call of one head, and linear maps behind each of q, k and v.
+
+    Args:
+        origins: the origins of q, of k and of v: three lists, changed in place.
+        heads: number of heads of the call.
     """
     are_linear = all(part and all(origin.linear for origin in part) for part in origins)
     if heads == 1 and are_linear:

@@ -120,7 +120,7 @@ class CallStack:
 
         def enter(name: str, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             """Push the frame of a module call that begins."""
-            frame = Frame(name, part, args, kwargs, self.counts[name, "call"])
+            frame = Frame(name, part, args, kwargs, number=self.counts[name, "call"])
             self.frames.append(frame)
             self.counts[name, "call"] += 1
             self.on_enter(frame)
@@ -253,7 +253,7 @@ class Tracer(AttentionMode):
         if self.cut_at is not None:  # only a survey reads more than the map
             return Origin(address, constant)
         ancestors = self._find_ancestors(linear.x, address)
-        return Origin(address, constant, ancestors, divides_channels(linear.x))
+        return Origin(address, constant, ancestors, reads_token_parts=divides_channels(linear.x))
 
     def _find_ancestors(self, x: Tensor, address: Address) -> Ancestors:
         """Return the tensors that a linear map reads, directly or through earlier linear maps.
@@ -316,8 +316,8 @@ class Tracer(AttentionMode):
         model goes on with the output, which no longer depends on the graph of this call.
         """
         address = self.call_stack.address("attention")
-        # Every module that runs now lists the call. A module may run again alone, with other
-        # addresses. Then its position in this list identifies the call.
+        # Every module that runs now lists the call. A module may run again alone, and its calls
+        # then have other addresses: the position of the call in this list identifies it.
         for frame in self.call_stack.frames:
             frame.attentions.append(address)
         output = self._release_output(call.output, address)

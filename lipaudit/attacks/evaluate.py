@@ -496,7 +496,7 @@ def require_radius(
     trial: Trial,
     box: Box | None,
     shape: Sequence[int],
-    patch: PatchSize | None = None,
+    patch: PatchSize | None,
 ) -> None:
     """Refuse a radius larger than the attacked space, such as 8 in place of 8/255.
 

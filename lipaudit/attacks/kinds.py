@@ -277,8 +277,9 @@ class Trial:
 def list_steps(plan: Sequence[Trial]) -> list[tuple[Trial, Attack]]:
     """Return (trial, attack) for all attacks of a plan in the order in which they run.
 
-    The cheapest trial runs first. Of trials with equal cost, the smaller radius comes first: a
-    sample broken at a small radius counts as broken at larger radii and needs no further attack.
+    A plan is a list of trials: attacks that run one after the other in balls of one radius. The
+    cheapest trial runs first. Of trials with equal cost, the smaller radius comes first: a sample
+    broken at a small radius counts as broken at larger radii and needs no further attack.
     """
 
     def rank(trial: Trial) -> tuple[int, Fraction]:
@@ -301,7 +302,8 @@ def read_plan(
 ) -> tuple[Trial, ...]:
     """Return the trials of the option `--attack`: names of attacks and presets, with commas.
 
-    Every name makes one trial per radius, labelled by the name; `autoattack` is `standard`.
+    A trial is a list of attacks that run one after the other in balls of one radius. Every name
+    makes one trial per radius, labelled by the name; `autoattack` is `standard`.
     `custom:NAME,NAME` is one ensemble.
 
     An attack on balls gets the radii without a unit (`2/255`). An attack that counts changes, such
@@ -466,7 +468,8 @@ def _plan_radii(
 ) -> list[Trial]:
     """Return the trials of one name of --attack: one per radius, all with the same attacks.
 
-    The attacks of the preset `paper` differ from radius to radius.
+    A trial is a list of attacks that run one after the other in balls of one radius. The attacks
+    of the preset `paper` differ from radius to radius.
 
     Raises:
         UsageError: there is no radius, or a number of changes is not whole.
@@ -523,7 +526,7 @@ def require_suitable(
     """Refuse attacks and norms that do not suit a kind of model: image, tokens or text.
 
     Args:
-        trials: the requested trials.
+        trials: the requested trials: attacks in balls of one norm and radius.
         kind: kind of the model.
         changes: for a model of texts, the units that attacks can change: words, characters...
         why: why other units cannot be changed.

@@ -139,7 +139,7 @@ class _Step:
         """
 
         def rank(change: Change) -> float:
-            """Return the lowest margin so far of a change of the same word."""
+            """Return the lowest margin that a change of the same word has reached so far."""
             return self.lowest_of_word.get(change.word, math.inf)
 
         of_words = group_values((change.word, change) for change in self.untried)
@@ -282,9 +282,10 @@ def rewrite_words(
 ) -> list[Draft]:
     """Replace at most `budget` words of each text by words with similar embeddings.
 
-    A step tries up to `queries` substitutions in words that are not changed yet. To first order, a
-    substitution changes the margin by slope . (e(substitute) - e(word)), with embeddings e and
-    the gradient `slope` of the margin. The lowest values are tried first, without randomness.
+    A step tries up to `turn.attack.queries` substitutions in words that are not changed yet. To
+    first order, a substitution changes the margin (logit of the label minus the largest other
+    logit) by slope . (e(substitute) - e(word)), with embeddings e and the gradient `slope` of the
+    margin. The lowest values are tried first, without randomness.
     """
     reader = oracle.reader
     near = neighbours(reader, {token for text in drafts for token in text.ids})
@@ -462,7 +463,10 @@ def _combine(
 
 
 def _replace_word(draft: Draft, i: int, token: int, lexicon: Lexicon) -> Draft | None:
-    """Replace word i, which is one token, by another token; None if the result is not a word."""
+    """Replace word i, which is one token, by another token; None if the result is not a word.
+
+    The lexicon, the vocabulary of the model, writes the new token in characters.
+    """
     if draft.source is None:  # the characters are unknown: replace the token only
         return draft.with_word(i, (token,))
     new = lexicon.write(token)
@@ -481,9 +485,10 @@ def rewrite_characters(
 ) -> list[Draft]:
     """Make at most `budget` typing errors in each text, each where it lowers the margin most.
 
-    A step tries up to `queries` errors. Words take turns, beginning with the word on which the
-    margin depends most: its tokens have the largest sum of gradient norms. The errors of a word
-    have a fixed order, so the search is not random. Words of a single letter are not changed.
+    The margin is the logit of the label minus the largest other logit. A step tries up to
+    `turn.attack.queries` errors. Words take turns, beginning with the word on which the margin
+    depends most: its tokens have the largest sum of gradient norms. The errors of a word have a
+    fixed order, so the search is not random. Words of a single letter are not changed.
 
     Raises:
         UsageError: the model has no tokenizer that can spell.
@@ -498,7 +503,8 @@ def rewrite_characters(
 
     def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
         """Return every possible error; words take turns, the word of steepest gradient first."""
-        # For each word the sum of the gradient norms of its tokens, which follow one another.
+        # For each word the sum of the gradient norms of its tokens. The tokens of all words follow
+        # one another: each word takes the next len(word) norms.
         norms = iter(slope.norm(dim=1).tolist())
         steepness = [sum(islice(norms, len(word))) for word in draft.words]
         words, letters = spell_words(draft, lexicon)

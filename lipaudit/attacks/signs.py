@@ -198,7 +198,7 @@ def note_masking(
     A sign counts if it exceeds both LUCKY samples and the share LUCKY_SHARE of all samples.
 
     Args:
-        trials: the trials.
+        trials: the trials: attacks that ran one after the other in balls of one radius.
         robust: whether each sample survived each trial.
         y: labels.
         box: smallest and largest value of the attacked space.
@@ -248,12 +248,13 @@ def _count_excess(
       samples that the iterative attacks (here pgd) broke.
 
     Args:
-        trial: the trial.
-        in_ball: all trials in the same ball.
+        trial: the trial whose attacks are weak.
+        in_ball: all trials in the same ball, with this one.
         robust: whether each sample survived each of them.
     """
     broken = ~robust[:, in_ball.index(trial)]
-    if _list_efforts(trial) == {"points"}:  # examples of another model
+    # Efforts: "points" for examples of another model, "steps" for iterative attacks.
+    if _list_efforts(trial) == {"points"}:
         on_this = [i for i, other in enumerate(in_ball) if _list_efforts(other) != {"points"}]
         excess = (broken & robust[:, on_this].all(1)).sum()
         return int(excess), "that no attack on this model broke"

@@ -62,7 +62,7 @@ def encode_examples(
         broken: which trial broke which sample.
         labels: the true classes.
         ids: ids of the samples.
-        trials: names of the trials.
+        trials: names of the trials: attacks in balls of one radius.
     """
     from safetensors.numpy import save
 
@@ -121,6 +121,8 @@ def find_examples(
 
 def _open_examples(path: Path) -> tuple[list[str], list[Tensor]]:
     """Return the sample ids in a file of `--save-adv`, and the examples of each trial.
+
+    A trial is an attack, or several one after the other, in balls of one radius.
 
     Raises:
         InputError: there is no such file, or it has no ids or no examples.

@@ -111,7 +111,7 @@ def mean_value(
     return (weights / total) @ v
 
 
-def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored:
+def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None) -> Anchored:
     """Return the outputs o_i = sum_j P_ij v_j, and c_ia = P_ia (v_a - o_i) for a single key a.
 
     a, the anchor of query i, is the key with the largest entry of row P_i. If P_i is nearly
@@ -487,7 +487,8 @@ def linearize_attention(heads: Heads) -> Attend:
     if sink is None:
         # Rows of P sum to 1, so v_j - o_i stays the same if the values are centred, and the
         # rounding error becomes smaller. Any weighted mean of the values serves. The first block
-        # of P gives the weights. With a sink the rows sum to less than 1, so v is not centred.
+        # of P gives the weights. With a sink (a constant logit beside those of the keys) the rows
+        # sum to less than 1, so v is not centred.
         block = next(map_rows(heads, p))
         v = v - mean_value(block.p, v[:, block.keys])
     else:

@@ -111,10 +111,12 @@ def query_term(centred: Centred, rows: AffineRows) -> Rows:
     # over j and l is symmetric, so it stays the same with l in place of j in the squares.
     kappa = rows.z @ rows.z.mT
     inner = centred.gram - centred.v2.mT  # <v_j, v_l> - ||v_l||^2
-    by_key = centred.p @ inner.mul_(kappa)  # (batch, heads, n, l): the sum over j
+    # The sum over j for every query i and key l, (batch, heads, n, l): of the products with
+    # `inner`, and of those with ||w_il||^2.
+    by_key = centred.p @ inner.mul_(kappa)
     totals = (centred.p @ rows.z) @ rows.z.mT  # sum_j P_ij kappa_jl
     by_key.addcmul_(totals, centred.w2)
-    squares = by_key.mul_(centred.p).sum(-1)
+    squares = by_key.mul_(centred.p).sum(-1)  # the sum over l
     error = _bound_query_rounding(centred, rows)
     return (squares + error).clamp_min(0.0).sqrt()
 

@@ -255,8 +255,9 @@ def splitting_gain(
     D) is how token i moves its output o_i through its query alone: T_i = sum_j P_ij (v_j - o_i)
     k_j^T, Phi^q_i = dq_i / dx_i, and s is the scale of the logits.
 
-    Domain: at X; attention without a causal mask and without a sink, whose probability would fall
-    with more keys. The copies share the token's position.
+    Domain: at X; attention without a causal mask and without a sink (a constant logit beside those
+    of the keys, whose probability would fall with more keys). The copies share the token's
+    position.
 
     Args:
         heads: the heads of one layer.
@@ -437,7 +438,7 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)
     v = heads.v
-    sink = heads.sink_share()
+    sink = heads.sink_share()  # probability of a constant logit beside those of the keys, or None
     column_sums = torch.zeros_like(heads.k[..., 0])  # sum_i P_ij, (batch, heads, m)
     # sum_ij ||c_ij||^2 and max_i sum_j ||c_ij||, with index 0 for c and index 1 for d.
     squares = torch.zeros(2, *heads.q.shape[:2]).to(heads.q)  # (2, batch, heads)
@@ -446,7 +447,9 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
         p = heads.rows(start, stop)
         if sink is None:
             sink_rows = None
-            if start == 0:  # once: values less their mean, so that v_j - o_i cancels less
+            # Once, from the first rows of P: values less their mean, so that v_j - o_i cancels
+            # less. Rows of P sum to 1, so v_j - o_i stays the same.
+            if start == 0:
                 v = v - attend.mean_value(p, v)
         else:
             sink_rows = sink[:, :, start:stop]

@@ -495,8 +495,9 @@ def are_affine(heads: Heads) -> bool:
     """Return whether the formulas for affine heads apply.
 
     The formulas need q = x W_Q + b_Q without rotary position or qk-norm, the same for k and v,
-    logits s q k^T plus a constant, and no sink.
+    logits s q k^T plus a constant, and no sink (a constant logit beside those of the keys).
     """
+    # `pairs` describes all other logits. `local` is the Jacobian of rotary position or qk-norm.
     if heads.pairs is not None or heads.sink is not None:
         return False
     return all(projection.local is None for projection in projections(heads))
@@ -568,8 +569,9 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
         return heads.with_same_map(v=v), exponents.double().exp2()
     to_v, exponents = _divide_projection(heads.to_v)
     v = shift_exponent(heads.v, -exponents[:, None, None])
-    # A bias b of the values does not change the Jacobian if rows of P sum to 1. This does not hold
-    # with a sink. With `local`, something follows x W_V + b, such as a norm, and b matters.
+    # A bias b of the values does not change the Jacobian if rows of P sum to 1. They do not with a
+    # sink, a constant logit that takes a share of the probability. With `local`, something follows
+    # x W_V + b, such as a norm, and b matters.
     if to_v.local is None and to_v.bias is not None and heads.sink is None:
         # v = x W_V + b. If b is more than _SWAMPED times larger than x W_V, the sum has lost
         # digits of x W_V: compute the values without b.

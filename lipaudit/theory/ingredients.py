@@ -269,8 +269,9 @@ class Ingredients:
     def centred(self) -> Centred:
         """P, and the keys, values and outputs less the mean key and the mean value.
 
-        Without a sink rows of P sum to 1. A constant added to all k or all v then changes no
-        derivative, and smaller keys and values have smaller rounding errors.
+        Smaller keys and values have smaller rounding errors. A constant added to all k or all v
+        changes no derivative, because rows of P sum to 1. With a sink (a constant logit that takes
+        a share of the probability) they do not, and no mean is subtracted.
         """
         heads = self.heads
         p = heads.attention()
@@ -304,8 +305,9 @@ class Ingredients:
 
         M(p) = diag(p) - p p^T is the Jacobian of softmax, and g_1(p) an upper limit of its norm.
         """
-        # With a sink, the probability of the sink is the last entry of a row. M of the keys alone
-        # is a submatrix of M with the sink, so its norm is no larger.
+        # With a sink (a constant logit beside those of the keys), its probability is the last
+        # entry of a row. M of the keys alone is a submatrix of M with the sink, so its norm is no
+        # larger.
         p = self.heads.attention(whole=True)
         maxima = []
         for start, stop in self.heads.row_blocks():

@@ -450,7 +450,9 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     # In einsum: b batch, h head, i query, j key, a channel of values, d of queries, x of tokens.
     p = heads.attention()
     v = heads.v
-    if heads.sink is None:  # rows of P sum to 1: J stays the same, and v_j - o_i cancels less
+    # Values less their mean: v_j - o_i cancels less, and J stays the same if rows of P sum to 1.
+    # They do not with a sink, a constant logit that takes a share of the probability.
+    if heads.sink is None:
         v = v - mean_value(p, v)
     rows = anchor_outputs(p, v, heads.sink_share())
     c = weighted_differences(p, v, rows)

@@ -155,7 +155,7 @@ def _add_missing_columns(document: dict[str, Any]) -> None:
     if not isinstance(sections, list):
         return
     known = layouts()
-    is_first = str(document["schema_version"]).startswith("1.")
+    is_version_1 = str(document["schema_version"]).startswith("1.")
     for section in sections:
         if not isinstance(section, dict):  # damaged: the check of the report says so later
             continue
@@ -165,7 +165,7 @@ def _add_missing_columns(document: dict[str, Any]) -> None:
             _add_columns(section, "columns", layout.columns)
             _add_columns(section, "sample_columns", layout.sample_columns)
         # Columns that were removed since, and those of a plug-in that is not installed.
-        if is_first:
+        if is_version_1:
             _add_columns(section, "columns", _derive_columns(section))
 
 
@@ -224,6 +224,7 @@ def _layout(value: Any, depth: int = 0) -> str:
         depth: how deep the value is inside the document, 0 for the document.
     """
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # Depth 4 is that of a column or row: document, sections, section, rows, row.
     if depth > 4 or len(flat) < 80 or _fits_one_line(value, depth):
         return flat
     if isinstance(value, dict):

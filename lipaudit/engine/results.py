@@ -89,7 +89,7 @@ def identify(job: Job, name: str, options: MeasureOptions) -> dict[str, object]:
         "options": options.identify(),
         "model": (net.name, net.weights_sha256, net.preprocess, str(net.dtype)),
         "device": net.device.type,
-        "reading": run.reading(),
+        "reading": run.reading(),  # options that decide how model and data are read
         "samples": job.samples.batch.ids[: job.counts[name]],
         "versions": versions(),
     }

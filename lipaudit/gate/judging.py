@@ -273,9 +273,9 @@ def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[ContrastKey,
     Returns:
         The p-value of each contrast, by its key.
     """
-    tested = [c for c in contrasts if c.evidence and not c.same]
+    tested = [contrast for contrast in contrasts if contrast.evidence and not contrast.same]
     # The test of each row: its number of samples, and the p-value of each null hypothesis.
-    tests = {c.key: c.evidence for c in tested if c.evidence}
+    tests = {contrast.key: contrast.evidence for contrast in tested if contrast.evidence}
     # The change under the null hypothesis: 0, or less if the rule demands an improvement.
     null = _compute_null(rule)
     p_values = {key: test.p(null) for key, test in tests.items()}
@@ -289,6 +289,7 @@ def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[ContrastKey,
         # Rows whose changes are usually below a quarter of the limit (QUIET) are not tested: they
         # cannot break the limit. Their p-value is 1, and the other rows are corrected for fewer.
         quiet = statistics.QUIET * max(0.0, compute_margin(rule))
+        # changes - null: a sign test tests a median change of 0.
         adjusted = statistics.correct_jointly(changes - null, quiet).tolist()
         return dict(zip(p_values, adjusted, strict=True))
     corrected = statistics.correct_by_holm(counted)

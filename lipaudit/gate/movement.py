@@ -182,7 +182,7 @@ def compute_divergence(first: Values, second: Values) -> Values:
     log_p = first - np.logaddexp.reduce(first, axis=1, keepdims=True)
     log_q = second - np.logaddexp.reduce(second, axis=1, keepdims=True)
     p = np.exp(log_p)
-    with np.errstate(invalid="ignore"):  # 0 (-inf) is 0
+    with np.errstate(invalid="ignore"):  # for p = 0 the term is 0, not 0 * (-inf) = NaN
         terms = np.where(p > 0, p * (log_p - log_q), 0.0)
     # Rounding may leave a divergence of equal outputs just below 0.
     return np.asarray(np.maximum(terms.sum(1), 0.0))

@@ -90,8 +90,6 @@ def _map_ids(report: Report, first: Report) -> dict[str, str]:
     """
     places = report.places  # by id
     old_places = first.places
-    old_ids = {place: name for name, place in old_places.items()}
-    ids = {name: old_ids[place] for name, place in places.items() if place in old_ids}
     new = report.run
     old = first.run
     texts = report.texts
@@ -106,6 +104,8 @@ def _map_ids(report: Report, first: Report) -> dict[str, str]:
     have_common_ids = places.keys() & old_places.keys()
     if have_common_ids or not (may_differ_in_form and same_data):
         return {}
+    old_ids = {place: name for name, place in old_places.items()}  # ids of the first report
+    ids = {name: old_ids[place] for name, place in places.items() if place in old_ids}
     # No two samples have the same place, and the larger report has every place of the smaller one.
     complete = len(old_ids) == len(old_places) and len(ids) >= min(len(places), len(old_places))
     same_texts = all(texts.get(name) == old_texts.get(old_id) for name, old_id in ids.items())

@@ -162,7 +162,8 @@ def _read_pairs(
         rows: the names of all rows, in the order of the section.
         points: the rows that the rule picks, with their figures.
     """
-    # The array of the same name has the values of the column: (rows, samples).
+    # The array with the name of the column has the values of all rows, (rows, samples). An array
+    # of another shape has other values.
     stored = section.arrays.get(rule.column)
     if stored is not None and stored.shape == (len(rows), len(section.ids)):
         pairs = {}
@@ -264,7 +265,8 @@ def require_finite(rule: Rule, reading: RuleValues) -> None:
         EvaluationError: a value is NaN or infinite. The message counts such values of the first
             row or column that has any.
     """
-    # The first-order radius is margin / gradient norm. It may be infinite, as the norm may be 0.
+    # The first-order radius is margin / gradient norm. It may be infinite, as the norm may be 0:
+    # only NaN is bad there.
     is_bad = np.isnan if rule.column == RADIUS.column else lambda values: ~np.isfinite(values)
     for name, point in reading.points.items():
         # The values of the samples behind the figure, if stored. The figure itself is checked,
@@ -457,6 +459,7 @@ def _choose_worst(keys: Sequence[Key], selector: tuple[str, ...]) -> list[Key]:
     rows of heads.
     """
     attacks: dict[Key, str] = {key: key.attack for key in keys if isinstance(key, TrialKey)}
+    # The words `pgd` and `attack=pgd` both name an attack.
     words = {word.removeprefix("attack=") for word in selector}
     if words.isdisjoint(attacks.values()):
         worst = [key for key in keys if attacks.get(key) == WORST]
@@ -505,7 +508,8 @@ def _reduce_samples(rule: Rule, section: Section, indices: list[int]) -> list[fl
     if how == RIGHT and "correct" in section.samples:
         flags = np.array(section.samples["correct"], dtype=float)[indices]
         return [float(flags.mean())] * len(section.rows)
-    stored = None  # the values of the samples, (rows, samples); ratios (`per`) have none
+    # The values of the samples, (rows, samples). A ratio (of values `per` other values) has none.
+    stored = None
     if how is not None and not how.per:
         stored = section.arrays.get(how.values)
     if how is None or stored is None:

@@ -130,6 +130,7 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
     table = tables[measure]
     stat = _read_statistic(match["stat"], column, table)
     per_sample = stat != "each" and column in table.sample_columns
+    columns = table.sample_columns if per_sample else table.columns
     selector, group = _read_selector(match["selector"] or "", table)
     limit = _read_limit(match["limit"], text)
     if per_sample and column in FLAGS and abs(limit.value) > 1:
@@ -144,7 +145,7 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         op="<=" if match["op"] == "<=" else ">=",
         limit=limit,
         per_sample=per_sample,
-        about=(table.sample_columns if per_sample else table.columns)[column],
+        about=columns[column],
         group=group,
     )
 

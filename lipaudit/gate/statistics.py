@@ -392,13 +392,13 @@ def correct_by_holm(p_values: Mapping[Name, float]) -> dict[Name, tuple[float, i
     p-value is never smaller than the adjusted p-value before it. If all hypotheses with an
     adjusted p-value of at most alpha are rejected, the probability that a true hypothesis is among
     them is at most alpha.
+    Source: Holm, Scand. J. Statist. 6 (1979) 65.
 
     Args:
         p_values: the p-value of each hypothesis, of any test.
 
     Returns:
         For each hypothesis, the adjusted p-value and the factor (k, k - 1, ...) of its p-value.
-        Source: Holm, Scand. J. Statist. 6 (1979) 65.
     """
     adjusted = {}
     largest = 0.0  # of the adjusted p-values so far

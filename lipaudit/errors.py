@@ -151,7 +151,7 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
     return [spelled[each] for each in distinct[:3]]
 
 
-def few(names: Sequence[object], most: int = 4) -> str:
+def join_few(names: Sequence[object], most: int = 4) -> str:
     """Return the first few names in one text, and how many more there are."""
     more = ""
     if len(names) > most:

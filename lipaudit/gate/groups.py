@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lipaudit.errors import BaselineError, LipauditError, few
+from lipaudit.errors import BaselineError, LipauditError, join_few
 from lipaudit.gate import pairing, readings
 from lipaudit.gate.rules import EACH, Rule, no_change
 from lipaudit.gate.statistics import Values
@@ -110,7 +110,7 @@ def note_new_groups(current: Report, baseline: Report) -> list[str]:
     new = sorted({*current.groups.values()} - {*baseline.groups.values()})
     if not (new and baseline.groups):
         return []
-    return [f"the baseline has no such group, so no change is judged: {few(new, LISTED)}"]
+    return [f"the baseline has no such group, so no change is judged: {join_few(new, LISTED)}"]
 
 
 def _list_members(section: Section, groups: dict[str, str]) -> dict[str, frozenset[str]]:

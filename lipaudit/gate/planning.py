@@ -160,9 +160,9 @@ def _count_for_strict(rule: Rule) -> int:
 
     --strict fails unless the upper confidence limit of the change is within the limit of the rule.
     If none of n samples changes, both shares of Bonett and Price are 1 / (n + 2): their difference
-    is 0, with the standard error sqrt(2) / (n + 2). So the upper limit is z sqrt(2) / (n + 2), with
-    z the normal quantile of the level. Return 0 for rules on other figures: they have no such
-    formula.
+    is 0, with the standard error sqrt(2) / (n + 2). So the upper limit is z sqrt(2) / (n + 2).
+    Here z is the normal quantile of the level. Return 0 for rules on other figures: they have no
+    such formula.
     """
     if rule.column not in FLAGS:
         return 0

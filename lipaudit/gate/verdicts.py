@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import computed_field
 
-from lipaudit.errors import ExitCode, few
+from lipaudit.errors import ExitCode, join_few
 from lipaudit.gate.rules import find_words
 from lipaudit.gate.statistics import Movement
 from lipaudit.tables.columns import Float, Frozen
@@ -326,7 +326,7 @@ class Judgement(Frozen):
             if detail:
                 text += f" ({detail})"
             shown.append(text)
-        return f"{self.outcome}: {few(shown, LISTED)}"
+        return f"{self.outcome}: {join_few(shown, LISTED)}"
 
     @property
     def counts(self) -> str:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lipaudit.attacks import kinds
 from lipaudit.attacks.kinds import CHUNK, Attack, Trial
-from lipaudit.errors import UsageError, few
+from lipaudit.errors import UsageError, join_few
 from lipaudit.measures.base import AuditRequest, MeasureOptions
 from lipaudit.settings.option import Need, option
 from lipaudit.settings.value_types import Radii, require_distinct
@@ -347,7 +347,7 @@ class AttackOptions(MeasureOptions):
                 return classes.index(target)
         raise UsageError(
             f"--target {self.target} is not a class of this model",
-            f"Give one of its classes: {few(names)}.",
+            f"Give one of its classes: {join_few(names)}.",
         )
 
     def trials(self) -> tuple[Trial, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import field_validator
 
-from lipaudit.errors import UsageError, few
+from lipaudit.errors import UsageError, join_few
 from lipaudit.measures import attention_rows, base
 from lipaudit.measures.attention_rows import CSV, MEANS, NPZ, ROWS
 from lipaudit.measures.base import AuditRole, Measure, MeasureOptions, Part, Values
@@ -279,7 +279,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     parts = by_layer(net, batches, reader.read, layers=options.layers, projections=False)
     for number, part in enumerate(parts):
         if reader.windowed:  # layers whose attention stays within windows of a sample (Swin)
-            layers = few(sorted(reader.windowed))
+            layers = join_few(sorted(reader.windowed))
             note = Note.info(
                 "windows",
                 f"layers {layers} attend within windows of a sample: p_norm is the largest of all "

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.data.batch import Batch, find_first
-from lipaudit.errors import EvaluationError, StructureError, UsageError, few
+from lipaudit.errors import EvaluationError, StructureError, UsageError, join_few
 from lipaudit.measures.base import Part, Values
 from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
 from lipaudit.models.attention.survey import find_layers
@@ -185,7 +185,7 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
     for partners, site in calls.items():
         yield Note.warn(
             "in-parts",
-            f"layers {few(partners)} ({_name_module(site)}, "
+            f"layers {join_few(partners)} ({_name_module(site)}, "
             f"{site.line}) are separate calls on the same input. They may be parts of one "
             "attention; each table row is one call",
         )
@@ -196,7 +196,7 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
         yield Note.info(
             "no-attention",
             f"no softmax over q k^T was seen in these blocks, so they have no heads "
-            f"({few(kinds)}). `lipaudit jacobian` covers them, whatever they compute",
+            f"({join_few(kinds)}). `lipaudit jacobian` covers them, whatever they compute",
         )
 
 
@@ -215,7 +215,7 @@ def _note_inputs(sites: Sequence[Site]) -> Iterator[Note]:
         # `inner`: further maps between X and the projections of q, k and v.
         is_module_input = are_inside and not (site.inner and site.closed_form)
         if has_norms and not is_module_input:
-            readers = few([name or "the model" for name in site.reads])
+            readers = join_few([name or "the model" for name in site.reads])
             readings.append(((are_inside, readers), site))
     for (are_inside, readers), group in group_values(readings).items():
         text = f"{_name_layers(group)}: X is the input of {readers}, "
@@ -250,7 +250,7 @@ def note_unread(net: Net, sites: tuple[Site, ...]) -> Iterator[Note]:
     if modules:
         yield Note.warn(
             "attention-unread",
-            f"not recognised as attention, and not measured ({few(modules)}): values are "
+            f"not recognised as attention, and not measured ({join_few(modules)}): values are "
             "multiplied by a product of activations. Attention does so whose weights are no plain "
             "softmax over keys, or are used twice, detached, or computed per sample. State spaces "
             "(Mamba-2) and linear attention do, too. Layer numbers skip it",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, few
+from lipaudit.errors import InputError, join_few
 from lipaudit.measures import drawings
 from lipaudit.measures.base import Values
 from lipaudit.measures.layers import choose_layers
@@ -130,7 +130,7 @@ def _explain_missing(sites: Sequence[Site], blocks: Sequence[Residual | None]) -
     reasons = []
     for reason, layers in group_values(reasons_of_layers).items():
         plural = "s" * (len(layers) > 1)
-        reasons.append(reason.format(f"attention layer{plural} {few(layers)}"))
+        reasons.append(reason.format(f"attention layer{plural} {join_few(layers)}"))
     return reasons
 
 

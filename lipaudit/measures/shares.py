@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.errors import LipauditError, few, first_line, is_machine_error
+from lipaudit.errors import LipauditError, first_line, is_machine_error, join_few
 from lipaudit.measures import base
 from lipaudit.measures.base import MeasureOptions, Part, Values
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
@@ -425,11 +425,12 @@ def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
     )
     for why, layers in reasons.items():
         yield Note.warn(
-            "no-share", f"no shares of the heads of attention layers {few(layers)}: {why}"
+            "no-share", f"no shares of the heads of attention layers {join_few(layers)}: {why}"
         )
     whole = parts[0].facts["whole"]
     if whole:
         yield Note.info(
             "no-pattern",
-            f"attention layers {few(whole)}: shares of whole heads only, as P could not be read",
+            f"attention layers {join_few(whole)}: shares of whole heads only, as P could not be "
+            "read",
         )

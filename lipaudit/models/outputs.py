@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, explain_failure, few, is_machine_error
+from lipaudit.errors import InputError, explain_failure, is_machine_error, join_few
 from lipaudit.models.net import Call, ModelSpec, Net, NextToken, OutputForm, Read, watch_modules
 from lipaudit.models.precision import HALF, exact_arithmetic, find_dtype, list_devices
 from lipaudit.tables import Note, Notes
@@ -428,7 +428,7 @@ def note_choice(spec: ModelSpec, result: Any) -> Notes:
     if len(shapes) < 2:
         return ()
     text = (
-        f"the model returns several tensors ({few(shapes)} per sample); the first is "
+        f"the model returns several tensors ({join_few(shapes)} per sample); the first is "
         "measured. To choose, write a py: factory that returns ModelSpec(..., read=lambda "
         "result: TENSOR)"
     )

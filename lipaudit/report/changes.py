@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from lipaudit.errors import few
+from lipaudit.errors import join_few
 from lipaudit.gate.comparison import Pair, SampleChange
 from lipaudit.gate.ranking import Ranking
 from lipaudit.gate.verdicts import Verdict, format_change
@@ -72,7 +72,7 @@ def write_answer(pair: Pair) -> str:
         moved = [verdict for verdict in judged if verdict.status == status]
         if moved:
             moved.sort(key=lambda verdict: (verdict is not leading, -compute_size(verdict)))
-            figures = few([verdict.sentence for verdict in moved], NAMED)
+            figures = join_few([verdict.sentence for verdict in moved], NAMED)
             clauses.append(f"{word} in {figures}")
     if leading is not None and leading.status == "improved":
         clauses.reverse()  # "better in ..." comes first

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import get_args
 
-from lipaudit.errors import few
+from lipaudit.errors import join_few
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.report.blocks import (
     Block,
@@ -229,7 +229,7 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
             summed = {
                 "verdict": f"{MARKS[status]} {status}",
                 "rule": rule,
-                "figure": f"{len(names)} rows: {few(names, MOST)}",
+                "figure": f"{len(names)} rows: {join_few(names, MOST)}",
             }
             rows.append(dict.fromkeys(TEXTS, "") | summed)  # all other cells are blank
     parts: list[Block] = [*draw_changes(((v.subject, v) for v in verdicts), words=IN_GATE)]

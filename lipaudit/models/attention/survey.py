@@ -21,9 +21,9 @@ from lipaudit.errors import (
     EvaluationError,
     InputError,
     LipauditError,
-    few,
     is_machine_error,
     is_ours,
+    join_few,
     summarise_error,
 )
 from lipaudit.models import requirements
@@ -325,7 +325,7 @@ def _make_heads_error(net: Net, uses: Uses) -> NoHeadsError:
     name = net.architecture
     modules = uses.list_unread(())  # no layer is known: all modules that use attention
     unread = (
-        f"no attention was recognised in {name}, and none can be measured ({few(modules)}): "
+        f"no attention was recognised in {name}, and none can be measured ({join_few(modules)}): "
         "values are multiplied by a product of activations. Attention does so if its weights are "
         "not a softmax over keys, or are reshaped before they multiply the values. So does "
         "attention that is detached or computed sample by sample. State spaces (Mamba-2) and "

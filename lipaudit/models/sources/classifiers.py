@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch, Task
-from lipaudit.errors import InputError, UsageError, explain_failure, few
+from lipaudit.errors import InputError, UsageError, explain_failure, join_few
 from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic, lift_parameters, widen_half
 from lipaudit.models.requirements import agree
@@ -72,7 +72,7 @@ def read_class_names(path: Path, flag: str = "--classes") -> tuple[str, ...]:
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         raise InputError(
-            f"{path} has a class name twice: {few(repeated)}", "Give each class its own name."
+            f"{path} has a class name twice: {join_few(repeated)}", "Give each class its own name."
         )
     return names
 
@@ -89,7 +89,7 @@ def read_prompts(text: str | None) -> tuple[str, ...]:
     wrong = [prompt for prompt in prompts if prompt.count("{}") != 1]
     if wrong:
         raise UsageError(
-            f"--prompt {few(wrong)!r} must have one {{}} for the class name",
+            f"--prompt {join_few(wrong)!r} must have one {{}} for the class name",
             f"For example --prompt '{PROMPT}'.",
         )
     return prompts

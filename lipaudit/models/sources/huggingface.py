@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import nn
 
 from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit, restore_hub_bars
-from lipaudit.errors import InputError, explain_failure, few
+from lipaudit.errors import InputError, explain_failure, join_few
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.imports import import_library
 from lipaudit.models.sources.quantised import plan_dequantising, transpose_codes
@@ -70,7 +70,7 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
         # Of two files, take the last by name: .safetensors comes after .bin.
         weights = sorted(file for file in top if file.startswith("adapter_model."))[-1:]
     if options.pretrained and not weights:
-        text = f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
+        text = f"{name} has no weights for PyTorch (it has: {join_few(top) or 'no files'})"
         if commit.no_answer:
             text += f", and {commit.no_answer}"
         raise InputError(
@@ -222,8 +222,8 @@ def _note_unknown_fields(path: Path, config: Any) -> Notes:
         return ()
     text = (
         f"config.json was written by transformers {written_version}, and {installed_version} "
-        f"ignores {few(unknown_fields)}, so the model may differ from the trained one. Run pip "
-        f"install 'transformers>={written_version}'"
+        f"ignores {join_few(unknown_fields)}, so the model may differ from the trained one. Run "
+        f"pip install 'transformers>={written_version}'"
     )
     return (Note.warn("newer-transformers", text),)
 
@@ -444,7 +444,7 @@ def _require_complete(
         module.pooler = None  # random, and not used
     if not unused:
         return ()
-    return (Note.info("features", f"not read: {few(unused)} (the output is features)"),)
+    return (Note.info("features", f"not read: {join_few(unused)} (the output is features)"),)
 
 
 def _list_below(base: nn.Module, keys: Sequence[str]) -> list[str]:

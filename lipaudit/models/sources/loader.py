@@ -19,8 +19,8 @@ from lipaudit.errors import (
     InputError,
     UsageError,
     explain_failure,
-    few,
     find_unmet_requirement,
+    join_few,
     neighbours,
     similar,
 )
@@ -345,7 +345,7 @@ def _require_labels_fit(spec: ModelSpec, options: LoadOptions, classes: int | No
         )
     if spec.labels is not None and classes not in (None, len(spec.labels)):
         raise InputError(
-            f"{len(spec.labels)} labels ({few(spec.labels)}) for {classes} outputs",
+            f"{len(spec.labels)} labels ({join_few(spec.labels)}) for {classes} outputs",
             "Check num_classes, --class-names and the labels of the model's configuration. Two "
             "classes need two logits: torch.cat([0 * z, z], 1).",
         )
@@ -410,7 +410,7 @@ def _require_images(spec: ModelSpec, options: LoadOptions) -> None:
     given_options = [name for name, value in image_options.items() if value is not None]
     if given_options and spec.kind != "image":
         raise UsageError(
-            f"{few(given_options)} was given, but the model takes {spec.kind}",
+            f"{join_few(given_options)} was given, but the model takes {spec.kind}",
             "Leave it out.",
         )
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit import errors
-from lipaudit.errors import EvaluationError, InputError, UsageError, explain_failure, few
+from lipaudit.errors import EvaluationError, InputError, UsageError, explain_failure, join_few
 from lipaudit.models.net import Call, LoadOptions
 from lipaudit.models.precision import DEFERRED, convert_on_read, lift_parameters, name_dtypes
 from lipaudit.models.sources.weight_files import describe_misfit, note_half_precision, read_json
@@ -106,8 +106,8 @@ def _note_stored(narrow: set[torch.dtype], dtype: str) -> Note:
     if DEFERRED in narrow:
         names.append("quantised form")
     text = (
-        f"weights stay in {few(names)}, as stored, and are converted to {dtype} one layer at a "
-        "time. The results are those of exactly these weights"
+        f"weights stay in {join_few(names)}, as stored, and are converted to {dtype} one layer at "
+        "a time. The results are those of exactly these weights"
     )
     return Note.info("stored-weights", text)
 
@@ -384,7 +384,7 @@ def _read_device_map(module: nn.Module, file: str) -> dict[str, Any]:
     unknown -= dict(module.named_buffers()).keys()
     missing = [name for name in tensors if _look_up(content, name) is None]
     if unknown or missing:
-        parts = few([part for part, _ in module.named_children()])
+        parts = join_few([part for part, _ in module.named_children()])
         misfit = describe_misfit(missing, surplus=sorted(unknown), shapes=())
         raise InputError(
             f"{path} does not fit the model: {misfit}",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipaudit.errors import InputError, UsageError, few
+from lipaudit.errors import InputError, UsageError, join_few
 from lipaudit.models.precision import HALF
 from lipaudit.settings.value_types import read_quantization
 
@@ -68,7 +68,7 @@ def round_weights(module: nn.Module, how: str) -> str:
         unit = f"group of {group} inputs"
     others = "no linear layer is left"
     if unchanged:
-        others = f"linear layers left as they are: {few(unchanged)}"
+        others = f"linear layers left as they are: {join_few(unchanged)}"
     return (
         f"weights of {len(weights)} linear layers ({share:.0%} of the parameters) rounded to "
         f"the nearest int{bits} value, with one scale per {unit}; {others}"
@@ -96,7 +96,7 @@ def _choose_weights(module: nn.Module, how: str) -> tuple[list[LinearWeight], li
     if not weights:
         text = f"--quantize {how}: {type(module).__name__} has no linear layer to round"
         if unchanged:
-            text += f" but its output ({few(unchanged)})"
+            text += f" but its output ({join_few(unchanged)})"
         raise InputError(
             text,
             "Leave --quantize out: it rounds nn.Linear, except embeddings and the output layer.",
@@ -142,7 +142,7 @@ def _require_whole_groups(weights: Iterable[LinearWeight], group: int, how: str)
     if undivided:
         raise UsageError(
             f"--quantize {how}: groups of {group} do not divide the {inputs[undivided[0]]} "
-            f"inputs of {few(undivided, most=1)}",
+            f"inputs of {join_few(undivided, most=1)}",
             f"Use a divisor of {math.gcd(*inputs.values())}, which divides all layers, or leave "
             "the group out.",
         )

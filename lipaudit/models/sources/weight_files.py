@@ -21,7 +21,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lipaudit.errors import InputError, explain_failure, few, is_out_of_memory, summarise_error
+from lipaudit.errors import (
+    InputError,
+    explain_failure,
+    is_out_of_memory,
+    join_few,
+    summarise_error,
+)
 from lipaudit.models.precision import HALF, compute_values, name_dtypes
 from lipaudit.tables import Note, Notes
 
@@ -155,7 +161,7 @@ def _choose_state(content: Any, path: Path) -> tuple[State, Notes]:
     if not state:
         content_text = "no named tensors"
         if states:
-            content_text = f"several sets of weights: {few([*states])}"
+            content_text = f"several sets of weights: {join_few([*states])}"
         raise InputError(f"{path} holds {content_text}", "Save only the model's state_dict().")
     return state, notes
 
@@ -195,8 +201,8 @@ def _apply_scales(state: State, path: Path) -> tuple[State, Notes]:
         fits = scale.numel() == 1 or tuple(scale.shape) in accepted
         if not fits or not scale.is_floating_point():
             raise InputError(
-                f"{name} of {path} is {few(name_dtypes([weight.dtype]))} of shape "
-                f"{tuple(weight.shape)}, with a {few(name_dtypes([scale.dtype]))} scale of "
+                f"{name} of {path} is {join_few(name_dtypes([weight.dtype]))} of shape "
+                f"{tuple(weight.shape)}, with a {join_few(name_dtypes([scale.dtype]))} scale of "
                 f"{tuple(scale.shape)}",
                 f"Store {name}_scale with one number, or one per output channel: {column}; or "
                 "save float weights.",
@@ -236,7 +242,7 @@ def _read_pickle(path: Path) -> Any:
         if names or isinstance(error, pickle.UnpicklingError):
             # Without names, the message is "holds more than weights (or is damaged)": torch raises
             # the same error for both.
-            objects = few(names) or "or is damaged"
+            objects = join_few(names) or "or is damaged"
             reason = f"holds more than weights ({objects}), so it was not opened"
             advice = (
                 "Opening it could run code. If you trust it, save only model.state_dict(), best "
@@ -295,7 +301,7 @@ def find_misfit(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 def describe_misfit(missing: Sequence[str], surplus: Sequence[str], shapes: Sequence[str]) -> str:
     """Name the weights that are missing, surplus or of another shape; empty if none is."""
     kinds = {"missing": missing, "surplus": surplus, "of another shape": shapes}
-    return "; ".join(f"{few(names)} {kind}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{join_few(names)} {kind}" for kind, names in kinds.items() if names)
 
 
 def load_strictly(module: nn.Module, state: Mapping[str, Tensor], origin: Path) -> None:
@@ -404,7 +410,7 @@ def refuse_codes(names: Sequence[str], origin: object) -> None:
     """
     if names:
         raise InputError(
-            f"{few(names)} of {origin} hold integers, without a scale",
+            f"{join_few(names)} of {origin} hold integers, without a scale",
             "Save float weights. A file for --arch may have NAME_scale beside an int8 weight: one "
             "number, or one per output channel.",
         )
@@ -457,7 +463,8 @@ def match_names(state: State, module: nn.Module) -> tuple[State, Notes]:
     if not without_prefix or is_unclear or not is_whole:
         return renamed, ()
     matched = {name: value for name, value in renamed.items() if name not in without_prefix}
-    text = f"weights beside the model {prefix.rstrip('.')!r} were left out: {few(without_prefix)}"
+    names = join_few(without_prefix)
+    text = f"weights beside the model {prefix.rstrip('.')!r} were left out: {names}"
     return matched, (Note.info("weights-beside", text),)
 
 
@@ -551,7 +558,7 @@ def _require_measurable(module: nn.Module, origin: str, bare: bool) -> None:
             not_dense.append(name)
     if not_dense:
         raise InputError(
-            f"{origin} has weights that are quantised or sparse: {few(not_dense)}",
+            f"{origin} has weights that are quantised or sparse: {join_few(not_dense)}",
             "Load the model before it was quantised, or make its weights dense (to_dense()).",
         )
     parameters = module.named_parameters()
@@ -560,7 +567,7 @@ def _require_measurable(module: nn.Module, origin: str, bare: bool) -> None:
     not_finite += [name for name, buffer in module.named_buffers() if torch.isnan(buffer).any()]
     if not_finite:
         raise InputError(
-            f"{origin} has weights that are not finite: {few(not_finite)}",
+            f"{origin} has weights that are not finite: {join_few(not_finite)}",
             "Use an earlier checkpoint: the training diverged or the file is damaged.",
         )
 

@@ -378,7 +378,7 @@ class Command(typer.core.TyperCommand):
                     formatter.write_text(text)
         rows = []
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
+            record = parameter.get_help_record(ctx)  # None if the parameter is hidden
             if record is None or (parameter.name in self.rare and not shows_all):
                 continue
             panel = None

@@ -150,7 +150,8 @@ def _add_constant(form: Form, value: Any, *, is_rounded: bool = False) -> Form:
     constant is the rounded product of two numbers (`is_rounded`), the slack covers that, too.
     """
     constant = as_constant(value, form).to(DOUBLE)
-    # A normalisation that is not multiplied out yet, numerator / root + constant, stays so.
+    # A normalisation that is not multiplied out yet, numerator / root + constant, stays so, unless
+    # the constant has more axes or entries than the form.
     quotient = form.pending_quotient
     if quotient and broadcast_shapes(form.shape, constant.shape) == form.shape:
         total = add(quotient.constant, constant)
@@ -182,7 +183,7 @@ def _add_forms(x: Form, y: Form) -> Form:
     total = Form(x.centre + y.centre, dense, slack, x.symbols, blocks=blocks)
     # The sums of centres and coefficients were rounded once, which `bound_input_error` includes:
     # 0 further roundings.
-    total.slack = total.bound_input_error(0)
+    total.slack = total.bound_input_error(roundings=0)
     return total
 
 
@@ -243,7 +244,8 @@ def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
             coefficients, plus those that it had before.
     """
     weight = as_constant(weight, x)
-    # A normalisation that is not multiplied out yet, numerator / root + constant, stays so.
+    # A normalisation that is not multiplied out yet, numerator / root + constant, stays so, unless
+    # the weight has more axes or entries than the form.
     quotient = x.pending_quotient
     if quotient and broadcast_shapes(x.shape, weight.shape) == x.shape:
         numerator = scale(quotient.numerator, weight, roundings=roundings)
@@ -333,7 +335,8 @@ def convolve(
     if bias is not None:
         constant = bias.view(-1, 1, 1)
     x = input.symbolize_slack()  # the map mixes entries: symbols can cancel, slack cannot
-    roundings = weight[0].numel() + 1  # an entry is a sum over one kernel
+    # An entry is a sum over one kernel: one rounding per weight, and one for the cast of a weight.
+    roundings = weight[0].numel() + 1
     return linear_map(x, convolve_stack, weight, roundings=roundings, constant=constant)
 
 

@@ -250,7 +250,7 @@ def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
     x_centre = x.shifted_centre.to(x.symbols.dtype)
     y_centre = y.shifted_centre.to(x.symbols.dtype)
     # c_x @ dy mixes rows of y: its blocks become dense. `align_blocks` then makes the same errors
-    # of x dense.
+    # of x dense. Both change how a form is stored, in place, and not what it bounds.
     y.make_dense()
     affine.align_blocks(x, y)
     # dx @ c_y mixes only entries of the same row: other blocks of x stay sparse.
@@ -503,31 +503,32 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     """
     dtype = product.symbols.dtype
     keys = x.shape[-1]
-    rounded = constant.to(dtype)  # any constant is valid
-    constant = rounded.to(DOUBLE)
+    # Any constant is valid. So it is rounded first, and its float64 copy is the same number.
+    rounded = constant.to(dtype)
+    exact = rounded.to(DOUBLE)
     # Coefficients: subtract those of (sum_k P_k) constant.
     row_sums, block_sums = x.map_coefficients(lambda t: t.sum(-1, keepdim=True))
     product.dense[: len(row_sums)] -= row_sums * rounded
     removed = [block.map_coefficients(lambda t: -t * rounded) for block in block_sums]
     blocks = join_blocks(product.blocks, removed, torch.add)
     total = x.centre.sum(-1, keepdim=True)
-    centre = product.centre + (1 - total) * constant
+    centre = product.centre + (1 - total) * exact
     # Slack: the slack of P times the constant, and rounding.
-    constant = constant.abs()
-    slack = product.slack + x.slack.sum(-1, keepdim=True) * constant
+    magnitude = exact.abs()
+    slack = product.slack + x.slack.sum(-1, keepdim=True) * magnitude
     # A coefficient, in its dtype: the sum over keys, the product and the difference are fewer than
     # keys + 4 roundings of `radius`. (The difference also rounds the old coefficient. The slack of
     # the product covers this: it counts one rounding more than the product has.)
-    radius = x.symbol_radius.sum(-1, keepdim=True) * constant
+    radius = x.symbol_radius.sum(-1, keepdim=True) * magnitude
     # The centre, in float64: the sum over keys and three steps, of numbers of at most `size`; the
     # count keys + 8 leaves room.
     size = 1 + x.centre.abs().sum(-1, keepdim=True)
-    size = size * constant + product.centre.abs()
+    size = size * magnitude + product.centre.abs()
     slack = (
         slack + bound_rounding(keys + 4, dtype) * radius + bound_rounding(keys + 8, DOUBLE) * size
     )
     # Every product and sum may underflow.
-    slack = slack + 2 * x.symbol_count * keys * tiny(dtype) * (1 + constant)
+    slack = slack + 2 * x.symbol_count * keys * tiny(dtype) * (1 + magnitude)
     return Form(
         centre, product.dense, round_up(slack, roundings=keys + 8), product.symbols, blocks=blocks
     )

@@ -238,6 +238,7 @@ def _search_radius(
         tol: relative width at which the search ends.
     """
     low, high = read_limits()
+    # Until the limits differ by a share `tol`, or even tiny radii were found to fail.
     while low < largest and high > max(low * (1 + tol), SMALLEST_SHARE * largest):
         # If the property holds at `low`: double the radius, but go no further than the geometric
         # mean of the limits (a bisection) or the largest radius. If it never held, begin with

@@ -99,7 +99,8 @@ def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
     """
     if (state == 0).all(1).any():
         return True
-    # Parts made by repeated splitting have a common ReLU: the one that was split first.
+    # Parts made by repeated splitting have a common ReLU: the one that was split first. (Without
+    # any part, `all` is True: such a ball is not covered either.)
     is_split = (state != 0).all(0)
     split = is_split.nonzero()[:, 0]
     if not len(state) or not len(split):
@@ -405,7 +406,8 @@ def prove_positive(
     smallest = float(low.min())
     if smallest > 0:
         return Decision(smallest)
-    # Without ReLUs of unknown sign there is nothing to split.
+    # Without ReLUs of unknown sign there is nothing to split. A bound of -inf (an overflow) cannot
+    # be raised by splitting.
     if not margins.symbols.relu_calls or smallest == -float("inf"):
         return Decision(smallest, limit="signs")
     problem = make_problem(margins)

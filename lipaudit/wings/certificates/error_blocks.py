@@ -170,7 +170,7 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     """
     device = radius.device
     shape = radius.shape
-    width = 1
+    width = 1  # a single number is a row of one entry
     if radius.ndim:
         width = shape[-1]
     radius = radius.reshape(-1, width)

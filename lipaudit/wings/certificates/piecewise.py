@@ -239,6 +239,7 @@ def max_pool2d(
     pixels = torch.where(windows > 0, windows, another) - 1
     flat: Any = input.flatten(2)
     pooled: Any = find_largest(flat[..., pixels])
+    # The rows and columns of the result are those of torch's function.
     return pooled.unflatten(
         -1, F.max_pool2d(numbers, size, stride=step, padding=pad, dilation=gap).shape[-2:]
     )

@@ -34,8 +34,8 @@ def broadcast(x: Form, other: Sequence[int]) -> Form:
     if x.shape == shape:
         return x
     if x.centre.numel() < shape.numel():
-        # All copies of an entry have the same error. A symbol keeps this fact. As slack, the
-        # errors of the copies would count as independent.
+        # Entries are repeated, which is more than new axes of size 1. All copies of an entry have
+        # the same error. A symbol keeps this fact. As slack, their errors would be independent.
         x = x.symbolize_slack()
     x.quadratic_range  # noqa: B018 - cached now: after the expansion it would be computed per copy
     return cast("Form", rearrange(x, lambda t: t.expand(shape)))

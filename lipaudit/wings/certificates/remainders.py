@@ -187,14 +187,15 @@ def _bound_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
     """
     n = symbols.inputs
     dtype = u.dtype
-    rows = u.shape[-1]
+    symbol_count = u.shape[-1]
     size = _bound_input_differences(symbols, u[..., :n], v[..., :n])
     size = size + _one_norm_distance(u[..., n:], v[..., n:])
-    # Rounding: of the sum over symbols, one per row and a few more, as a share of it. u and v were
-    # rounded as well: their size is about 1, so this error is absolute, and 16 roundings leave
-    # room. Small numbers, and their squares in a 2-norm, may underflow.
-    underflow = 4 * (rows * tiny(dtype)) ** 0.5
-    return size * (1 + bound_rounding(rows + 8, dtype)) + bound_rounding(16, dtype) + underflow
+    # Rounding of the sum over symbols, as a share of it: one per symbol, and 8 leaves room.
+    size = size * (1 + bound_rounding(symbol_count + 8, dtype))
+    # u and v were rounded as well. Their size is about 1, so this error is absolute, and 16
+    # roundings leave room. Small numbers, and their squares in a 2-norm, may underflow.
+    underflow = 4 * (symbol_count * tiny(dtype)) ** 0.5
+    return size + bound_rounding(16, dtype) + underflow
 
 
 def _bound_input_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:

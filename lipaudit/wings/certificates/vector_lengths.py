@@ -149,9 +149,9 @@ def _bound_combination(
     shape[axis] = 1
     gram, sum_of_s = _sum_outer_products(stacks, axis, weight, unit=unit)
     # Rounding and underflow of gram = sum_r h_r h_r^T / s_r, as a share of its trace. It is summed
-    # in parts of _ROWS symbols: at most _ROWS roundings in a part, and one for each part, of which
-    # every stack has at most one that is not full. The division by s_r and other single steps take
-    # fewer than 16 roundings, and 32 in the error.
+    # in parts of _ROWS symbols: at most _ROWS roundings in a part, and then one per part. Of the
+    # parts, rows // _ROWS may be full, and one per stack is not full. 32 leaves room for single
+    # steps such as the division by s_r; so does 16 in the trace, which is computed from gram.
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     trace = round_up(diagonal.sum(-1), roundings=k) * (1 + 2 * bound_rounding(_ROWS + 16, dtype))
     underflow = rows * k * tiny(dtype)

@@ -436,10 +436,13 @@ def _plan_remeasurement(
         settings = {**kind.older_defaults, **section.settings}
         measures[section.measure] = kind.parse(settings | moved.get(section.measure, {}))
         counts[section.measure] = len(section.ids) or baseline.run.data.samples
-    run = _merge_run_options(baseline, remeasure)
-    place = launcher.find_place()
     return Request(
-        model, measures=measures, run=run, counts=counts, command=typed_command(), place=place
+        model,
+        measures=measures,
+        run=_merge_run_options(baseline, remeasure),
+        counts=counts,
+        command=typed_command(),
+        place=launcher.find_place(),
     )
 
 

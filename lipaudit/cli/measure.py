@@ -111,10 +111,12 @@ def _measure_one(
     from lipaudit.report import REPORT
 
     check_outputs(output, REPORT)
-    command = typed_command()
-    place = launcher.find_place()
     request = prepare.Request(
-        model, measures={name: options}, run=run, command=command, place=place
+        model,
+        measures={name: options},
+        run=run,
+        command=typed_command(),
+        place=launcher.find_place(),
     )
     if run.shard:
         measure_shard(request, output, terminal)

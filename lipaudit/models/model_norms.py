@@ -167,7 +167,7 @@ def _find_direction(linear: Linearization, lanczos: Norms) -> Tensor:
     if linear.outputs > linear.inputs:
         return lanczos.vector
     u = lanczos.vector.view(linear.output.shape)
-    return linear.vjp(u).flatten(1)  # v = J^T u
+    return linear.vjp(u).flatten(1)  # J^T u = sigma v
 
 
 def _find_left_vectors(linear: Linearization, lanczos: Norms) -> tuple[Tensor, Tensor]:
@@ -199,7 +199,7 @@ def _compute_largest_row_sum(linear: Linearization) -> JacobianNorms:
         )
     sums = [_compute_rows(linear, i).abs().sum(1, dtype=torch.float64) for i in range(m)]
     largest = torch.stack(sums, 1).amax(1)
-    return _make_exact(linear, largest, m, "rows")
+    return _make_exact(linear, largest, products=m, method="rows")
 
 
 def _decompose_dense(
@@ -231,7 +231,7 @@ def _decompose_dense(
     largest = torch.linalg.eigvalsh(gram)[:, -1]
     sigma = largest.clamp_min(0).sqrt()
     products = matrix.shape[1]  # each row of M took one product with J or J^T
-    norms = _make_exact(linear, sigma, products, "dense")
+    norms = _make_exact(linear, sigma, products, method="dense")
     if not (directions or left):
         return norms
     squares, vectors = torch.linalg.eigh(gram)  # in rising order: reversed below

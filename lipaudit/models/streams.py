@@ -176,6 +176,7 @@ def _strip_views(node: Node) -> Node:
     """
     while op(node) in _VIEWS:
         parents = _list_parents(node)
+        # Stop before a leaf: its node has the attribute `variable`.
         if not parents or hasattr(parents[0].node, "variable"):
             break
         node = parents[0].node

@@ -300,9 +300,11 @@ def _score_rows(
 ) -> Tensor:
     """Return the scores of each sample, (batch, classes): log p of continuations of a prompt.
 
-    A packed sample is split into one row per continuation, which has the prompt and that
-    continuation: [a b | c | d e] becomes [a b c] and [a b d e]. The model runs on the rows. Then
-    log p of the tokens of each continuation is summed or averaged.
+    1. A packed sample is split into one row per continuation, which has the prompt and that
+       continuation: [a b | c | d e] becomes [a b c] and [a b d e].
+    2. The rows are embedded, so that attacks change the prompt only.
+    3. The model runs on the rows.
+    4. log p of the tokens of each continuation is summed or averaged.
 
     Args:
         net: the language model.
@@ -314,6 +316,7 @@ def _score_rows(
         count: number of continuations of a prompt; 0: a single continuation, which gets a rival.
     """
     assert net.next_logits is not None
+    # Step 1.
     vocabulary = net.vocabulary or 0
     ids = x % vocabulary
     part = x // vocabulary  # 0: the prompt; i: continuation i; -1: padding
@@ -328,22 +331,24 @@ def _score_rows(
     samples = torch.arange(len(x), device=x.device)[:, None, None]
     row_ids = ids[samples, columns].flatten(0, 1)
     is_scored = in_continuation.gather(2, columns).flatten(0, 1)
-    # Attacks replace the output of the first call of `entry`. Prompts take their embeddings from
-    # this call, and continuations from a second call. So attacks change prompts only.
+    # Step 2. Attacks replace the output of the first call of `entry`. Prompts take their
+    # embeddings from this call, and continuations from a second call. So attacks change prompts
+    # only.
     of_prompts = entry(ids)
     of_continuations = entry(ids)
     z = torch.where(in_prompt[..., None], of_prompts, of_continuations)
     z = z[samples, columns].flatten(0, 1)
-    # Logits at a position score the next token. They are needed from the last token of the
+    # Step 3. Logits at a position score the next token. They are needed from the last token of the
     # shortest prompt (`first`) up to the last token but one of a row.
     first = int(is_scored.int().argmax(1).min()) - 1
     # Rows with the same input run once. The last token of a row is never an input, so rows of a
     # sample with continuations of one token have the same input, the prompt. `is_run` marks the
     # rows that run, and `run_of_row` is the number of the run of each row.
     is_run, run_of_row = _merge_equal_rows(in_continuation.sum(2) == 1)
-    # `first` is also the first position whose logits are computed.
+    # The model computes logits from position `first` on.
     logits = net.next_logits(z[is_run, :-1], first)  # (runs, length - 1 - first, vocabulary)
-    # The logits at position t score token t + 1 of a row: leave out all tokens before first + 1.
+    # Step 4. The logits at position t score token t + 1 of a row: leave out all tokens before
+    # first + 1.
     is_scored = is_scored[:, first + 1 :]
     tokens = row_ids[:, first + 1 :][is_scored][:, None]  # the scored tokens of all rows
     rows, positions = is_scored.nonzero(as_tuple=True)

@@ -106,7 +106,8 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
         raise UsageError(f"{reference} has a fixed number of classes", "Leave --classes out.")
     spec = load_factory(reference.removeprefix("py:"), options)
     state, notes = read_weights(path)
-    # Names may have a prefix, such as `model.` in a checkpoint of Lightning.
+    # Names may have a prefix, such as `model.` in a checkpoint of Lightning. `left_out` is a note
+    # on weights of other models.
     matched, left_out = match_names(state, spec.module)
     load_strictly(spec.module, matched, path)
     return replace(spec, notes=spec.notes + notes + left_out)

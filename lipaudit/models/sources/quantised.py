@@ -256,7 +256,8 @@ def transpose_codes(module: Any, state: dict[str, Any]) -> None:
 
     Args:
         module: the model, on the meta device: only its layers matter.
-        state: the stored weights by name; `Codes` of such layers are replaced.
+        state: the stored weights by name. A quantised weight is a `Codes`; those of such layers
+            are replaced.
     """
     base = f"{module.base_model_prefix}."
     layers = {w.name.removeprefix(base) for w in list_linear_weights(module) if w.is_transposed}

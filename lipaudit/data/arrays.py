@@ -226,7 +226,7 @@ def draw_arrays(
         labels = [int(label) for label in y[order]]
         if net.classes:
             full_places = [f"{origin}: {place}" for place in places]
-            batch.require_classes(labels, labels, full_places, net)
+            batch.require_classes(numbers=labels, names=labels, places=full_places, net=net)
     return Samples(
         make_batch(samples, net, labels),
         notes,
@@ -404,17 +404,20 @@ def _is_accepted(ids: Tensor, net: Net) -> bool:
 
 
 def _note_unnamed_padding(x: Tensor, net: Net) -> Notes:
-    """Return a warning if texts seem to be padded, but the model declares no pad id."""
+    """Return a warning if texts seem to be padded, but the model declares no pad id.
+
+    [[5, 6, 0, 0], [7, 8, 9, 0]] seem to be padded with 0: it is nowhere but at the ends, and more
+    often in one text than in another.
+    """
     if net.pad_id is not None:
         return ()
     # Padding may be at the end or, read from the right, at the beginning.
     for ids in (x, x.flip(1)):
         usual_end = int(ids[:, -1].mode().values)  # the most frequent last id
         is_usual = ids == usual_end
-        # How often `usual_end` is repeated at the end of each text, (samples,): from the last
-        # token to the left, the product is 1 up to the first other id.
+        # How often `usual_end` is repeated at the end of each text, (samples,). Read from the last
+        # token to the left, the cumulative product is 1 up to the first other id, then 0.
         repeats = is_usual.flip(1).cumprod(1).sum(1)
-        # The id is probably padding if it occurs only at the ends, and more often in some texts.
         elsewhere = int(is_usual.sum() - repeats.sum())
         if not elsewhere and repeats.max() > max(1, int(repeats.min())):
             text = (

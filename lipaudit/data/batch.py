@@ -425,7 +425,8 @@ def match_labels(
             class_of = numbers
         elif net.classes == len(names):
             class_of, notes = _match_by_order(names, net)
-    return require_classes([class_of[word] for word in words], words, places, net), notes
+    classes_of_samples = [class_of[word] for word in words]
+    return require_classes(classes_of_samples, names=words, places=places, net=net), notes
 
 
 def _match_by_order(names: Sequence[str], net: Net) -> tuple[dict[str, int | None], Notes]:

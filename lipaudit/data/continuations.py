@@ -307,14 +307,15 @@ def _read_questions(
 def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]]:
     """Return the token ids of a prompt and of its continuation, both without an end token.
 
+    The ids [1, 2] and [1, 2, 7] give [1, 2] and [7]. So do [1, 2, 99] and [1, 2, 7, 99], where the
+    tokenizer ends every text with 99.
+
     Args:
         prompt: ids of the prompt alone.
         both: ids of the prompt with its continuation, tokenized as one text.
     """
-    # Some tokenizers end every text with a token: [prompt, end] and [prompt, continuation, end].
-    # Then this end token is removed from both lists.
     length = len(prompt)
-    if prompt and both[:length] != prompt:
+    if prompt and both[:length] != prompt:  # perhaps because of an end token
         last = length - 1
         starts_alike = both[:last] == prompt[:last]
         ends_alike = both[-1:] == prompt[-1:]

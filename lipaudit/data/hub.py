@@ -239,7 +239,7 @@ def _find_cached(repository: Repository, no_answer: str) -> Commit | None:
     if not snapshot.is_dir():
         return None
     files = [p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file()]
-    return Commit(repository, sha, tuple(sorted(files)), no_answer)
+    return Commit(repository, sha, files=tuple(sorted(files)), no_answer=no_answer)
 
 
 @contextmanager
@@ -386,10 +386,10 @@ def _open_table(commit: Commit, config: str, split: str) -> Any:
                 builder = datasets.load_dataset_builder(name, config or None, revision=commit.sha)
             except ValueError:  # perhaps an unknown configuration: then the error lists them
                 known = datasets.get_dataset_config_names(name, revision=commit.sha)
-                _require_known("configuration", config, known, name)
+                _require_known("configuration", name=config, known=known, place=name)
                 raise
             files = builder.config.data_files
-            _require_known("split", split, files, name)
+            _require_known("split", name=split, known=files, place=name)
             # `datasets` would download all splits: for a large data set that takes hours.
             builder.config.data_files = datasets.data_files.DataFilesDict({split: files[split]})
             builder.download_and_prepare(output_dir=str(folder), verification_mode="no_checks")

@@ -164,7 +164,7 @@ def read_table(path: Path) -> SampleTable:
     if path.suffix == ".parquet":
         classes = _read_classes(path)
     faults_by_row = {i: fault for i, fault in enumerate(faults) if fault}
-    return SampleTable(str(path), columns, places, rows, faults_by_row, classes)
+    return SampleTable(str(path), columns, places, rows, faults=faults_by_row, classes=classes)
 
 
 # Place, values and fault of a row.

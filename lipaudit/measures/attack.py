@@ -179,11 +179,13 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     yields_incomplete = incomplete is not None and not scores_continuations
     size = 1 if scores_continuations else ROUND  # chunks of a round
     # A run is a chunk with an iterator that runs its attacks.
-    runs = prepare_chunks(net, options, steps, incomplete or {}, batches)
+    runs = prepare_chunks(net, options, steps, incomplete=incomplete or {}, batches=batches)
     while group := list(islice(runs, size)):
         prefix = _name_round([run.batch for run in group])
         # Yields the run of a chunk after each attack on this chunk.
-        for run in Round(group, steps, net.classes or 2, prefix).attack():
+        # Never without classes: `check` refuses such models.
+        round_of_runs = Round(group, steps, classes=net.classes or 2, prefix=prefix)
+        for run in round_of_runs.attack():
             is_complete = len(run.outcomes) > len(steps)  # the clean samples, and one per attack
             if scores_continuations and is_complete:
                 run.outcomes += list(move_losses(net, run, options))
@@ -220,11 +222,11 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     base.require_labels(batch, "an attack")
     options.find_target(net)  # raises if the model has no such class
     trials = options.trials()
-    # `changes`: the units of a text that attacks can change, such as words. NEEDED: the reason for
+    # `changes`: the units of a text that attacks can change, such as words. `why`: the reason for
     # the error message if a trial changes other units.
-    kinds.require_suitable(trials, net.kind, net.changes, NEEDED)
+    kinds.require_suitable(trials, net.kind, changes=net.changes, why=NEEDED)
     for trial in trials:
-        require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
+        require_radius(trial, net.box, net.input_shape, patch=options.choose_patch(net))
     for path in options.transfer:
         find_examples(path, batch.ids, batch.x.shape[1:])
 
@@ -335,7 +337,12 @@ def _read_results(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[TrialK
     costs = np.sum([part.facts["cost"] for part in parts], axis=0)
     results = {}
     for i, trial in enumerate(trials):
-        results[trial.key] = _Result(robust[:, i], unfinished[:, i], confidence[:, i], costs[i])
+        results[trial.key] = _Result(
+            robust=robust[:, i],
+            unfinished=unfinished[:, i],
+            confidence=confidence[:, i],
+            cost=costs[i],
+        )
     return results
 
 
@@ -514,7 +521,7 @@ def _note_masked(parts: Sequence[Part], trials: Sequence[Trial], unique: Values)
     robust = base.join_parts(parts, "robust")[unique].astype(bool)
     labels = base.join_parts(parts, "label")[unique]
     box = parts[0].facts.get("box")  # a list if it was stored
-    yield from note_masking(trials, robust, labels, tuple(box) if box else None)
+    yield from note_masking(trials, robust, labels, box=tuple(box) if box else None)
 
 
 def encode_files(parts: Sequence[Part], options: AttackOptions) -> dict[Path, bytes]:

@@ -387,7 +387,10 @@ class AttackOptions(MeasureOptions):
         # Add trials with the label `transfer`, even if an ensemble has an attack of this name.
         if self.transfer and all(trial.label != TRANSFER for trial in plan):
             attacks = (Attack(TRANSFER),)
-            plan += tuple(Trial(TRANSFER, norm, radius, attacks) for norm, radius in balls)
+            plan += tuple(
+                Trial(label=TRANSFER, norm=norm, radius=radius, attacks=attacks)
+                for norm, radius in balls
+            )
         return plan
 
 

@@ -424,7 +424,7 @@ def _make_ball_section(
     limits = {name: columns[name] for name in CERTIFIED}
     arrays = {name: columns[name] for name in ("ball_norm", "ball_sharp")}
     notes = [*_note_balls(rows, options)]
-    notes += note_rounding(places, ids, columns["ball_norm"], limits, "norm found")
+    notes += note_rounding(places, ids, columns["ball_norm"], limits, norm="norm found")
     return base.make_section(BALLS_TABLE, parts, options, rows, notes, arrays=arrays)
 
 

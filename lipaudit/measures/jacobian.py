@@ -141,6 +141,7 @@ def read_norm(headline: Headline, section: Section, report: Report) -> Iterator[
     if row.samples >= FEWEST:  # the 95th percentile of a few samples is about the largest norm
         text += f"p95 {format_value(row.p95, column)}, "
     text += f"largest {format_value(row.max, column)}"
+    # By sample id; empty without the column of norms.
     norms = dict(zip(section.ids, section.samples.get("norm", ()), strict=False))
     known = [sample for sample, norm in norms.items() if finite([norm])]
     if known:
@@ -335,7 +336,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
         described = section.sample_columns | {RADIUS: radius}
         section = section.model_copy(update={"sample_columns": described})
     output = "margin" if options.direction == "margin" else parts[0].facts["to"]
-    return [section, *summarise_shares(parts, options, arrays["norm"], output)]
+    return [section, *summarise_shares(parts, options, norm=arrays["norm"], to=output)]
 
 
 def _stack_rows(arrays: Mapping[str, Values]) -> dict[str, Values]:

@@ -100,7 +100,7 @@ def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, flo
         in_balls = {}
         if options.radius:
             in_balls = {name: values[stored] for name, stored in IN_BALLS.items()}
-        require_bounds_hold(site, ids, values, heads, in_balls, options.radius)
+        require_bounds_hold(site, ids, values, heads, balls=in_balls, radii=options.radius)
     return values
 
 
@@ -200,7 +200,10 @@ def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -
             missed.append(of_layer["missed"])
     figures["layer_within"] = torch.stack(within, 1).amax(1, keepdim=True)
     figures["layer_missed"] = torch.stack(missed, 1).sum(1, keepdim=True)
-    return figures | _measure_balls(heads, exact.norm, figures["sharp"], seeds, options.radius)
+    in_balls = _measure_balls(
+        heads, exact=exact.norm, sharp=figures["sharp"], seeds=seeds, radii=options.radius
+    )
+    return figures | in_balls
 
 
 def _measure_balls(

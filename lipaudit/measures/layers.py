@@ -366,7 +366,8 @@ def _list_claims(
     def compute_rounding(r: float = 0.0) -> Tensor:
         """Return by how much rounding may lower a bound of each head, (samples, heads).
 
-        A radius r > 0 adds the rounding of bounds in the ball of radius r around X.
+        `heads` and their norms `exact` are those of the enclosing function. A radius r > 0 adds
+        the rounding of bounds in the ball of radius r around X.
         """
         double = heads.to(torch.float64)
         # A sample may have several windows (Swin): `heads.sample` is the sample of each window.
@@ -380,7 +381,7 @@ def _list_claims(
 
         The bound is ||W_O|| sqrt(sum_h b_h^2), where b_h is the bound of head h. Let e_h be the
         rounding of b_h. Then the rounding is ||W_O|| sqrt(sum_h e_h^2), plus the rounding of the
-        products with W_O.
+        products with W_O. `heads` and `values` are those of the enclosing function.
         """
         assert heads.out is not None
         count, d_v, d_out = heads.out.shape  # W_O of each of the H heads
@@ -394,17 +395,27 @@ def _list_claims(
 
     # Bounds of heads at X.
     for name, record in load_bounds().items():
-        yield Claim(name, values[name], exact, compute_rounding, record)
+        bound = values[name]
+        yield Claim(name, bound, norm=exact, rounding=compute_rounding, record=record)
     # The bounds of the layer and of balls follow from the bound `sharp` of heads: its record says
-    # what to do if one of them is wrong. `rss` is ||W_O|| times the root of the sum of squares.
-    rss = values["layer_sharp_rss"]
-    yield Claim("sharp_rss", rss, values["layer_exact_out"], compute_layer_rounding, SHARP)
+    # what to do if one of them is wrong. rss: ||W_O|| times the root of the sum of squares.
+    yield Claim(
+        "sharp_rss",
+        bound=values["layer_sharp_rss"],
+        norm=values["layer_exact_out"],
+        rounding=compute_layer_rounding,
+        record=SHARP,
+    )
     # In each ball, the largest norm that a search found: (samples, heads, radii).
     for name, bounds in balls.items():
         for i, radius in enumerate(radii):
-            label = f"{name} at r = {radius.text}"
-            rounding = partial(compute_rounding, float(radius))
-            yield Claim(label, bounds[..., i], balls["ball_norm"][..., i], rounding, SHARP)
+            yield Claim(
+                f"{name} at r = {radius.text}",
+                bound=bounds[..., i],
+                norm=balls["ball_norm"][..., i],
+                rounding=partial(compute_rounding, float(radius)),
+                record=SHARP,
+            )
 
 
 def note_rounding(

@@ -123,7 +123,7 @@ def prepare_chunks(
         with torch.no_grad():  # the logits without attack
             logits = torch.cat([net.output(piece) for piece in batch.split(options.batch_size)])
         attacks = evaluate_chunk(model, chunk, trials, earlier=tuple(earlier), **settings)
-        yield ChunkRun(batch, chunk, model, attacks, earlier, logits, examples)
+        yield ChunkRun(batch, chunk, model, attacks, earlier, logits=logits, examples=examples)
 
 
 def _make_chunk(net: Net, batch: Batch, options: AttackOptions, reader: Reader | None) -> Chunk:
@@ -399,7 +399,7 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: Notes) -> 
         arrays |= outcome_arrays
         facts |= outcome_facts
     notes = (*(note for outcome in run.outcomes for note in outcome.notes), *notes)
-    return Part(run.batch.ids, arrays, facts, notes, complete)
+    return Part(run.batch.ids, arrays, facts, notes, complete=complete)
 
 
 def _find_ends(clean: Outcome, by_trial: Sequence[Sequence[Outcome]]) -> list[Outcome]:

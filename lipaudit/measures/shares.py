@@ -309,7 +309,7 @@ def _make_heads_section(
 
     heads = described[0].facts["heads"]
     # The share of a head, the share through its attention map, and through its values.
-    arrays = _join_columns(parts, "share_heads", OF_HEADS, len(heads))
+    arrays = _join_columns(parts, "share_heads", columns=OF_HEADS, rows=len(heads))
     arrays["carried"] = arrays["share"] * norm[:, None]  # in the unit of the norm
     unique = base.mark_unique(parts)
     shares = arrays["share"][unique]
@@ -360,7 +360,7 @@ def _make_paths_section(
     A step is a branch with a skip connection: attention, MLP, both in parallel, or a whole block.
     """
     # The share of a step, and how much of it passes attention maps, values and MLPs.
-    arrays = _join_columns(parts, "share_paths", OF_PATHS, len(steps))
+    arrays = _join_columns(parts, "share_paths", columns=OF_PATHS, rows=len(steps))
     arrays["rest"] = 1 - arrays["share"]  # what passes around the step, by its skip connection
     unique = base.mark_unique(parts)
     kinds, layers, modules = zip(*steps, strict=True)

@@ -431,7 +431,7 @@ def require_rules(net: Net, sample: Batch) -> None:
     point = net.point(sample)
     first = torch.zeros_like(point, dtype=torch.bool)
     first.view(-1)[0] = True
-    start = ball(point, 0.0, moving=first, dtype=net.dtype, slack_share=math.inf)
+    start = ball(point, eps=0.0, moving=first, dtype=net.dtype, slack_share=math.inf)
     try:
         output = run(lambda z: net.forward(z, sample), start, module=net.module)
     except UnboundedError:

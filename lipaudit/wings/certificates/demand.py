@@ -137,7 +137,7 @@ class TrialRun:
         centre = numbers.to(self.symbols.model_dtype)
         # A trial uses neither the coefficients of symbols nor the slack: these are placeholders.
         no_coefficients = centre.new_empty(0, *centre.shape)
-        form = Form(centre, no_coefficients, centre, self.symbols)
+        form = Form(centre, no_coefficients, slack=centre, symbols=self.symbols)
         unread = centre.new_zeros(centre.shape, dtype=torch.bool)
         form.__dict__["node"] = Node(unread)
         return form

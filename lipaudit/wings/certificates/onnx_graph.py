@@ -198,7 +198,7 @@ class Query(nn.Module):
         # The logits are limits - rows @ y. First comes class 0, with as many zeros as a clause has
         # conditions.
         zeros = torch.zeros(self.conditions, outputs, dtype=graph.dtype)
-        rows = goal.rows.to(zeros).flatten(0, 1)
+        rows = goal.rows.to(zeros).flatten(0, 1)  # (conditions of all clauses, outputs)
         limits = cast_up(goal.limits, graph.dtype).flatten()
         self.rows = nn.Parameter(torch.cat([zeros, -rows]))
         self.limits = nn.Parameter(torch.cat([zeros[:, 0], limits]))

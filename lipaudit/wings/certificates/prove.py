@@ -215,7 +215,12 @@ def ball(
     rows = x.new_zeros(symbols.first_error, x.numel(), dtype=dtype)
     rows[torch.arange(n), positions] = cast_up(radius, dtype).flatten()[positions]
     centre = torch.where(moving, centre, x)
-    return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
+    return Form(
+        centre,
+        rows.view(-1, *x.shape),
+        slack=torch.zeros_like(centre),
+        symbols=symbols,
+    )
 
 
 def _find_centre(
@@ -275,7 +280,7 @@ def hull(
         groups=groups,
         max_words=max_words,
     )
-    rows = moves.to(dtype)
+    rows = moves.to(dtype)  # coefficients, a row for each symbol
     x = x.detach().to(DOUBLE)
     # The slack of a form is the radius of a further error. Here it covers the rounding of a move:
     # of its cast to `dtype`, and of its computation as a difference of embeddings. The latter is
@@ -283,7 +288,7 @@ def hull(
     cast_error = (moves - rows.to(DOUBLE)).abs()
     rounding = cast_error + bound_rounding(4, DOUBLE) * (moves.abs() + x.abs())
     # At most `max_words` moves are made at once, each with at most the largest rounding.
-    return Form(x, rows, round_up(max_words * rounding.amax(0)), symbols)
+    return Form(x, rows, slack=round_up(max_words * rounding.amax(0)), symbols=symbols)
 
 
 @torch.no_grad()

@@ -34,11 +34,11 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
         lines = group_values((_name_line(row, mode), row) for row in group)
         series = []
         for name in _pick_evenly(list(lines)):
-            series.append(make_series(name, lines[name], x, "norm"))
+            series.append(make_series(name, lines[name], x, y="norm"))
         if x == "n":
             series += list(_draw_guides(series))
         title = f"How norms grow with {axis}, mode {mode}"
-        yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
+        yield Curve(title, x=columns[x], y=columns["norm"], series=tuple(series), log=True)
 
 
 def _pick_evenly(names: list[str]) -> list[str]:
@@ -59,7 +59,7 @@ def _draw_guides(series: list[Series]) -> Iterator[Series]:
     first = series[0].y[0]
     for text, power in (("n^1/4", 0.25), ("n^1/2", 0.5)):
         last = first * (end / start) ** power  # c n^power at both ends
-        yield Series(text, (start, end), (first, last), guide=True)
+        yield Series(text, x=(start, end), y=(first, last), guide=True)
 
 
 def _name_line(row: Row, mode: str) -> str:

@@ -191,7 +191,7 @@ class WorstHead:
         # Norms at radius R rise until about n_max(R) tokens, and then fall. Choose the radius with
         # n_max in the middle of the lengths.
         lengths = self.options.lengths
-        smaller = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
+        smaller = self.worst.radius(n_max=math.sqrt(lengths[0] * lengths[-1]))
         if smaller < self.layer_radius:
             return [self.layer_radius, smaller]
         return [self.layer_radius]
@@ -205,8 +205,8 @@ class WorstHead:
         n_max = n^2: half of them in the fast growth.
         """
         # `worst.radius` is the inverse of n_max(R). n_max is 2 at R = 0: the first R is above 0.
-        first = self.worst.radius(3.0)
-        last = self.worst.radius(self.options.lengths[-1] ** 2.0)
+        first = self.worst.radius(n_max=3.0)
+        last = self.worst.radius(n_max=self.options.lengths[-1] ** 2.0)
         last = min(self.layer_radius, last)  # no token of the layer is longer
         count = RADII if first < last else 1  # 1: the first radius alone
         squares = torch.linspace(first**2, last**2, count)
@@ -288,6 +288,7 @@ def worst_case(net: Net, sample: Batch, options: ScalingOptions) -> tuple[list[C
     measure = partial(_measure_layer, options=options)
     cases = capture(net, sites, sample, measure, layers={site.index for site in chosen})
     rows = [row for case in cases for row in case.rows]
+    # Pairs of the reason why there are no rows, and the head or layer.
     reasons = [pair for case in cases for pair in case.reasons]
     notes = []
     for reason, names in group_values(reasons).items():
@@ -362,7 +363,7 @@ def _read_suitable_heads(layer: Layer) -> Heads | str:
         return "it needs self-attention with affine projections"
     # Where P > 0, a key is not masked: the bias of its logit must be 0, apart from rounding.
     p = heads.attention()
-    bias = heads.bias_rows(0, heads.q.shape[2]).expand_as(p)
+    bias = heads.bias_rows(start=0, stop=heads.q.shape[2]).expand_as(p)
     if float(bias[p > 0].abs().max()) > NO_BIAS:
         return "it does not support a position bias"
     return heads

@@ -122,7 +122,7 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
             if first.mask is not None:  # without padding
                 first, _ = cut_samples(net, first, int(first.mask.sum()))
             worst_rows, worst_notes = worst_case(net, first, options)
-        part = Part(batch.ids, {})
+        part = Part(batch.ids, values={})
         if "real" in options.modes:
             part = _measure_lengths(net, batch, options)
         facts = {"rows": list(worst_rows), **part.facts}
@@ -361,9 +361,10 @@ def _make_curves(
                 radius=values["radius"][i],
                 bounds={name: values[name][i] for name in list_bounds()},
             )
+    # The whole model: norms of its only column, and numbers of tokens from any measured head.
     model = values["model"][0]
-    n = np.nanmax(values["tokens"], 0, initial=0)  # from any head that was measured
-    yield NormCurve({"mode": "real"}, n, model, np.full_like(model, np.nan))
+    n = np.nanmax(values["tokens"], 0, initial=0)
+    yield NormCurve(cells={"mode": "real"}, n=n, norm=model, radius=np.full_like(model, np.nan))
 
 
 def _make_layer_curve(

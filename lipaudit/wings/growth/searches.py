@@ -524,20 +524,21 @@ class _Objective:
             # Copies of a token see different keys: every token is computed.
             x = x[:, self._point_of_token]
             heads = move_heads(self.head, x, causal=True)
-            root = torch.ones_like(x[..., :1])  # R = I
+            root = torch.ones_like(x[..., :1])  # S = I (below)
         else:
             # w copies of a point move together and are computed as one token, with a bias log w of
-            # its key in the softmax. Lengths count every copy: sum w ||x||^2 = ||R x||^2 with
-            # R = diag(w^1/2). In the coordinates R x, J is R J R^-1, and J^T u is R^-1 J^T R u.
+            # its key in the softmax. Lengths count every copy: sum w ||x||^2 = ||S x||^2 with
+            # S = diag(w^1/2). In the coordinates S x, J is S J S^-1, and J^T u is S^-1 J^T S u.
             copies = self._count_copies(rows)
             heads = move_heads(self.head, x, causal=False)
-            heads = replace(heads, bias=copies.log()[:, None, None])
-            root = copies.sqrt()[..., None]  # the diagonal of R, (rows, points, 1)
+            bias = copies.log()[:, None, None]  # (rows, head, query, points): one for each key
+            heads = replace(heads, bias=bias)
+            root = copies.sqrt()[..., None]  # the diagonal of S, (rows, points, 1)
         u = rows[:, self._angle_column + 1 :]  # behind the points and the angle
         u = u.view(*x.shape[:2], -1)
         outputs = (heads.attention() @ heads.v)[:, 0]  # (rows, tokens, d_v)
-        (pulled,) = pull_back(outputs, x, root * u, create_graph=True)  # J^T R u
-        length = (pulled / root).flatten(1).norm(dim=1)  # || R^-1 J^T R u ||
+        (pulled,) = pull_back(outputs, x, root * u, create_graph=True)  # J^T S u
+        length = (pulled / root).flatten(1).norm(dim=1)  # || S^-1 J^T S u ||
         return length / u.flatten(1).norm(dim=1)
 
 

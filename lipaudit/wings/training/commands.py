@@ -68,7 +68,7 @@ def train(
     options = replace(load_options(run), classes=classes)
     settings = {"seed": run.seed, "batch_size": run.batch_size or recipe.batch_size}
     recipe = recipe.model_copy(update=settings)
-    check_outputs(output, ("lines", "record"))
+    check_outputs(output, forms=("lines", "record"))
     loop.check_target(out, resume=run.resume)
     with OnStderr(terminal) as observer:
         net = load_net(model, options)
@@ -77,10 +77,10 @@ def train(
         if net.source == "demo":
             spec = spec or "demo:train"
             held_out = held_out or "demo"
-        data = _load_samples(spec, net, run, "--data")
+        data = _load_samples(spec, net, run, option="--data")
         test = None
         if held_out is not None:
-            test = _load_samples(held_out, net, run, "--held-out")
+            test = _load_samples(held_out, net, run, option="--held-out")
         for note in net.notes + data.notes:
             observer.note(note)
         record = loop.TrainingRecord(out, net, data, test, recipe, command=typed_command())
@@ -89,7 +89,7 @@ def train(
     document = record.write_record(finished=True)
     command = _spell_audit(out, complete, model, run, held_out or run.data)
     terminal.tell(f"Training finished. Measure the result: {command}")
-    emit_facts(document, output, [str(out)])
+    emit_facts(document, output, lines=[str(out)])
 
 
 def _read_classes(run: RunOptions) -> int | None:
@@ -225,13 +225,14 @@ def watch(
     from lipaudit.report import REPORT, of_reports
     from lipaudit.wings.training.watching import CheckpointFolder
 
-    check_outputs(output, REPORT)
+    check_outputs(output, forms=REPORT)
     refuse_partial_run("the course of a training", run)
     if not folder.is_dir():
         raise InputError(
             f"there is no directory {folder}", "Give a directory that holds checkpoints."
         )
-    request = plan_audit("", options, run, demo=False, command=typed_command())
+    # Each checkpoint is measured by a copy of the request with its own model.
+    request = plan_audit(model="", options=options, run=run, demo=False, command=typed_command())
     run_dir = options.run_dir or folder / REPORTS
     checkpoints = CheckpointFolder(folder, request, run_dir)
     failures, interruption = _measure_pending(checkpoints, terminal)

@@ -292,7 +292,7 @@ class Training:
     def attack(self, x: Tensor, y: Tensor) -> Tensor:
         """Return adversarial examples of images x with labels y, made by PGD in an linf ball."""
         net = self.net
-        ball = Ball("linf", float(self.recipe.eps), net.box)
+        ball = Ball(norm="linf", eps=float(self.recipe.eps), box=net.box)
         start = random_start(x, ball, self.rng)
 
         def f(z: Tensor) -> Tensor:

@@ -334,7 +334,9 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
                 parameter = parameters.get(weight.untyped_storage().data_ptr())
                 if parameter is None:
                     raise InputError(f"a weight of layer {layer.index} is not a parameter")
-                columns = _select_heads(projection.columns, first, weight.shape[1], where)
+                columns = _select_heads(
+                    projection.columns, first, count=weight.shape[1], where=where
+                )
                 yield partial(_read_heads, parameter, weight, columns)
                 first += weight.shape[1]
 

@@ -496,7 +496,7 @@ class CheckpointFolder:
         measures = {name: options.model_dump() for name, options in request.measures.items()}
         settings = repr((request.run.model_dump(exclude=FREE), measures, dict(request.counts)))
         digest = hashlib.sha256(settings.encode()).hexdigest()
-        self.reports = StepReports(to, f"-{digest[:8]}")
+        self.reports = StepReports(to, suffix=f"-{digest[:8]}")
         # Loaded with the first checkpoint; all others are measured on the same samples.
         self.samples: Samples | None = None
 

@@ -107,7 +107,7 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
     spec = load_factory(reference.removeprefix("py:"), options)
     state, notes = read_weights(path)
     # Names may have a prefix, such as `model.` in a checkpoint of Lightning. `left_out` is a note
-    # on weights of other models.
+    # on weights beside the model, such as those of a loss.
     matched, left_out = match_names(state, spec.module)
     load_strictly(spec.module, matched, path)
     return replace(spec, notes=spec.notes + notes + left_out)

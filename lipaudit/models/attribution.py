@@ -590,6 +590,7 @@ def _require_transpose(u: Tensor, image: Tensor | None, square: Tensor) -> None:
     product = torch.zeros_like(square)
     if image is not None:
         product = _sum_samples((u.detach() * image).double())
+    # 1e-3: more than rounding, and far less than a path that is left out.
     if not torch.allclose(product, square, rtol=10 * AGREES, atol=0):
         raise EvaluationError(
             "an operation of the model has a derivative that cannot be differentiated again",

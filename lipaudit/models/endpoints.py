@@ -124,7 +124,7 @@ def scores_each_token(net: Net, batch: Batch) -> bool:
     last_column = text.new_tensor([text.shape[1] - 1])
 
     with exact_arithmetic(net.device), torch.no_grad():
-        all_logits = scorer.read(net.call(text, None))[0]
+        all_logits = scorer.read(net.call(text, None))[0]  # (tokens, vocabulary)
         try:
             last_logits = compute_next_logits(scorer, last_column, lambda: net.call(text, None))
         except (IndexError, RuntimeError, ValueError) as error:

@@ -370,7 +370,7 @@ def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tens
     """
     t = source.t.detach()
     # The Jacobian M, as if it were the same in all windows and at all tokens. The values of t at
-    # all tokens then show whether it is.
+    # all tokens then show whether it is. (heads, d, e).
     matrix = compute_map(source, rows, columns, shared=(0, 2))[0, :, 0]
     image = torch.einsum("hce,bhne->bhnc", matrix, source.values(rows, columns))  # M y
     remainder = t - image
@@ -485,6 +485,7 @@ def is_rounding(difference: Tensor, tolerance: float, *sizes: Tensor) -> bool:
         sizes: the tensors that were subtracted.
     """
     size = torch.stack([find_largest(t) for t in sizes]).amax(0)
+    # Differences below the smallest normal number are rounding in any head, also in one of zeros.
     limit = tolerance * size + torch.finfo(difference.dtype).tiny
     return bool((find_largest(difference) <= limit).all())
 

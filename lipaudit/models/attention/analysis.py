@@ -97,11 +97,11 @@ def _read_structure(call: AttentionCall, batch: Batch, kinds: list[str]) -> capt
     """
     # The outputs of the linear maps behind q, behind k and behind v.
     leaves = [call.origins.leaves(t) for t in (call.q, call.k, call.v)]
-    forms, problems = _decode_projections(call, leaves, len(batch), kinds)
+    forms, problems = _decode_projections(call, leaves, len(batch), kinds)  # fills `kinds`
     try:
         # `relative`: the logits with their graph if they depend on q or k beyond q k^T, as with
         # relative positions whose embeddings are multiplied by q; else None.
-        attention, relative = read_product(call, batch, None)
+        attention, relative = read_product(call, batch, queries=None)
     except NotClosedForm as obstacle:
         problems.append(obstacle.reason)
     if problems:

@@ -149,8 +149,8 @@ class Layer:
             raise InputError(text, "Leave it out with --layers.")
         try:
             with torch.enable_grad():
-                whole, relative = read_product(self.call, self.batch, structure.q)
-                heads, parts = add_inputs(structure, whole, self.call, self.batch, relative)
+                attention, relative = read_product(self.call, self.batch, structure.q)
+                heads, parts = add_inputs(structure, attention, self.call, self.batch, relative)
                 if not matches_autograd(heads, parts, self.call):
                     raise NotClosedForm("has a closed form that disagrees with autograd")
                 return heads

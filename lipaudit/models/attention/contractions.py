@@ -73,15 +73,13 @@ class Contraction(NamedTuple):
         # left factor is then taken for learned queries of attention, not for a weight.
         batch = set(self.x_letters) & set(self.weight_letters) & set(self.out)
         if not self.is_linear_layer and not batch:
-            yield (
-                calls.LEFT,
-                self._replace(
-                    x=self.weight,
-                    x_letters=self.weight_letters,
-                    weight=self.x,
-                    weight_letters=self.x_letters,
-                ),
+            swapped = self._replace(
+                x=self.weight,
+                x_letters=self.weight_letters,
+                weight=self.x,
+                weight_letters=self.x_letters,
             )
+            yield calls.LEFT, swapped
 
     def read(self) -> Linear | None:
         """Return the product as a linear map y = x W with a matrix W; None if nothing is summed.

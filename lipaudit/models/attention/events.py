@@ -163,7 +163,8 @@ class AttentionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch that the model calls, and report attention that it completes."""
         kwargs = kwargs or {}
-        # A subclass cuts the graph at linear maps. Other ops may be a part of attention.
+        # A subclass cuts the graph at linear maps. The result is None for any other op, which may
+        # be a part of attention.
         result = self.run_linear(func, args, kwargs)
         if result is None:
             handler = _HANDLERS.get(func)
@@ -214,7 +215,7 @@ class AttentionMode(TorchFunctionMode):
             if softmax.p.grad_fn is not None:
                 edges.append(get_gradient_edge(softmax.p))
         edge_of = {edge.node: edge for edge in edges}
-        # Those that the input of the map depends on.
+        # The noted products and softmaxes that the input of the map depends on.
         _, nodes_before = leaves(linear.x, edge_of, self._past)
         if not nodes_before:
             return
@@ -393,7 +394,7 @@ class AttentionMode(TorchFunctionMode):
             is_exponential = logits is not None and node is e.grad_fn
             # The divisor must equal the sum exactly: with anything added, this is no softmax.
             if is_exponential and torch.equal(divisor, e.sum(-1, keepdim=True)):
-                self._await_values(logits, quotient, -1)
+                self._await_values(logits, quotient, dim=-1)
         return quotient
 
     def _await_values(self, logits: Tensor, p: Tensor, dim: int) -> None:

@@ -168,7 +168,8 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     if has_one_slope and is_affine and not form.has_other_inputs:  # S = s q k^T + B
         bias = None
         if masked.any() or any(op(node) in _ADDED for node in path):
-            # With a sink, the largest logit that the model subtracts is left in B.
+            # With a sink, the largest logit that the model subtracts stays in B, because the model
+            # subtracts it from the sink, too.
             shifted = sink is None and bool(largest)
             bias = _read_bias(logits, scale * product, masked, shifted=shifted)
         return fields | {"bias": bias}, None
@@ -215,8 +216,9 @@ def _divide_slopes(form: Explicit, slope: Tensor, scale: Tensor, is_live: Tensor
     f = (slope / scale).where(is_live, 0.0).nan_to_num(0.0)
     rounding = _ROUNDING * torch.finfo(slope.dtype).eps
     is_one = _is_close(f.where(is_live, 1.0), torch.ones_like(f), relative=rounding)
-    # f = 1 at this sample. If the logits are q k^T plus relative positions, f is 1 at all samples.
-    # If an op is not affine (a cap on logits), f may be another number at other samples.
+    # f = 1 at this sample. If the logits have other inputs, they are s q k^T plus relative
+    # positions, and f is 1 at all samples. If they have none, an op is not affine (a cap on
+    # logits), and f may be another number at other samples.
     if is_one and form.has_other_inputs:
         return None
     return f
@@ -246,7 +248,8 @@ def _find_keys(form: Explicit, product: Tensor) -> slice:
         return slice(None)
     if extra != 1:
         raise NotClosedForm("it has logits beyond those of its keys and one sink")
-    # The sink is behind the keys (gpt-oss) or in front of them.
+    # The sink is behind the keys (gpt-oss) or in front of them. Without its column, P must be what
+    # the model multiplies the values by.
     for keys in (slice(0, m), slice(1, m + 1)):
         if _is_unchanged(form, keys):
             return keys
@@ -368,8 +371,8 @@ def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool)
         shifted: whether the model subtracts the largest logit of each row.
     """
     bias = (logits - linear).masked_fill(masked, -torch.inf)
-    # B is known up to a constant per row, on which P does not depend: let the maximum of B be 0.
-    # A row that is all -inf stays as it is.
+    # After this subtraction, B is known up to a constant per row, on which P does not depend: let
+    # the maximum of B be 0. A row that is all -inf stays as it is.
     if shifted:
         bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     largest = linear.abs().amax(-1, keepdim=True)
@@ -459,7 +462,7 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     swapped_slope = None if slope is None else slope.mT
     t = _read_vectors(logits.mT, parts["k"], samples, s * heads.q, swapped_slope, is_live.mT)
     if t is not None:
-        t = t.transpose(2, 3)
+        t = t.transpose(2, 3)  # (1, heads, keys, queries, d) -> (1, heads, queries, keys, d)
     return Pairs(slope, with_q=r, with_k=t)
 
 

@@ -168,8 +168,7 @@ def _run_alone(layer: Layer, run_module: Callable[[], object]) -> Tensor:
             # A layer may be computed by a loop of several calls, such as one for each head.
             if site.loop is not None:
                 joined = site.loop.join([calls[i] for i in layer.numbers])
-            arranged = joined.arrange(site.layout, layer.samples)
-            raise _Output(arranged.output)
+            raise _Output(joined.arrange(site.layout, layer.samples).output)
 
     try:
         with AttentionMode(on_attention):
@@ -314,7 +313,7 @@ def _choose_residual(
         residuals.append(residual)
         if set(frame.attentions) <= set(site.addresses):
             without_others.append(residual)
-    if entire:
+    if entire:  # blocks without other attention come first, the largest one before the others
         residuals = [*reversed(without_others), *residuals]
     # The first block with a row per sample (False sorts before True), or else the first block.
     return min(residuals, key=lambda residual: not residual.by_sample, default=None)
@@ -456,7 +455,7 @@ def _linearize_residual(
         args, kwargs = tree_unflatten(values, spec)
         results, _ = tree_flatten(module(*args, **kwargs))
         output: Tensor = results[residual.output]
-        if mask is None or x.shape[:2] != mask.shape:
+        if mask is None or x.shape[:2] != mask.shape:  # no padding, or x has no axis of tokens
             return output
         return output * mask[index, :, None]
 

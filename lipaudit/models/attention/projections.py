@@ -260,7 +260,7 @@ def find_token_rows(source: Probed) -> Tensor:
         raise NotClosedForm("depends on several tokens", kind="mixing")
     if has_effect.sum() < number.numel():  # some token depends on no row
         raise NotClosedForm("has tokens that do not come from the input", kind="partial")
-    # Rows in the order of their tokens; rows without an effect come first.
+    # Rows in the order of their tokens; rows without an effect (-1) come first.
     without_effect = int((~has_effect).sum())
     return token.argsort()[without_effect:].view(windows, tokens)
 
@@ -348,7 +348,7 @@ def _find_columns(source: Probed) -> Tensor | None:
     sizes = torch.bincount(head[head >= 0], minlength=count)
     if (sizes != sizes[0]).any():
         raise NotClosedForm("uses more channels in some heads than in others", kind="ragged")
-    # Columns in the order of their heads; columns without an effect come first.
+    # Columns in the order of their heads; columns without an effect (-1) come first.
     without_effect = int((head < 0).sum())
     order = head.argsort(stable=True)[without_effect:]
     return order.view(count, -1)

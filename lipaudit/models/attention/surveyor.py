@@ -150,8 +150,8 @@ class Surveyor(Tracer):
             origins.append([leaf.origin for leaf in call.origins.leaves(t)])
         analysis = analyse(call, self.batch)
         arranged = call.arrange(analysis.layout, len(self.batch))
-        # q, k and v, (windows, heads, tokens, width). The windows of the first of two samples
-        # come first.
+        # q, k and v, (windows, heads, tokens, width). The first half of the windows belongs to the
+        # first of two samples: it is empty if a single window holds both samples.
         parts = (arranged.q.detach(), arranged.k.detach(), arranged.v.detach())
         of_first_sample = tuple(t[: len(t) // 2] for t in parts)
         site = self._make_site(call, address, analysis, origins, parts[0])
@@ -207,7 +207,7 @@ class Surveyor(Tracer):
             direct=structure is not None and _reads_inputs(scope, origins, structure),
             line=line_of_code(),
             loop=loop,
-            learned=not origins[0] and _is_shared(q),
+            learned=not origins[0] and _is_shared(q),  # no linear map, and the same in all samples
         )
 
     def _name_module(self, addresses: Sequence[Address]) -> str:

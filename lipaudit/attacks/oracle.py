@@ -450,7 +450,8 @@ def fill_patches(
 
     A place is a patch of the grid of the image. Places are ranked by how much the loss can grow to
     first order: the maximum of the sum of g * (z - x) over the pixels of the place, with the
-    gradient g of the loss and new pixel values z in the box. Each start takes k other ranks.
+    gradient g of the loss and new pixel values z in the box. Each start fills the places of k
+    other ranks: the first start those of ranks 0 to k - 1, which promise most.
 
     Args:
         f: x -> logits (batch, classes).

@@ -547,12 +547,12 @@ def spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[st
     source = draft.source
     if source is None:
         return {}, []
-    respelled = dict(draft.spelled)
+    respelled = dict(draft.spelled)  # the spelling of each changed word, by number
     words = {}
     for i, word in enumerate(draft.words):
         if lexicon.is_fixed(word):
             continue
-        text = respelled.get(i) or source.word(i)
+        text = respelled.get(i) or source.word(i)  # as an earlier change spelled it, or unchanged
         if len(text) > 1:
             words[i] = text
     # The letters of the text; if one of them is Latin, all Latin letters.

@@ -88,6 +88,7 @@ def _find_place(draft: Draft, *, before: bool) -> _Place | None:
     tokens = [i for i, (_, start, end) in enumerate(spans) if end > start]
     if not tokens:
         return None
+    # `token` is the number of tokens in front of the suffix, `character` the same in characters.
     if before:
         token = tokens[0]
         piece, character, _ = spans[token]
@@ -316,7 +317,7 @@ def search_suffix(
         changed = {}
         for i, draft, slope in zip(positions, longer, slopes, strict=True):
             proposed = searches[i].propose(draft, draft.align(slope))
-            changed[i] = searches[i].make_drafts(proposed, turn.attack.queries)
+            changed[i] = searches[i].make_drafts(proposed, most=turn.attack.queries)
         _try_suffixes(oracle, y, searches, changed)
     return _list_best(drafts, searches)
 
@@ -337,7 +338,7 @@ def draw_suffix(
         changed = {}
         for i, search in searches.items():
             if search.is_open:
-                changed[i] = search.make_drafts(search.draw(), queries)
+                changed[i] = search.make_drafts(search.draw(), most=queries)
         _try_suffixes(oracle, y, searches, changed)
     return _list_best(drafts, searches)
 

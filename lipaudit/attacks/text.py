@@ -127,9 +127,10 @@ class Lexicon:
     marked: bool = True
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Write token ids as a text, or as a pair of texts with special ids between them.
+        """Write token ids as one text, or as two if special ids divide them into a pair of texts.
 
-        One piece, or more than two, make one text.
+        Special ids at the beginning and at the end, and several in a row, divide nothing. More
+        than two pieces are written as one text.
         """
         pieces: list[list[int]] = []
         special_before = True  # the first id begins a piece

@@ -42,7 +42,8 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> PerHead:
         return heads.q.new_full(heads.q.shape[:2], torch.nan, dtype=torch.float64)
     # Values divided by `size`, so that no number overflows. ||J|| is proportional to the values.
     unit, size = unit_values(heads.to(torch.float64))
-    # Values less their mean: J stays the same, and its rounding error becomes smaller.
+    # Values less their mean: J stays the same because rows of P sum to 1, and its rounding error
+    # becomes smaller.
     mean = mean_value(unit.attention(), unit.v)
     unit = unit.with_same_map(v=unit.v - mean)
     n, dv = unit.v.shape[2:]  # self-attention has as many queries as values

@@ -47,13 +47,14 @@ def logit_gradients(
     pairs = heads.pairs or Pairs()
     slope = pairs.slope  # f
     if name == "q":
-        rows = heads.q
+        tokens = heads.q
         partners = heads.k
         added = pairs.with_q  # r
     else:
-        rows = heads.k
+        tokens = heads.k
         partners = heads.q
         added = pairs.with_k  # t
+        # f and t are stored by query and key: here the keys come first.
         if added is not None:
             added = added.transpose(2, 3)
         if slope is not None:
@@ -65,7 +66,7 @@ def logit_gradients(
     if added is not None:
         gradients = gradients + added[:, :, chunk]
     # Plain logits s q k^T have the same gradients for all tokens of the chunk: one copy serves.
-    count = len(range(rows.shape[2])[chunk])  # number of tokens of the chunk
+    count = len(range(tokens.shape[2])[chunk])
     return gradients.expand(-1, -1, count, -1, -1)
 
 

@@ -222,7 +222,7 @@ def gram_bound(centred: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
     """Bound ||J|| of affine heads by ||J||^2 <= ||M|| + 2 ||A B^T||, (batch, heads).
 
     J = A + B + C are the derivatives of the output through values, keys and queries. M_il bounds
-    the norm of block (i, l) of J J^T - A B^T - B A^T.
+    the norm of block (i, l) of J J^T - A B^T - B A^T, and ||J||^2 is the norm of J J^T.
 
     Args:
         centred: P, keys, values and outputs.
@@ -439,9 +439,10 @@ def _bound_mixed_rows(centred: Centred, f: Rows, e: Float[Tensor, "batch heads 1
     py = p @ y.mT  # sum_j P_lj y_j
     sums = (p * y) @ centred.v - centred.o * py
     image = vector_norm(sums, dim=-1)
-    # The rounding error of ||F_l y||, u = eps / 2: y has a relative error of (n + 4) u. Sums over
-    # keys have an error of (m + 6) u times sum_j P_lj y_j ||v_j - o_l||, and ||v_j - o_l|| is at
-    # most `longest`: ||v - o||^2 <= 2 (||v||^2 + ||o||^2). Both errors together are below
+    # The rounding error of ||F_l y||, u = eps / 2: y has a relative error of (n + 4) u (a sum over
+    # queries, and the length of e). Sums over keys, with a few products and a difference, have an
+    # error of (m + 6) u times sum_j P_lj y_j ||v_j - o_l||, and ||v_j - o_l|| is at most
+    # `longest`: ||v - o||^2 <= 2 (||v||^2 + ||o||^2). Both errors together are below
     # 2 `share` = 4 (n + m + 16) u.
     longest = centred.v2.amax(-2) + centred.o2.amax(-2)
     longest = longest.mul_(2.0).sqrt()
@@ -449,7 +450,7 @@ def _bound_mixed_rows(centred: Centred, f: Rows, e: Float[Tensor, "batch heads 1
     # |P'| = |P - e y^T|, plus its rounding error
     leading = e.mT @ y
     remainder = (p - leading).abs_().add_(leading, alpha=share)
-    remainder_norm = matrix_norms.nonnegative_norm(remainder, 3)[..., None]
+    remainder_norm = matrix_norms.nonnegative_norm(remainder, steps=3)[..., None]
     return (1 + share) * torch.hypot(image + error, remainder_norm * f)
 
 

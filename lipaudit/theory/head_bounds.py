@@ -359,7 +359,8 @@ def _choose_limits(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     largest = p.amax(-1, keepdim=True)
     one_hot = twice.amax(-1, keepdim=True) < largest
     even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
-    uneven, _ = bound_weights(p, p, w)
+    uneven, _ = bound_weights(centre=p, p=p, w=w)
+    # The limit of the weighted variance is sharper if its row of h_ij is shorter.
     is_shorter = vector_norm(uneven, dim=-1) < vector_norm(even, dim=-1)
     return one_hot, is_shorter[..., None]
 
@@ -501,7 +502,7 @@ def bound_curvature(point: BallPoint, on: BallLimits) -> PerHead:
     # `uneven` may not hold: then the larger of both limits is used, because a limit must not fall
     # as the radius grows.
     even = on.spread * largest_w
-    uneven, holds = bound_weights(point.p, on.p, point.w)
+    uneven, holds = bound_weights(centre=point.p, p=on.p, w=point.w)
     uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
     weighted = torch.where(point.uneven, uneven, even)
     columns = columns + on.u.square() * weighted

@@ -199,7 +199,7 @@ def _compute_norms(
     # 1. The iteration, in the precision of the heads.
     problems = linearize(unit)
     guess = problems.guess()
-    start = _draw_starts(heads, seeds, guess)
+    start = _draw_starts(heads, seeds, like=guess)
     norms = spectral_norms(problems.select, start, guess=guess, vectors=True, **accuracy)
     if start.dtype == torch.float64:
         return replace(norms, vector=None)

@@ -290,12 +290,12 @@ class Heads:
     def is_causal(self) -> bool:
         """Return whether no query sees a later key: by the flag, or by the masks in the bias.
 
-        The flag alone decides without a bias. With keys of another input, or with one token, the
-        masks in the bias are not read, and the answer is False unless the flag is set. P is not
-        used, because a key with P = 0 at this X may be visible.
+        P is not used, because a key with P = 0 at this X may be visible.
         """
-        if self.bias is None or self.causal:
+        if self.bias is None or self.causal:  # the flag alone decides
             return self.causal
+        # Tokens of two inputs have no common order, and a single token has no later key under any
+        # mask: the masks in the bias say nothing.
         if self.x_kv is not None or self.x.shape[1] == 1:
             return False
         for start, stop in self.row_blocks():
@@ -327,6 +327,8 @@ class Heads:
 
         The result has its part of the stored maps P, which are not computed again.
         """
+        # These have the axis of heads, and those added below the axis of batch rows alone. W_O
+        # (`out`) has heads, but no batch rows.
         with_axis = ["q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink"]
         changes: dict[str, Any] = {}
         if axis == 0:
@@ -458,7 +460,8 @@ def rows_in_reach(
         if heads.causal:
             keys = slice(0, stop)
     elif bias.dtype == torch.bool and bias.shape[-1] > 1 and not heads.causal:
-        # A mask: True where the query sees the key.
+        # A mask with a column for each key: True where the query sees the key. With the causal
+        # flag on top, keys must be counted from the first one, so all of them stay.
         rows = bias
         if rows.shape[-2] > 1:  # one row per query
             rows = rows[..., start:stop, :]
@@ -467,8 +470,8 @@ def rows_in_reach(
         if len(visible):
             keys = slice(int(visible[0]), int(visible[-1]) + 1)
         bias = bias[..., keys]
-    # P on these keys needs their rows of k and their bias only. v has no effect, but must have as
-    # many keys as k.
+    # P on these keys needs their rows of k and their bias only. v and x_kv have no effect: v must
+    # have as many keys as k, and x_kv is left out.
     fewer_keys = replace(heads, k=heads.k[:, :, keys], v=heads.v[:, :, keys], bias=bias, x_kv=None)
     return fewer_keys.rows(start, stop), keys
 

@@ -490,8 +490,9 @@ def bound_token_spread(p: Maps, gram: Float[Tensor, "batch m m"]) -> PerHead:
     c = flat @ gram
     c -= 0.5 * (flat * c).sum(-1, keepdim=True)
     power, terms, total = sum_spread(flat, gram, c)
-    # Double sums over N terms have relative errors of at most e / 2. So the error of the power is
-    # below 3 e `terms`, and the error of c is below e / 2.
+    # Double sums over N terms have relative errors of at most e / 2 = (2 N + 32) u, u = the unit
+    # roundoff. The absolute values in the power add up to at most 3 `terms`. So the error of the
+    # power is below 3 e `terms`, and the error of c is below e / 2.
     e = 2 * rounding(p)
     # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag(w), w_j = P_ij^2.
     # Errors of c change it by at most 2 (e / 2) `total`, where `total` is the sum of the w_j.

@@ -87,7 +87,8 @@ def positive_vector(b: Float[Tensor, "*batch n m"], steps: int) -> Float[Tensor,
         before = u
         u = u @ b.mT @ b
         u = u / u.amax(-1, keepdim=True)
-        u = u.nan_to_num(1.0).clamp_min(1e-30)  # positive, even where entries decay to 0
+        # u > 0, even where entries decay to 0. If B = 0, 0 / 0 above gives NaN: ones instead.
+        u = u.nan_to_num(1.0).clamp_min(1e-30)
         # Stop early on the CPU only: to read the answer, an accelerator waits longer than the
         # steps take.
         if u.device.type == "cpu":
@@ -150,6 +151,7 @@ def map_norm(
     """
     is_long = p.shape[-2] * p.shape[-1] > policy.map_limit
     steps = _LONG_STEPS if is_long else _STEPS
+    # A vector near the leading right singular vector of P.
     u = positive_vector(p.float(), steps).to(p)
     u = u @ p.mT @ p  # a last step removes errors of single precision
     u = u / vector_norm(u, dim=-1, keepdim=True)

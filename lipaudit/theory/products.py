@@ -461,11 +461,11 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     # P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j)
     over_keys = torch.einsum("bhij,bhjax->bhiajx", p, phi_v)
     b = logit_gradients(heads, "k", slice(None))
-    u = torch.einsum("bhjid,bhjdx->bhijx", b, phi_k)
+    u = torch.einsum("bhjid,bhjdx->bhijx", b, phi_k)  # b_ij^T Phi^k_j
     over_keys += torch.einsum("bhija,bhijx->bhiajx", c, u)
     # delta_ij T_i Phi^q_i
     a = logit_gradients(heads, "q", slice(None))
-    t = torch.einsum("bhija,bhijd->bhiad", c, a)
+    t = torch.einsum("bhija,bhijd->bhiad", c, a)  # T_i
     diagonal = torch.einsum("bhiad,bhidx->bhaxi", t, phi_q)
     over_queries = torch.diag_embed(diagonal).permute(0, 1, 4, 2, 5, 3)  # (b, h, i, a, j, x)
     if heads.x_kv is None:

@@ -74,9 +74,11 @@ def shift_exponent(
 def divide_by_powers(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
     """Divide a tensor by powers of two such that its largest entries are about one.
 
+    For (batch, heads, n, d) and the axes 0, 2, 3, each head is divided by a power of its own.
+
     Args:
         t: the tensor.
-        axes: along which the largest entry is taken; all without any.
+        axes: the axes that share one power; all axes if none are given.
 
     Returns:
         The quotient, and the exponents of the powers, one for each index of the other axes, flat,
@@ -125,9 +127,9 @@ def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
 def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
     """Estimate the relative error of theta_1, the largest eigenvalue of A from Lanczos steps.
 
-    With the residual r = A x - theta_1 x of its vector x, |x| = 1, the error is about |r|^2 over
-    the gap to the next eigenvalue. No eigenvector is computed: |r| = beta |s|, where s is the last
-    entry of the leading eigenvector of T, and s follows from eigenvalues.
+    With the residual r = A x - theta_1 x of the leading Ritz vector x, |x| = 1, the error is about
+    |r|^2 over the gap to the next eigenvalue. x is not computed: |r| = beta |s|, where s is the
+    last entry of the leading eigenvector of T, and s follows from eigenvalues.
 
     Args:
         ritz: eigenvalues theta_k <= ... <= theta_1 of the tridiagonal matrix T of the Lanczos

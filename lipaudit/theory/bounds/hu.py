@@ -31,11 +31,13 @@ def hu(ingredients: Ingredients, r: float = 0.0) -> Tensor:
     n = ingredients.tokens.count  # N
     size = n * (n + 1) * (ingredients.tokens.frobenius + r).square()
     # Theorem 3 with ||M|| <= 1/2 and ||P||^2 <= N: ||J|| <= ||W_V|| (sqrt N + ||X||^2 ||A||), and
-    # ||X||^2 ||A|| <= size |s| ||W_Q|| ||W_K||. The published formula has no scale s of the logits
-    # and holds for |s| <= 1. A larger |s| is a factor here.
+    # ||X||^2 ||A|| <= size |s| ||W_Q|| ||W_K||. So if sqrt N <= size,
+    #     ||J|| <= ||W_V|| size (1 + |s| ||W_Q|| ||W_K||).
+    # The published formula has no scale s of the logits and holds for |s| <= 1. A larger |s| is a
+    # factor here.
     q = weights.q * ingredients.heads.scale.abs().clamp_min(1.0)
     bound = size * weights.v * (q * weights.k + 1)
-    return bound.masked_fill(size < n.sqrt(), math.nan)  # the "+ 1" needs size >= sqrt N
+    return bound.masked_fill(size < n.sqrt(), math.nan)
 
 
 HU = Bound(

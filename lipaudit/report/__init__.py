@@ -217,6 +217,7 @@ def summarize(report: Report) -> str:
 
     lines = terminal.render(make_card(report), width=100).decode().rstrip("\n").split("\n")
     if len(lines) > MOST_LINES:
+        # The last line, which says where all sections are, stays.
         more = f"and {len(lines) - MOST_LINES + 1} more lines"
         lines = [*lines[: MOST_LINES - 2], more, lines[-1]]
     return "\n".join(lines)

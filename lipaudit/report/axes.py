@@ -101,7 +101,7 @@ def set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
     places = []
     if log:
         places = _list_decades(low, high)
-    # A linear axis, or a logarithmic one over too few decades: round numbers.
+    # A linear axis, or a logarithmic one with fewer than three of these ticks: round numbers.
     if sum(low <= place <= high for place in places) < 3:
         whole = column.format == "d"  # counts
         locator = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], min_n_ticks=2, integer=whole)

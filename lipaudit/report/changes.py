@@ -207,11 +207,11 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
 
     The text of the bar is such as `64.8% → 51.6%, -13.2 pp`.
     """
-    value = _scale(read_change(verdict), verdict) or 0.0
+    value = _scale(read_change(verdict), verdict) or 0.0  # in the units of the axis
     change = format_change(read_change(verdict), verdict.unit)
     word = ""
-    # The median of the changes over samples may differ from the change of the two medians. The
-    # bar shows the former, so its text says "paired".
+    # The bar shows the median of the samples' changes. Its text says "paired" if this differs from
+    # the change of the two medians, old and new.
     if change != verdict.texts["change"]:
         word = "paired "
     if not verdict.unit:  # the axis has percent of the old value

@@ -419,7 +419,7 @@ FIGURES = 4
 
 def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) -> Chapter:
     """Return the chapter of a ranking: a table, the criterion and, on full pages, a picture."""
-    # Without a criterion, a metric to rank by, the models keep the order in which they are given.
+    # The criterion is the metric to rank by. Without one, the models keep the order as given.
     title = "The models, in order"
     keys = 1  # columns that name a row: the model
     criterion = []

@@ -203,7 +203,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
             "samples": section.columns["samples"],
             "clean": section.columns["clean"],
         }
-        for ball in flags:
+        for ball in flags:  # `clean` has its column already
             columns.setdefault(ball, replace(section.columns["robust"], label=ball))
         # The indices of the samples of each class; repeated samples are left out.
         distinct = (i for i, sample in enumerate(section.ids) if not is_repeat(sample))

@@ -70,6 +70,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     height, width = values.shape
     # Many cells drawn as paths would make the page several megabytes large: embed an image.
     embedded = block.square or values.size > MANY
+    # Cell i lies between i - 0.5 and i + 0.5.
     mesh = axes.pcolormesh(
         np.arange(width + 1) - 0.5,
         np.arange(height + 1) - 0.5,
@@ -132,10 +133,11 @@ def _choose_norm(block: Heatmap, scale: blocks.Scale) -> Any:
     from matplotlib.colors import LogNorm, Normalize, PowerNorm
 
     if block.square:
-        return PowerNorm(0.5, 0.0, scale.high)  # square roots, so that small shares stay visible
+        # Square roots, so that small shares stay visible.
+        return PowerNorm(gamma=0.5, vmin=0.0, vmax=scale.high)
     if scale.log:
-        return LogNorm(scale.low, scale.high)
-    return Normalize(scale.low, scale.high)
+        return LogNorm(vmin=scale.low, vmax=scale.high)
+    return Normalize(vmin=scale.low, vmax=scale.high)
 
 
 def _draw_colours(axes: Axes, mesh: Any, column: Column, *, log: bool) -> None:

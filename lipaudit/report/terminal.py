@@ -300,7 +300,8 @@ def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> lis
             # The only name of a row gets at most two thirds of the width, other texts a third.
             thirds = 2 if i == 0 and grid.keys == 1 else 1
             widths[i] = min(widths[i], thirds * width // 3)
-    # Each piece of a split table repeats the names: they must leave room for the widest column.
+    # A table that is still too wide is split. Each piece repeats the names of the rows, which must
+    # leave room for the widest column.
     names = [i for i in range(grid.keys) if grid.align[i] == "l"]
     room = width - max(widths[grid.keys :], default=0) - GAP * grid.keys
     room -= sum(widths[i] for i in range(grid.keys) if i not in names)

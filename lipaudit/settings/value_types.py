@@ -121,7 +121,7 @@ def write_keywords(values: Mapping[str, Any]) -> str:
 
 
 def read_shard(text: str) -> tuple[int, int]:
-    """Read `2/4`, the second of four."""
+    """Read `2/4`, the second of four shards, as (2, 4)."""
     number, count = _read_integers(r"(\d+)/(\d+)", text)
     _require(1 <= number <= count <= MOST_SHARDS)
     return number, count
@@ -148,6 +148,7 @@ def require_distinct(values: Sequence[Any]) -> Sequence[Any]:
     """
     for i, value in enumerate(values):
         if value in values[:i]:
+            # A radius has its text as typed, such as 2/255; other values are printed.
             raise ValueError(f"{getattr(value, 'text', value)} is named twice")
     return values
 

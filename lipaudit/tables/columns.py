@@ -432,6 +432,7 @@ def sum_binomial(most: int, count: int) -> float:
 
 def _list_binomials(count: int) -> Iterator[int]:
     """Yield the binomial coefficients C(count, k) for k = 0, 1, ... as exact integers."""
+    # C(n, k + 1) = C(n, k) (n - k) / (k + 1), without a remainder
     return accumulate(range(count), lambda term, k: term * (count - k) // (k + 1), initial=1)
 
 

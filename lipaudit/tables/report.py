@@ -230,8 +230,8 @@ class Section(Frozen):
         """Return the rows of a section from JSON or Python, after a check of their cells."""
         if not isinstance(rows, (list, tuple)) or not all(isinstance(r, Mapping) for r in rows):
             raise ValueError("rows are a list of objects")
-        # pydantic has validated the columns before. They check the cells of a row, and give
-        # missing cells a default.
+        # pydantic has validated the columns before. `make_row` checks each cell by its column, and
+        # gives missing cells the default of their column.
         columns = info.data.get("columns", {})
         return tuple(make_row(columns, row) for row in rows)
 

@@ -216,8 +216,8 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
         word = "paired "
     if not verdict.unit:  # the axis has percent of the old value
         change = f"{value:+.3g}%"
-    # A rule of the gate, such as `jacobian.norm <= +10%`, has a limit: +10 and the unit %. In a
-    # comparison there is no rule.
+    # A rule of the gate, such as `jacobian.norm <= +10%`, has a limit: +10 and the unit %, which
+    # are the groups of the match. In a comparison there is no rule.
     match = LIMIT.search(verdict.rule)
     limit = None
     if match is not None and match[2] == verdict.unit:

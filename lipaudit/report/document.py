@@ -78,6 +78,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     groups = show_groups(report)
     if groups:
         chapters.append(Chapter("groups", "Which groups fare worse?", groups))
+    # Samples are ranked by the balls in which they are broken, then by their norms.
     if find_broken(report) or any("norm" in s.samples and s.ids for s in report.sections):
         title = "Which samples are the least robust?"
         chapters.append(Chapter("worst-samples", title, show_worst(report)))

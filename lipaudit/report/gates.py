@@ -72,9 +72,11 @@ def write_verdicts(judgement: Judgement) -> list[str]:
         for verdict in listed[:MOST]:
             mark = _choose_mark(judgement, verdict)
             lines.append(f"{mark} {verdict.line}")
-        # Beyond MOST verdicts, the log counts the listed verdicts, too. The table has them all.
-        cut = {verdict.status for verdict in listed[MOST:]}
-        counts = Counter(verdict.status for verdict in listed[MOST:] + passed)
+        # A log has at most MOST lines for a rule. The verdicts beyond them are counted like those
+        # that pass, but the table (-f table) lists them.
+        hidden = listed[MOST:]
+        cut = {verdict.status for verdict in hidden}
+        counts = Counter(verdict.status for verdict in hidden + passed)
         more = "more " if listed else ""
         for status, count in counts.items():
             line = f"  {rule}: {count} {more}rows {status}"

@@ -257,7 +257,7 @@ def _count_broken(clean: Sequence[Row], attacked: Row) -> str:
         clean: the figure of the accuracy without attack, if there is one.
         attacked: the figure of the accuracy under attack.
     """
-    if not clean or clean[0].samples != attacked.samples:  # other samples: no difference
+    if not clean or clean[0].samples != attacked.samples:  # counts of other samples
         return "the limits of clean accuracy overlap"
     correct = round(clean[0].value * attacked.samples)
     if not correct:

@@ -224,7 +224,7 @@ def _select_rows(sections: Sections, by: str) -> list[Row]:
         group = read_rows({label: section})
         if by:
             group.sort(key=lambda row: -order(row[by]))
-            if len(group) > FIT:
+            if len(group) > FIT:  # a page has no room for all rows: only the TOP largest
                 group = group[:TOP]
         rows += group
     return rows

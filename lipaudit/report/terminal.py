@@ -68,7 +68,7 @@ def render(page: blocks.Document, width: int | None = None, colour: str | None =
             if not isinstance(block, Forest):  # the table below it has the same figures
                 items += _write_block(block, console.width)
     with console.capture() as capture:
-        for item in items:
+        for item in items:  # wrapped already: rich must neither wrap the texts nor read markup
             console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
     lines = capture.get().strip("\n").split("\n")
     if colour is None:

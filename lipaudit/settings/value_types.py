@@ -97,6 +97,7 @@ def read_keywords(text: str) -> dict[str, Any]:
         word = after.strip()
         _require(key.isidentifier() and equals)
         values[key] = word
+        # Python's True, False and None in JSON's spelling: true, false and null.
         as_json = word.lower()
         if as_json == "none":
             as_json = "null"

@@ -253,7 +253,7 @@ def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> I
     figure = headline.row(
         section, value=row[name], trial=row.key, limits=limits, text=text, samples=samples
     )
-    # `limits` has no place for an upper limit alone.
+    # `limits` are both or none: an upper limit alone is added here.
     yield figure.replace(high=high)
 
 
@@ -268,7 +268,7 @@ def read_worst(headline: Headline, section: Section, report: Report) -> Iterator
         report: unused; other functions for `Headline.read` need the report.
     """
     balls = group_values(((row.norm, row.trial.radius.value), row) for row in section.rows)
-    before: list[str] = []  # the attacks of the ball before
+    before: list[str] = []  # the attacks of the last ball with a figure
     for _, group in sorted(balls.items()):
         attacks = [row.attack for row in group if row.attack != WORST]
         rows = [row for row in group if row.attack == WORST]

@@ -316,10 +316,10 @@ def find_layer(start: str | None) -> int | None:
     >>> find_layer("layer:5")
     5
     """
-    found = LAYER.fullmatch(start or "")
-    if found is None:
+    match = LAYER.fullmatch(start or "")
+    if match is None:
         return None
-    return int(found[1])
+    return int(match[1])
 
 
 class Target(NamedTuple):
@@ -344,12 +344,13 @@ class Target(NamedTuple):
             ValueError: the text is none of these.
         """
         what, colon, where = text.partition(":")
+        # ENDS are all outputs, PLACED those that take a position.
         has_position = what in PLACED and POSITION.fullmatch(where)
         if what not in ENDS or (colon and not has_position):
             ends = f"{', '.join(ENDS[:-1])} or {ENDS[-1]}"
             positions = f"{', '.join(PLACED)} take a position: logits:5, logits:-2, logits:last"
             raise ValueError(f"it must be {ends}; {positions}")
-        return cls(what, where)
+        return cls(what=what, where=where)
 
     @property
     def text(self) -> str:

@@ -413,6 +413,8 @@ def _measure_in_memory(
         except Exception as error:
             remaining = progress.list_unfinished(remaining)
             if not is_out_of_memory(error):
+                # A measure may fail on one of two batches: the first one of the run, in which it
+                # finds the layers, or the first one without a result.
                 _blame_sample(job, net, error, [whole_first, *remaining[:1]])
                 raise
             if size == 1:

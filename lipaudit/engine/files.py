@@ -221,6 +221,8 @@ def _delete_old(home: Path) -> None:
 def encode_part(part: Part, measure: str) -> bytes:
     """Return a part as the content of an .npz file: its arrays, and a `header` with JSON.
 
+    A part is the result of a measure on some samples.
+
     Raises:
         EvaluationError: a fact of the measure is no JSON value, and no number or array of numpy.
     """

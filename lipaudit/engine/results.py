@@ -188,7 +188,8 @@ def versions() -> dict[str, str]:
 def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
     """Return parts in the order of `ids`, the samples of the run.
 
-    A part whose samples are not neighbours in that order is split into one part per sample.
+    A part is the result of a measure on some samples. If these are not neighbours in the order of
+    `ids`, it is split into one part per sample.
     Figures of the whole part, such as its seconds, then belong to the part of its first sample.
     """
     position = {name: i for i, name in enumerate(ids)}
@@ -204,7 +205,10 @@ def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
 
 
 def _pick_sample(part: Part, i: int) -> Part:
-    """Return the part of sample i alone; the first sample takes the figures of the whole part."""
+    """Return the result on sample i alone, from a part, which is the result on some samples.
+
+    Figures of the whole part, such as its seconds, go to its first sample.
+    """
     values = {}
     for name, array in part.values.items():
         if len(array) == len(part.ids):  # a row per sample

@@ -165,6 +165,8 @@ def save_shard(shard: Shard, folder: Path) -> None:
 def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
     """Make the report of a run from the parts of its shards, for `lipaudit merge`.
 
+    A shard is a share of the samples, and a part is a stored result on some of them.
+
     The report equals the report of a single process, to the last digit if the shards ran on a CPU;
     times are sums. A measure that failed in a shard counts as failed if samples are missing. Files
     of options such as `--save-adv` are written, too.
@@ -205,7 +207,7 @@ def join_shards(
 
     Args:
         shards: the shards, in any order.
-        parts: the parts by measure, each sample at most once.
+        parts: the parts (results on some samples) by measure; each sample is in one at most.
         command: the command that the report records.
 
     Raises:

@@ -252,11 +252,11 @@ def _compare_sections(
         # little. So such columns (OF_HEADS_ALONE) are compared head by head only.
         if metric not in OF_HEADS_ALONE:
             for stat in _choose_statistics(before, after, name):
-                rule = no_change(f"{metric}:{stat}", figures, (before, after))
+                rule = no_change(f"{metric}:{stat}", figures, sections=(before, after))
                 _compare_figure(rule, old, new, changes)
         # MAPPED names the columns to compare head by head; for other measures every column is.
         if has_heads and name in MAPPED.get(before.measure, (name,)):
-            rule = no_change(f"{metric}:each", figures, (before, after))
+            rule = no_change(f"{metric}:each", figures, sections=(before, after))
             examined = examine(rule, new, old, lenient=True)
             if not isinstance(examined, Verdict):
                 changes.heads += _judge_heads(rule, examined, after)
@@ -294,6 +294,7 @@ def _compare_figure(rule: Rule, old: Report, new: Report, changes: Changes) -> N
     if isinstance(examined, Verdict):  # the reason why the reports cannot be compared
         changes.verdicts.append(examined)
         return
+    # Each contrast has an old and a new value, and the test of their change.
     changes.verdicts += (judge_change(rule, contrast) for contrast in examined)
     # The median and p95 of a column have the same samples: they are added once, for the median.
     if rule.per_sample and rule.stat != "p95":
@@ -492,7 +493,7 @@ def _pair_figures(
         if contrast.name:
             name += f"@{contrast.name}"
         if rule.column in FLAGS:
-            trial = TrialKey.parse(contrast.name)
+            trial = TrialKey.parse(contrast.name)  # attack and ball, such as `pgd,linf,2/255`
             ball = trial.ball if trial else ""
             # Several measures may have the same yes-or-no column for the same ball, such as
             # `correct`. Only the column of the first measure is used: `setdefault` returns it.

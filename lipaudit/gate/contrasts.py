@@ -415,7 +415,8 @@ def _find_unconverged(rule: Rule, new: Section, old: Section) -> tuple[set[Key],
     Raises:
         BaselineError: nothing is left to compare.
     """
-    rows, samples = readings.find_unconverged((new, old), rule.column if rule.per_sample else "")
+    column = rule.column if rule.per_sample else ""
+    rows, samples = readings.find_unconverged((new, old), column)
     # A row that did not converge does not say which samples caused it. So a per-sample rule cannot
     # leave out these samples. A rule on rows can leave out rows, but needs at least one.
     if rows and (rule.per_sample or rows >= readings.index_rows(old).keys()):

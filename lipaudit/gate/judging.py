@@ -444,7 +444,8 @@ def _judge_tested(
     margin = compute_margin(rule)
     p = verdict.p or 0.0
     estimate = round(evidence.estimate, DIGITS)
-    high = round(evidence.limits(alpha / 2)[1], DIGITS)
+    _, upper_limit = evidence.limits(alpha / 2)
+    high = round(upper_limit, DIGITS)
     update: dict[str, Any] = {"p_adjusted": adjusted}
     if estimate > margin:
         # The uncorrected test of the row must prove the change, too (p <= alpha / 2). Then the

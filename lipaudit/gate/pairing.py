@@ -24,6 +24,10 @@ def find_shared(
         known: ids of the samples of the baseline.
         least: share of the baseline's samples that has to be shared.
 
+    Returns:
+        The indices in `ids`, and the indices of the same samples in `known`, both in the order of
+        `known`.
+
     Raises:
         BaselineError: no sample is shared, or too few are.
     """

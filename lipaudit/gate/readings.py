@@ -187,6 +187,7 @@ def _describe_choice(rule: Rule, section: Section) -> str:
     If the run left results out, the hint begins with the reason.
     """
     kind = "Columns"
+    # Of `robust@pgd,linf,2/255`, the first part `robust` is the column.
     names = [name for name in section.samples if trials.parse_column(name)[0] == rule.column]
     if not names:
         kind = "Rows"

@@ -181,7 +181,7 @@ def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Sect
         limit = "+0pp"
     elif not rule.about.signed and all(value >= 0 for value in values):
         limit = "+0%"
-    op: Op = "<=" if rule.about.better == "lower" else ">="
+    op: Op = "<=" if rule.about.better == "lower" else ">="  # a change for the worse breaks it
     # The text is printed beside verdicts: without a limit, as a comparison has none.
     return replace(rule, text=rule.metric, op=op, limit=_read_limit(limit, metric))
 
@@ -274,9 +274,9 @@ def _read_limit(text: str, rule: str) -> Limit:
         if not unit:
             return Limit("difference" if signed else "absolute", value)
         if signed and unit == "pp":
-            return Limit("difference", value / 100, "pp")
+            return Limit("difference", value / 100, unit="pp")
         if signed and value > -100:  # nothing falls by more than 100%
-            return Limit("relative", value / 100, "%")
+            return Limit("relative", value / 100, unit="%")
     advice = "Write a change with a sign (+5%, -2pp, +0.1), an absolute value without (0.7)."
     raise UsageError(f"{text!r} is not a limit (in {rule!r})", advice)
 

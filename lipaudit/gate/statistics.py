@@ -12,7 +12,7 @@ are better. Sign tests hold for every distribution whose median change is at mos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, TypeVar
@@ -156,16 +156,18 @@ def _compute_tail(draws: Values, observed: float) -> float:
     return float((draws >= observed - rounding).mean())
 
 
-def _include_zero(limits: Limits, tails: Sequence[float], level: float) -> Limits:
+def _include_zero(
+    limits: Limits, level: float, *, p_no_worse: float, p_no_better: float
+) -> Limits:
     """Widen limits to include 0 on each side on which the exact test does not reject "no change".
 
     Args:
         limits: approximate limits of a change for the worse.
-        tails: the p-values of the exact test of "no worse" and of "no better".
         level: one-sided error probability of each limit.
+        p_no_worse: the p-value of the exact test of "no worse".
+        p_no_better: the p-value of the exact test of "no better".
     """
     low, high = limits
-    p_no_worse, p_no_better = tails
     if p_no_worse > level:
         low = min(low, 0.0)
     if p_no_better > level:
@@ -214,28 +216,29 @@ def judge_by_bootstrap(
     # observed change is one of the exchanges.
     nulls = np.append(nulls, estimate)
     # Its p-values of "no worse" (large changes count), and of "no better" (small ones).
-    tails = [_compute_tail(sign * nulls, sign * estimate) for sign in (1, -1)]
+    p_no_worse = _compute_tail(nulls, estimate)
+    p_no_better = _compute_tail(-nulls, -estimate)
 
     def compute_p(margin: float) -> float:
         # p-value of "the change is at most the margin", by the percentile bootstrap: the share of
         # resampled changes (`draws`) at or below the margin. The observed change counts as one.
         by_draws = (1 + int((draws <= margin).sum())) / (RESAMPLES + 1)
         # "No worse" (margin 0) must also be rejected by the exact test, which exchanges the old
-        # and new values of samples at random: its p-value is tails[0].
+        # and new values of samples at random: its p-value is `p_no_worse`.
         if margin == 0:
-            return max(by_draws, tails[0])
+            return max(by_draws, p_no_worse)
         return by_draws
 
     def compute_limits(level: float) -> Limits:
         # Limits of the percentile bootstrap: the k-th smallest and k-th largest of the resampled
-        # changes (`draws`, sorted), widened to contain 0 where the exact test (`tails`: p-values
-        # of "no worse" and "no better") does not reject it. A share `level` of the draws is
-        # beyond each limit: k = 50 for 2000 draws at 0.025. 1e-9 makes up for a rounding error
-        # just below a whole number.
+        # changes (`draws`, sorted), widened to contain 0 where the exact test does not reject it.
+        # A share `level` of the draws is beyond each limit: k = 50 for 2000 draws at 0.025. 1e-9
+        # makes up for a rounding error just below a whole number.
         k = int(level * (RESAMPLES + 1) + 1e-9)
         if not k:  # too few draws for this level
             return _UNKNOWN
-        return _include_zero((float(draws[k - 1]), float(draws[-k])), tails, level)
+        limits = float(draws[k - 1]), float(draws[-k])
+        return _include_zero(limits, level, p_no_worse=p_no_worse, p_no_better=p_no_better)
 
     return Evidence(estimate, n, p=compute_p, limits=compute_limits, least=least)
 
@@ -291,8 +294,10 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
     centre = share_worse - share_better
     error = math.sqrt((share_worse + share_better - centre**2) / (samples + 2))  # standard error
     discordant = worse + better
-    # McNemar's one-sided p-values of "no worse" and of "no better".
-    tails = [sum_binomial(better, discordant), sum_binomial(worse, discordant)]
+    # McNemar's p-values. As B ~ Binomial(discordant, 1/2) is symmetric, P(B >= worse) is
+    # P(B <= better).
+    p_no_worse = sum_binomial(better, discordant)
+    p_no_better = sum_binomial(worse, discordant)
 
     def compute_p(margin: float) -> float:
         # p-value of "the share fell by at most the margin": the normal tail of Bonett and Price's
@@ -302,20 +307,21 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
         # P(Z >= z) = erfc(z / sqrt(2)) / 2. erfc keeps its accuracy in the tail, where 1 - erf
         # would be 0.
         by_limits = math.erfc((centre - margin) / error / math.sqrt(2)) / 2
-        # "No worse" (margin 0) must also be rejected by McNemar's exact test: tails[0].
+        # "No worse" (margin 0) must also be rejected by McNemar's exact test.
         if margin == 0:
-            return max(by_limits, tails[0])
+            return max(by_limits, p_no_worse)
         return by_limits
 
     def compute_limits(level: float) -> Limits:
         # Bonett and Price's limits `centre` -+ z `error`, widened to contain 0 where McNemar's
-        # exact test (`tails`) does not reject it.
-        half = -NormalDist().inv_cdf(level) * error  # 1 - level would be 1 for tiny levels
+        # exact test does not reject it.
+        # z = -inv_cdf(level), not inv_cdf(1 - level): 1 - level would be 1 for tiny levels.
+        half = -NormalDist().inv_cdf(level) * error
         # Two shares differ by at most 1.
         ends = max(-1.0, centre - half), min(1.0, centre + half)
-        return _include_zero(ends, tails, level)
+        return _include_zero(ends, level, p_no_worse=p_no_worse, p_no_better=p_no_better)
 
-    both_sides = min(1.0, 2 * min(tails))
+    both_sides = min(1.0, 2 * min(p_no_worse, p_no_better))
     estimate = (worse - better) / samples
     return Evidence(estimate, samples, p=compute_p, limits=compute_limits, mcnemar=both_sides)
 

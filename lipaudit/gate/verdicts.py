@@ -284,6 +284,7 @@ class Judgement(Frozen):
     def exit_code(self) -> int:
         """Return the exit code of the gravest status among the verdicts."""
         codes = {self._find_exit_code(verdict) for verdict in self.verdicts}
+        # EXIT has the exit code of each failing status, the gravest status first.
         gravest_first = (*EXIT.values(), ExitCode.NOT_PROVEN)
         return int(next((code for code in gravest_first if code in codes), ExitCode.OK))
 

@@ -151,7 +151,8 @@ def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) 
     """Try to prove that the model gives the label to every input of a form.
 
     `start` is a form (centre + coefficients . symbols) that stands for all inputs of a ball.
-    `prove_positive` may split the ball by the signs of ReLUs to prove all margins positive.
+    `prove_positive` may split the ball by the signs of ReLUs to prove all margins positive. With
+    `proof.leaves`, the parts of an earlier proof, it evaluates these in place of a search.
     """
     try:
         margins = bound_margins(lambda z: net.forward(z, sample), start, label, module=net.module)

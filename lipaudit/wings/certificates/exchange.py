@@ -72,6 +72,7 @@ def decide_instances(
             check(net, sample, options)
             loaded = time.monotonic()
             proof = make_proof(net, sample, options, options.seconds or limit)
+            # Attacks and proofs on the balls around the sample.
             bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=run.seed)
             result, example = _decide_instance(bracket, query, options)
         seconds_to_load = f"{loaded - began:.3f}"
@@ -109,6 +110,11 @@ def _decide_instance(
     bracket: Bracket, query: Query, options: CertifyOptions
 ) -> tuple[str, tuple[Tensor, ...]]:
     """Attack and try to prove a verification instance, the ball of radius 1 in `options.eps`.
+
+    Args:
+        bracket: runs the attacks and the proof.
+        query: the network and its property as a classifier.
+        options: how to prove.
 
     Returns:
         The competition's word for the outcome (sat: broken, unsat: proven, timeout or unknown);
@@ -233,7 +239,7 @@ def _find_certified(section: Section, options: CertifyOptions) -> dict[str, Radi
     pairs = zip(options.eps, section.rows, strict=True)
     # Smallest radius first: larger ones overwrite it.
     for radius, row in sorted(pairs, key=lambda pair: float(pair[0])):
-        certified = section.samples[row.trial.column("certified")]
+        certified = section.samples[row.trial.column("certified")]  # a flag for each sample
         largest |= {
             name: radius for name, flag in zip(section.ids, certified, strict=True) if flag
         }
@@ -270,7 +276,7 @@ def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: R
     # A repeated sample counts once.
     unique = [i for i, name in enumerate(section.ids) if not is_repeat(name)]
     for row in section.rows:
-        certified = columns[row.trial.column("certified")]
+        certified = columns[row.trial.column("certified")]  # a flag for each sample
         if sum(certified[i] for i in unique) / len(unique) != row.certified:
             return False
     return True

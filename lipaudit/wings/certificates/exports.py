@@ -27,7 +27,13 @@ def encode_text(files: Mapping[str, bytes]) -> dict[str, str]:
 def export_balls(
     net: Net, brackets: Sequence[Bracket], options: CertifyOptions
 ) -> dict[str, bytes]:
-    """Return the model (ONNX) and the balls around correct samples (VNN-LIB) as files by name."""
+    """Return the model (ONNX) and the balls around correct samples (VNN-LIB) as files by name.
+
+    Args:
+        net: the model.
+        brackets: the results of the attacks and proofs, one `Bracket` for each sample.
+        options: the options of the run; `eps` are the radii of the balls.
+    """
     from lipaudit.wings.certificates.onnx_graph import export_onnx
     from lipaudit.wings.certificates.vnnlib import write_property
 
@@ -69,6 +75,8 @@ def encode_proofs(brackets: Sequence[Bracket]) -> dict[str, bytes]:
     A proof has the parts of the ball (the leaves of a tree of splits): for each part the signs of
     ReLUs, and the multipliers that prove a bound on it. A ball that was not split needs no file: a
     pass through the model proves the ball again.
+
+    `brackets` are the results of the attacks and proofs, one `Bracket` for each sample.
     """
     import numpy as np
 

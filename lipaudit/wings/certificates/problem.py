@@ -269,12 +269,15 @@ def restrict_to_face(
     distance[:inputs] = -torch.inf
     distance[problem.columns] = -torch.inf
     always = inputs + len(problem.columns)
+    # Columns of unclear sign stay, and a share of all columns, nearest to a change of sign first.
+    # At least `few` stay beside those that always do.
     has_unclear_sign = distance <= 0
     count = max(always + few, int(has_unclear_sign.sum()) + int(share * len(distance)))
     count = min(count, len(distance))
     stays = torch.zeros_like(distance, dtype=torch.bool)
     stays[distance.topk(count, largest=False).indices] = True
-    # Fix a symbol at -1 if its coefficient is positive, else at 1: `end` is minus the fixed value.
+    # Fix a symbol at -1 if its coefficient is positive in all parts, else at 1. `end` is minus the
+    # fixed value.
     end = torch.where(stays, 0.0, (low + high).sign())
     new_column = stays.cumsum(0) - 1
     return replace(

@@ -378,6 +378,7 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
         abstained=int((columns["radius"][unique] == 0).sum()),
         seconds=arrays["seconds"][unique].sum().round(3),
     )
+    # Each row, a radius, has a column of flags of the samples, named like certified@l2,0.25.
     for row, flags in zip(rows, certified.T, strict=True):
         columns[row.trial.column("certified")] = flags
     notes = [*_write_notes(rows[0], options), *base.note_repeats(parts)]

@@ -353,7 +353,7 @@ def _read_suitable_heads(layer: Layer) -> Heads | str:
     Worst-case tokens are constructed for self-attention with affine projections and without a
     position bias. The heads are in float64.
     """
-    if layer.site.reason is not None:
+    if layer.site.reason is not None:  # why the heads have no closed form
         return layer.site.reason
     try:
         heads = layer.heads().row(0).to(torch.float64)

@@ -166,7 +166,7 @@ def read_radius(headline: Headline, section: Section, report: Report) -> Iterato
         radii = balls.samples.get("radius", ())
     yield headline.row(
         section,
-        row.radius,
+        value=row.radius,
         limits=median_limits(radii),
         text=text,
         samples=row.samples,

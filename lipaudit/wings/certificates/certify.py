@@ -101,6 +101,7 @@ def _make_part(
     for name in values[0]:
         arrays[name] = np.array([of_sample[name] for of_sample in values])
     facts: dict[str, Any] = {
+        # Signs of weak attacks at the clean samples, such as gradients that are 0.
         "checks": base.read_checks(*(bracket.clean for bracket in brackets)),
         "dtype": str(net.dtype).removeprefix("torch."),
         "classes": base.name_classes(net, arrays["label"], arrays["predicted"]),

@@ -404,7 +404,10 @@ def _read_argument(call: Call, name: str) -> Any:
 
 
 def _get_size(value: Any, axis: int) -> int:
-    """Return the size of a tensor along an axis; 0 if it has no such axis or is no tensor."""
+    """Return the size of a tensor along an axis (-1, -2, ...); 0 without such an axis.
+
+    The size of values that are no tensors, such as numbers, is 0 as well.
+    """
     if not isinstance(value, Tensor) or value.ndim < -axis:
         return 0
     return value.shape[axis]

@@ -375,6 +375,7 @@ def name_paths(root: Any) -> Iterator[None]:
     modules = root.named_modules() if isinstance(root, nn.Module) else ()
     for path, module in modules:
         name = path or type(root).__name__
+        # `name=name` keeps the name of this module: `name` itself changes with the loop.
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
         hooks.append(module.register_forward_hook(leave))
     try:

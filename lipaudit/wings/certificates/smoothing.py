@@ -349,6 +349,7 @@ def check(net: Net, batch: Batch, options: SmoothingOptions) -> None:
     if options.denoiser is not None:
         from lipaudit.wings.certificates.denoiser import add_denoiser
 
+        # A run on the first sample: a denoiser that fails does so before the measurement.
         add_denoiser(net, options.denoiser).output(batch[:1].to(net.device, net.dtype))
 
 

@@ -239,15 +239,17 @@ def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> PerHead:
 def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[float, float]:
     """Return the largest ||J|| at two worst-case points, the second repeated any number of times.
 
-    The result is the maximum of `weighted_norm` over the weights (1, m), for log m within 6 of
-    log n_max, and the m of the maximum. n_max is the number of tokens at which the second token
-    gives half of its attention to the first one. The maximum grows like R^2 e^{c R^2} with the
-    radius R.
+    It is the maximum of `weighted_norm` over the weights (1, m), for log m within 6 of log n_max.
+    n_max is the number of tokens at which the second token gives half of its attention to the
+    first one. The maximum grows like R^2 e^{c R^2} with the radius R.
 
     Args:
         heads: one head.
         worst: its worst-case tokens.
         radius: R.
+
+    Returns:
+        The largest norm, and its m.
     """
     from scipy.optimize import minimize_scalar  # the import takes a fifth of a second
 

@@ -392,8 +392,12 @@ class Site:
 
     @property
     def input(self) -> str:
-        """Return the name of the input with respect to which the layer's norm is computed."""
-        if self.structure is None:
+        """Return the name of the input with respect to which the layer's norm is computed.
+
+        With a closed form: "one input" for self-attention, "queries apart" if the queries have
+        another input than the keys and values, "keys and values" if the queries are constants.
+        """
+        if self.structure is None:  # no closed form
             return self.module_input
         if self.structure.q is None:  # queries are constants
             return KEYS
@@ -401,7 +405,10 @@ class Site:
 
     @property
     def module_input(self) -> str:
-        """Return the name of the module's inputs, for norms by differentiating the module."""
+        """Return the name of the module's inputs, for norms by differentiating the module.
+
+        For example "module input (query = key, value)".
+        """
         if not self.inputs:  # the module cannot run alone: there is no norm
             return MODULE_INPUT
         return f"{MODULE_INPUT} ({', '.join(self.arguments)})"

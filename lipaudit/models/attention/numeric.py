@@ -366,7 +366,10 @@ def _change_outputs(
     counts = Counter[str]()  # of calls so far, by module
 
     def change_output(name: str, _args: object, output: Any) -> Any:
-        """Return the output of a module call, changed if the call is one of the blocks."""
+        """Return the output of a module call, changed if the call is one of the blocks.
+
+        `by_call` has the blocks by module and number of the call; `counts` has the calls so far.
+        """
         residual = by_call.get((name, counts[name]))
         counts[name] += 1
         if residual is None:
@@ -396,7 +399,7 @@ def compute_residual_norms(
         InputError, EvaluationError: as in `linearize`.
     """
     by_call = {(residual.module, residual.call): residual for residual in residuals}
-    # The module of each block and the arguments of its call: a flat list, and their structure.
+    # The module of each block, and the arguments of its call.
     calls: dict[Residual, tuple[nn.Module, list[Any], TreeSpec]] = {}
 
     def copy_arguments(frame: trace.Frame) -> None:
@@ -406,6 +409,7 @@ def compute_residual_norms(
             copies = tree_map(
                 lambda v: v.clone() if isinstance(v, Tensor) else v, (frame.args, frame.kwargs)
             )
+            # The module, a flat list of its arguments, and their structure.
             calls[residual] = frame.module, *tree_flatten(copies)
 
     # Run the model once, to record the arguments. Then run each block alone.

@@ -323,8 +323,10 @@ def merge(
     check_outputs(output, REPORT)
     report = shards.merge(*folders, command=typed_command())
     emit(report, output, print_always=False, terminal=terminal, details=extent.details)
-    again = "Run the commands of the shards again to measure the rest, then merge again."
-    require_whole({report.run.model.spec: report}, again)
+    require_whole(
+        {report.run.model.spec: report},
+        "Run the commands of the shards again to measure the rest, then merge again.",
+    )
 
 
 def typed_command() -> str:

@@ -470,8 +470,9 @@ def scaled_dot_product_attention(
     if scale is None:
         scale = query.shape[-1] ** -0.5
     if is_causal:
-        size = (query.shape[-2], key.shape[-2])
-        attn_mask = torch.ones(size, dtype=torch.bool, device=value.device).tril()
+        attn_mask = torch.ones(
+            query.shape[-2], key.shape[-2], dtype=torch.bool, device=value.device
+        ).tril()
     # If only v depends on the input, q and k are constants, and their product is rounded. q is
     # then made a form, whose slack can hold the rounding error.
     query, key = rearrangements.lift_first_constant(value, query, key)

@@ -277,12 +277,8 @@ class Symbols:
     def _bound_quadratic(self, q: Float[Tensor, "b n n"]) -> Float[Tensor, "2 b"]:
         """Return upper bounds of max e^T Q e and of -min e^T Q e over the unit ball.
 
-        On the L2 ball the maximum is the largest eigenvalue of Q, or 0 if that is negative.
-
-        On the box, e^T Q e = f^T Q' f with f_i = w_i e_i and Q'_ij = Q_ij / (w_i w_j), for any
-        w_i > 0. As e_i^2 <= 1, ||f||^2 is at most sum w_i^2, and the maximum at most the largest
-        eigenvalue of Q', if positive, times sum w_i^2. With w_i^2 = sum_j |Q_ij| no eigenvalue is
-        above 1: the bound is at most sum |Q_ij|, and it is exact for the square of a coordinate.
+        On the L2 ball the maximum is the largest eigenvalue of Q, or 0 if that is negative. A box
+        is scaled to a ball of radius sqrt(sum w_i^2), with weights w_i (`_scale_to_ball`).
 
         `bound_norms` bounds the largest absolute value of an eigenvalue. To bound the largest
         eigenvalue, Q is shifted: it is at most ||Q + m I|| - m for any m > 0.
@@ -293,11 +289,7 @@ class Symbols:
         dtype = q.dtype
         sum_of_weights = q.new_ones(len(q), dtype=DOUBLE)
         if self.norm != "l2":
-            # 1 / w_i, then Q_ij / (w_i w_j), and sum w_i^2.
-            inverse = q.abs().sum(2).clamp_min(tiny(dtype) ** 0.5).rsqrt()
-            q = q * inverse[:, :, None] * inverse[:, None, :]
-            squared_weights = inverse.to(DOUBLE).square().reciprocal()
-            sum_of_weights = round_up(squared_weights.sum(1), roundings=self.inputs + 8)
+            q, sum_of_weights = _scale_to_ball(q)
         # The largest eigenvalues of Q and -Q are at most ||Q + m I|| - m and ||m I - Q|| - m.
         m = vector_norm(q.flatten(1), dim=1) * _SHIFT
         shift = torch.eye(self.inputs, dtype=dtype, device=q.device) * m[:, None, None]
@@ -306,7 +298,7 @@ class Symbols:
         largest = (norms - m).clamp_min(0)
         # The rounding of weights and shifts is a share of the Frobenius norm of Q. This norm is
         # m / _SHIFT = 4 m, and 8 m leaves room. A weight has a sum over the inputs and fewer than
-        # 8 single steps. The clamped weights lose at most sqrt(tiny) per row.
+        # 8 single steps. Weights are clamped to avoid a division by 0: they lose at most sqrt(tiny) per row.
         rounding = (
             bound_rounding(8 + self.inputs, dtype) * 8 * m + self.inputs * tiny(dtype) ** 0.5
         )
@@ -397,6 +389,21 @@ def _sum_absolute(coefficients: Tensor) -> Tensor:
 def _root_sum_squares(coefficients: Tensor) -> Tensor:
     """Return upper bounds of sqrt(sum_i g_i^2) over the symbols, axis 0."""
     return round_up(_sum_over_symbols(coefficients, torch.square).sqrt())
+
+
+def _scale_to_ball(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q'_ij = Q_ij / (w_i w_j), (b, n, n), and sum w_i^2, (b,), to bound e^T Q e on a box.
+
+    With f_i = w_i e_i for any w_i > 0, e^T Q e = f^T Q' f. On the box e_i^2 <= 1, so ||f||^2 is at
+    most sum w_i^2: the maximum is at most the largest eigenvalue of Q', if positive, times
+    sum w_i^2. With w_i^2 = sum_j |Q_ij| no eigenvalue is above 1: the bound is at most
+    sum |Q_ij|, and it is exact for the square of a coordinate.
+    """
+    inverse = q.abs().sum(2).clamp_min(tiny(q.dtype) ** 0.5).rsqrt()  # 1 / w_i
+    scaled = q * inverse[:, :, None] * inverse[:, None, :]
+    squared_weights = inverse.to(DOUBLE).square().reciprocal()
+    # The sum has a rounding per input; 8 leaves room for the single steps.
+    return scaled, round_up(squared_weights.sum(1), roundings=q.shape[1] + 8)
 
 
 def _sum_over_symbols(coefficients: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

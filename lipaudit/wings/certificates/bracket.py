@@ -198,8 +198,7 @@ class Bracket:
         certificate = certify_ball(
             self.net, self.sample, self.label_to_prove, eps, self.proof, self.texts
         )
-        seconds = time.perf_counter() - began
-        self.certificates[eps] = replace(certificate, seconds=seconds)
+        self.certificates[eps] = replace(certificate, seconds=time.perf_counter() - began)
         if certificate.certified:
             self.certified_radius = max(self.certified_radius, eps)
         elif certificate.why == "broken":  # the proof itself found a misclassified input
@@ -215,9 +214,9 @@ class Bracket:
         free = self.net.find_free_tokens(self.sample)  # a mask: True where the sample may change
         chunk = Chunk(number=0, x=point, y=y, mask=free, texts=self.texts)
         model = self.net.make_classifier(self.sample)
-        box = self.net.box
-        patch = self.proof.patch
-        return evaluate_chunk(model, chunk, trials, box=box, seed=self.seed, patch=patch)
+        return evaluate_chunk(
+            model, chunk, trials, box=self.net.box, seed=self.seed, patch=self.proof.patch
+        )
 
 
 def _search_radius(

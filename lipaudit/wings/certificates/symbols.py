@@ -298,7 +298,8 @@ class Symbols:
         largest = (norms - m).clamp_min(0)
         # The rounding of weights and shifts is a share of the Frobenius norm of Q. This norm is
         # m / _SHIFT = 4 m, and 8 m leaves room. A weight has a sum over the inputs and fewer than
-        # 8 single steps. Weights are clamped to avoid a division by 0: they lose at most sqrt(tiny) per row.
+        # 8 single steps. Weights were clamped, against a division by 0: each loses at most
+        # sqrt(tiny).
         rounding = (
             bound_rounding(8 + self.inputs, dtype) * 8 * m + self.inputs * tiny(dtype) ** 0.5
         )

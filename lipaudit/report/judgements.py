@@ -507,6 +507,6 @@ def describe_ranking(ranking: Ranking) -> str:
         lead = outcome.capitalize()
         if outcome == "best" and differences:
             lead += f" by {differences[0].subject}"
-        if outcome:  # models that are not ranked have none
+        if outcome:  # empty without a ranking
             sentences.append(f"{lead}: {', '.join(models)}.")
     return " ".join(sentences)

@@ -162,8 +162,11 @@ def evaluate_chunk(
             f"samples are {x.dtype}, which is too coarse for small radii",
             "Use --dtype float32 or float64.",
         )
-    everything = torch.arange(len(x), device=x.device)  # all samples of the chunk
-    oracle = Oracle(f, rows=everything, batch_size=batch_size)
+    oracle = Oracle(
+        f,
+        rows=torch.arange(len(x), device=x.device),  # all samples of the chunk
+        batch_size=batch_size,
+    )
     logits = _require_finite(oracle(x), "clean samples", chunk)
     if earlier:
         clean = earlier[0]
@@ -289,8 +292,7 @@ class _AttackRun:
         chunk = self.chunk
         norm = self.trial.norm
         patch = self.patch if norm == "patch" else None
-        eps = float(self.trial.radius)
-        ball = Ball(norm, eps, box=self.box, mask=chunk.mask, patch=patch)
+        ball = Ball(norm, eps=float(self.trial.radius), box=self.box, mask=chunk.mask, patch=patch)
         attack, notes = adapt(self.attack, self.logits.shape[1])
         notes += note_resolution(chunk.x, ball, single=attack.kind.single)
         robust = last.robust.clone()

@@ -194,8 +194,7 @@ def _bound_dense_blocks(heads: Heads) -> Tensor:
         size = largest.clamp_min(torch.finfo(jacobian.dtype).tiny)
         jacobian = jacobian / size[:, None, None]
         gram = jacobian @ jacobian.mT
-        blocks = gram.reshape(-1, n, dv, n, dv)
-        blocks = blocks.transpose(-3, -2)  # (heads, n, n, dv, dv)
+        blocks = gram.reshape(-1, n, dv, n, dv).transpose(-3, -2)  # (heads, n, n, dv, dv)
         norms.append(matrix_norms.spectral_norm(blocks))
         sizes.append(size)
     squares = matrix_norms.nonnegative_norm(torch.stack(norms))

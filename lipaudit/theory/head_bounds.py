@@ -486,26 +486,17 @@ def bound_curvature(point: BallPoint, on: BallLimits) -> PerHead:
         on: upper limits on the ball: of the deviations z and v, of u, and of the change `shift`
             of v_j - o_i.
     """
-    largest_w = point.w.amax(-1, keepdim=True)
-    longest = largest_w + on.shift  # max ||v_j - o_i|| on the whole ball
+    longest = point.w.amax(-1, keepdim=True) + on.shift  # max ||v_j - o_i|| on the whole ball
     # The coefficient of 2 (x_i y_i)^1/2, from all three terms.
     mixed = point.wv * on.z + longest * on.z * on.u + point.a * on.v
     # The coefficient of x_i, from the second term.
     diagonal = longest * on.z.square()
     # The coefficients of y_i = sum_j spread_ij x_j, from the first and the second term. In the
-    # second one, ||v_j - o_i|| is at most w_ij, its value at X, plus `shift`. The part with w_ij
-    # follows below.
+    # second one, the weights ||v_j - o_i|| are at most w_ij, their values at X, plus `shift`: here
+    # is the part with `shift`, and below the part with w_ij.
     columns = 2 * point.wv * on.u + on.shift * on.u.square()
     columns = columns * on.spread
-    # The variance with the weights w_ij = ||v_j - o_i|| at X is at most sum_j weighted_ij x_j.
-    # `even` uses the largest w_ij of the row, `uneven` each w_ij. On a large ball the formula of
-    # `uneven` may not hold: then the larger of both limits is used, because a limit must not fall
-    # as the radius grows.
-    even = on.spread * largest_w
-    uneven, holds = bound_weights(centre=point.p, p=on.p, w=point.w)
-    uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
-    weighted = torch.where(point.uneven, uneven, even)
-    columns = columns + on.u.square() * weighted
+    columns = columns + on.u.square() * _bound_weighted_variance(point, on)
     limits = []
     for t in BALANCES:  # every t > 0 gives a limit: the smallest one counts
         # 2 mixed (x_i y_i)^1/2 <= mixed (t x_i + y_i / t), y_i = sum_j spread_ij x_j. So
@@ -522,6 +513,26 @@ def _deviation(p: Tensor, lengths: Tensor) -> Tensor:
     """Return (sum_j P_ij lengths_ij^2)^1/2, a standard deviation under P_i, (..., n, 1)."""
     variance = (p * lengths.square()).sum(-1, keepdim=True)
     return variance.sqrt()
+
+
+def _bound_weighted_variance(point: BallPoint, on: BallLimits) -> Tensor:
+    """Return numbers h_ij such that a weighted variance is at most sum_j h_ij ||f_j||^2.
+
+    The variance is that of any vectors f_j under row i of P, anywhere on a ball around X, with the
+    weights w_ij = ||v_j - o_i|| at X. There are two limits of it: `even` is the limit of the plain
+    variance (`spread`) times the largest w_ij of the row; `uneven` keeps each w_ij
+    (`bound_weights`). Each row uses the one that is sharper at X.
+
+    Args:
+        point: P, w, and which rows use `uneven`.
+        on: upper limits of P on the ball, and `spread`.
+    """
+    even = on.spread * point.w.amax(-1, keepdim=True)
+    uneven, holds = bound_weights(centre=point.p, p=on.p, w=point.w)
+    # On a large ball the formula of `uneven` may not hold. Then the larger of both limits is used,
+    # because a limit must not fall as the radius grows.
+    uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
+    return torch.where(point.uneven, uneven, even)
 
 
 def bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -290,8 +290,7 @@ class Ingredients:
             k = k - mean_key
             v = v - mean_value
         v = seen * v
-        scale = heads.scale.expand(p.shape[:2])
-        scale = scale[..., None, None]
+        scale = heads.scale.expand(p.shape[:2])[..., None, None]
         return Centred(p=p, seen=seen, k=seen * k, v=v, o=p @ v, s=scale)
 
     @cached_property

@@ -449,7 +449,7 @@ def _measure_batches(
     """
     on_device = (batch.to(net.device, net.dtype) for batch in batches)
     first_on_device = first.to(net.device, net.dtype)
-    samples = ProcessBatches(first_on_device, on_device, dict(progress.parts))
+    samples = ProcessBatches(first_on_device, on_device, unfinished=dict(progress.parts))
     # A measure itself raises TimeOverError if the limit comes before the part is complete.
     with exact_arithmetic(net.device), listening(listener), suppress(TimeOverError):
         for part in measure.compute(net, samples, options):
@@ -532,6 +532,7 @@ def _blame_sample(job: Job, net: Net, error: Exception, batches: Sequence[Batch]
     samples = job.samples
     advice = "On overflow, try --dtype float64."
     # With --autocast, `net` is a rounded model and `net.exact` is the model without rounding.
+    # bfloat16 has the range of float32, which float16 has not.
     if net.exact is not None:
         advice = "On overflow, try --autocast bfloat16."
     for batch in batches:

@@ -360,7 +360,7 @@ def _adapt_measure(
         UsageError: the options do not suit the model, or the measure does not work on scores.
     """
     if score is None:
-        return options.adapt(net.kind, net.changes, NEEDED)
+        return options.adapt(net.kind, changes=net.changes, why=NEEDED)
     if options.scores == "never":
         raise UsageError(
             f"--score {score} makes the scores of continuations the model's output, and {name} "
@@ -551,7 +551,7 @@ def _describe_first_samples(job: Job) -> list[str]:
         labels = batch.y[:SHOWN].tolist()
     names = dict(enumerate(job.net.labels or ()))
     lines = []
-    for place, label in zip(places, labels, strict=False):
+    for place, label in zip(places, labels, strict=False):  # at most SHOWN samples
         name = names.get(label)
         if label < 0:
             lines.append(f"{place}: no label")

@@ -136,7 +136,7 @@ def _contrast_reports(
     if rule.limit.kind == "absolute":  # a limit on the current figure, which needs no baseline
         if rule.group:
             return _contrast_own_groups(rule, current, new)
-        return _list_figures(points)
+        return _contrast_current(points)
     if old is None:
         raise BaselineError(f"the baseline has no section {rule.measure}")
     _require_comparable(rule, current, baseline, old, lenient)
@@ -162,8 +162,8 @@ def _contrast_reports(
     return contrasts
 
 
-def _list_figures(points: Mapping[Key, float]) -> list[Contrast]:
-    """Return the current figures, by row, for an absolute limit: they have no old values."""
+def _contrast_current(points: Mapping[Key, float]) -> list[Contrast]:
+    """Return a contrast without an old value for each current figure, for an absolute limit."""
     return [Contrast(name=str(name), old=None, new=value) for name, value in points.items()]
 
 
@@ -299,7 +299,7 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
         # The stored rows are statistics of all samples: they are computed again for each group.
         reading = readings.read(rule, section, indices, recompute=not rule.per_sample)
         readings.require_finite(rule, reading)
-        for contrast in _drop_copies(rule, _list_figures(reading.points)):
+        for contrast in _drop_copies(rule, _contrast_current(reading.points)):
             contrasts.append(replace(contrast, group=group, ids=tuple(members)))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
 

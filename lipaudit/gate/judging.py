@@ -293,6 +293,7 @@ def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[ContrastKey,
         adjusted = statistics.correct_jointly(changes - null, quiet).tolist()
         return dict(zip(p_values, adjusted, strict=True))
     corrected = statistics.correct_by_holm(counted)
+    # 1 for the groups that do not count.
     return dict.fromkeys(p_values, 1.0) | {key: p for key, (p, _) in corrected.items()}
 
 
@@ -482,7 +483,7 @@ def _count_to_prove(n: int, estimate: float, high: float, margin: float) -> int 
     distance = margin - estimate
     if not math.isfinite(high) or distance <= 0:
         return None
-    ratio = min((high - estimate) / distance, MANY)
+    ratio = min((high - estimate) / distance, MANY)  # a larger ratio counts as MANY
     return max(n + 1, math.ceil(n * ratio**2))
 
 
@@ -509,10 +510,11 @@ def _estimate_needed(evidence: Evidence, p: float, level: float, way: float = 1.
         ratio = 1 - min(low, 0.0) / estimate
     elif 0 < p < 0.5:
         # Without limits: the normal quantile z of the p-value grows like sqrt(n), so
-        # sqrt(m / n) = z(level) / z(p).
+        # sqrt(m / n) = z(level) / z(p). p < 1/2, so that z(p) > 0.
         ratio = NormalDist().inv_cdf(1 - level) / NormalDist().inv_cdf(1 - p)
     else:
         return None
+    # A ratio above MANY counts as MANY.
     return max(evidence.samples + 1, math.ceil(evidence.samples * min(ratio, MANY) ** 2))
 
 

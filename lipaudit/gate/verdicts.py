@@ -196,7 +196,8 @@ class Verdict(Frozen):
             size = 100 * size
         unit = {"%": "%", "pp": " points", "": ""}[self.unit]
         way = "higher" if nearest_to_zero > 0 else "lower"
-        # Rounded down to one decimal, so that "at least" stays true.
+        # Rounded down to one decimal, so that "at least" stays true. ROUNDING makes up for the
+        # rounding error of a size that is just below a decimal.
         return f"proven: at least {math.floor(10 * size + ROUNDING) / 10:g}{unit} {way}"
 
     @property

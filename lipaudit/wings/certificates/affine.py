@@ -484,6 +484,7 @@ def variance(
     freedom = input.numel() // total.numel() - correction
     if freedom <= 0:  # torch divides by zero
         raise NoRuleError("a variance that is not a number: n <= correction")
+    # Roundings of 1 / freedom: the division, and the cast to the dtype of coefficients.
     return scale(total, 1 / freedom, roundings=2)
 
 

@@ -121,8 +121,8 @@ class Bracket:
             return max(self.certified_radius, 0.0), min([self.adversarial_radius, *unproven])
 
         _search_radius(
-            self._attack_and_approach,
-            read_attacks,
+            examine=self._attack_and_approach,
+            read_limits=read_attacks,
             first=ATTACK_SHARE * largest,
             largest=largest,
             tol=tol,
@@ -130,7 +130,11 @@ class Bracket:
         # No radius beyond an adversarial example can be proven.
         largest = min(self.adversarial_radius, largest)
         _search_radius(
-            self.prove, read_proofs, first=PROOF_SHARE * largest, largest=largest, tol=tol
+            examine=self.prove,
+            read_limits=read_proofs,
+            first=PROOF_SHARE * largest,
+            largest=largest,
+            tol=tol,
         )
 
     def _find_largest_radius(self) -> float:

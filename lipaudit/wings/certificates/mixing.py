@@ -246,7 +246,8 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     )
     rho = _bound_log_mean(deviation)
     require_finite(rho.slack)
-    # log softmax(c) + d; the slack also covers the rounding of log softmax(c).
+    # log softmax(c) + d; the slack also covers the rounding of log softmax(c). This is a share of
+    # the sizes of the score, of its logarithm, and of 1: the logarithm of p near 1 is near 0.
     log_p = s.centre.log_softmax(-1).masked_fill(is_masked, 0.0)
     size = 1 + log_p.abs() + s.centre.masked_fill(is_masked, 0.0).abs()
     slack = round_up(d.slack + error * size)

@@ -120,7 +120,7 @@ def _report_passes(bracket: Bracket, options: CertifyOptions) -> bool:
     """Tell the user how many passes the proofs of a sample need, and how long a pass takes.
 
     A proof for 2 patches on a grid of 196 places has a pass for each of the 196 * 195 / 2 choices
-    of places. A trial proof of a single pass measures the time.
+    of places. A trial measures the time: one pass for each choice, until TRIAL_SECONDS are over.
 
     Args:
         bracket: runs the attacks and proofs of the sample; the attacks are already done.
@@ -143,6 +143,7 @@ def _report_passes(bracket: Bracket, options: CertifyOptions) -> bool:
     began = time.monotonic()
     brief = replace(bracket.proof, nodes=1, deadline=began + TRIAL_SECONDS)
     certificate = certify_ball(net, bracket.sample, bracket.label_to_prove, patches, brief)
+    # `nodes` counts the passes before the deadline.
     seconds = (time.monotonic() - began) / max(certificate.nodes, 1)
     relation = "at most"
     if bracket.proof.nodes > 1:

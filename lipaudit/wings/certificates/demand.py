@@ -318,7 +318,7 @@ def _mark_rearranged(call: Call, node: Node) -> None:
     moved = call.func(indices, *args, **call.kwargs)
     if len(call.results) == 1:
         moved = [moved]
-    entries = node.read.view(-1)
+    entries = node.read.view(-1)  # a view: what is written here is marked in the node
     for result, result_indices in zip(call.results, moved, strict=True):
         entries[result_indices[result.read]] = True
 

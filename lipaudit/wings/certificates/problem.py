@@ -109,9 +109,10 @@ class Problem:
         if symbols.norm == "l2":  # over the unit ball: e = c / ||c||
             size = vector_norm(of_inputs, dim=1, keepdim=True)
             e[:, : self.inputs] = of_inputs / size.clamp_min(tiny(coefficients.dtype))
-        elif symbols.norm == "words":  # c . symbols is smallest where -c . symbols is largest
-            least = symbols.find_best_words(-of_inputs.mT).mT
-            e[:, : self.inputs] = -least
+        elif symbols.norm == "words":
+            # The symbols -e at which -c . symbols is largest, and so c . symbols smallest.
+            lowest = symbols.find_best_words(-of_inputs.mT).mT
+            e[:, : self.inputs] = -lowest
         return e
 
     def to(self, dtype: torch.dtype) -> Problem:
@@ -148,7 +149,7 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
     stacks = [form.generators for form in forms]
     has_column = _choose_columns(symbols, stacks, always, max(room, 0))
     margin_rows, *relu_rows = (_make_rows(symbols, form, has_column) for form in forms)
-    column_of_symbol = has_column.cumsum(0) - 1
+    column_of_symbol = has_column.cumsum(0) - 1  # for symbols that have a column
     # The depth of a ReLU is the number of its call: 0 for the first one in the model.
     depths = [torch.full_like(call.numbers, depth) for depth, call in enumerate(calls)]
     return Problem(
@@ -279,7 +280,7 @@ def restrict_to_face(
     # Fix a symbol at -1 if its coefficient is positive in all parts, else at 1. `end` is minus the
     # fixed value.
     end = torch.where(stays, 0.0, (low + high).sign())
-    new_column = stays.cumsum(0) - 1
+    new_column = stays.cumsum(0) - 1  # for columns that stay
     return replace(
         problem,
         margins=_fix_columns(problem.margins, end, stays),

@@ -405,9 +405,9 @@ def margins(logits: Form, label: int) -> Form:
     # The forms of the quotient, all with an entry for each class.
     shape = logits.shape
     parts = logits.quotient.move(lambda form: cast("Form", broadcast(form, shape).reshape(-1)))
-    if not has_constant_rows(parts.square):  # logits have different roots
+    if not has_constant_rows(parts.square):  # root^2 is not the same for all classes
         return plain
-    # `square` is root^2, and equal for all classes: the root of its first entry.
+    # The root of all classes, from the first entry of root^2.
     root = relax(cast("Form", parts.square[:1]), SQRT, positive=True)
     constant = mul(_subtract_logits(parts.constant, label), broadcast(root, plain.shape))
     times_root = add(_subtract_logits(parts.numerator, label), constant)

@@ -254,7 +254,8 @@ class WorstHead:
         for n, end in zip(lengths, ends, strict=True):
             smallest = float(end.norm.min())  # over the searches
             largest = float(end.norm.max())
-            # Slightly raised, because searches that agree do not prove that no norm is larger.
+            # The spread is slightly raised: searches that agree do not prove that no norm is
+            # larger.
             spread = 1 + REPEATS
             if smallest:  # not 0; norms of 0 have no ratio
                 spread *= largest / smallest

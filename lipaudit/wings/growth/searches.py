@@ -156,7 +156,8 @@ def _choose_direction(slope: Tensor, memory: list[CurvaturePair]) -> Tensor:
 
     Args:
         slope: the gradient of each row.
-        memory: the latest steps, each with the fall of the gradient along it.
+        memory: the latest steps: in the book s is the step, y the fall of the gradient along it,
+            and rho = 1 / <s, y> the weight, which is 0 to ignore the step.
     """
     direction = slope
     shares = []  # alpha in the book, by step from the last to the first
@@ -485,7 +486,7 @@ class _Objective:
         z = rows[:, : self._angle_column]  # three points, before the angle
         z = z.view(len(rows), 3, -1)[:, : self.n]  # fewer for fewer tokens
         length = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-        length = length.clamp_min(1e-12)
+        length = length.clamp_min(1e-12)  # no division by 0 for z = 0, the token 0
         return self.radius * torch.sin(length) * z / length
 
     def _count_copies(self, rows: Tensor) -> Tensor:

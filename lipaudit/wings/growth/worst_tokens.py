@@ -121,8 +121,8 @@ def adversary(heads: Heads) -> Adversary | None:
     wk = to_k.weight[0]
     values, vectors = torch.linalg.eig(scale * (wq.mT @ wk))
     real = torch.where(values.imag == 0, values.real, 0.0)  # complex eigenvalues count as 0
-    # Token 1 is lead R u, and every other token is follow R u.
-    # The choice with the larger gamma, lambda_max / 8 or -lambda_min.
+    # Token 1 is lead R u, and every other token is follow R u. Of the two choices take the one
+    # with the larger gamma, which is lambda_max / 8 or -lambda_min.
     if real.max() > -8 * real.min():
         index = int(real.argmax())
         lead = 1.0

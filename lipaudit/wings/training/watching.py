@@ -263,7 +263,7 @@ class Monitor:
         try:
             yield
         except Exception as error:
-            if not self._request.partial:
+            if not self._request.partial:  # strict
                 raise
             warnings.warn(f"lipaudit, step {step}: {explain_error(error).message}", stacklevel=2)
 
@@ -582,7 +582,7 @@ def make_trainer_callback() -> type:
     class TrainerCallback(WatchingCallback, transformers.TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             if state.is_world_process_zero:  # one process measures
-                self.start_watching(known["model"], args.output_dir, state.global_step)
+                self.start_watching(known["model"], args.output_dir, step=state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             self.finish_step(state.global_step)
@@ -606,7 +606,7 @@ def make_lightning_callback() -> type:
             folder = trainer.log_dir or trainer.default_root_dir
             if trainer.is_global_zero:
                 loggers = [logger.log_metrics for logger in trainer.loggers]
-                self.start_watching(pl_module, folder, trainer.global_step, loggers=loggers)
+                self.start_watching(pl_module, folder, step=trainer.global_step, loggers=loggers)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             self.finish_step(trainer.global_step)

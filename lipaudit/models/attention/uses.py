@@ -207,7 +207,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A map to one column (or a matrix times a vector) gives one number for each pair of
             # tokens, as in additive attention, w tanh(q_i + k_j): keep _OUTER. A map to several
             # columns makes new features.
-            if out.ndim == 1 or out.shape[-1] == 1:
+            if out.ndim < 2 or out.shape[-1] == 1:
                 marks |= (left_marks | right_marks) & _OUTER
             return marks
         left_pair = left_marks & _PAIR

@@ -166,6 +166,25 @@ def compile_functions(code, file, **names):
     return names
 
 
+class Weighed(nn.Module):
+    """Attention whose output is scaled by a dot product of each sample with a constant."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tiny = Tiny()
+        self.register_buffer("weights", torch.rand(WIDTH))
+
+    def forward(self, x):
+        scales = [torch.dot(sample[0], self.weights) for sample in x]
+        return self.tiny(x) * torch.stack(scales)[:, None, None]
+
+
+def test_a_dot_product_of_a_sample_with_a_constant_is_no_attention():
+    (site,) = sites_of(Weighed())
+    assert site.closed_form
+
+
 @pytest.mark.parametrize("package", ["einops", "einx"])
 def test_the_line_of_unread_attention_is_one_of_the_model(package):
     """Not of a package that rearranges axes; a folder of that name is no such package."""

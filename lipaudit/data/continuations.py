@@ -220,7 +220,9 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         f"{limit} tokens",
     )
     drawn = [questions[i] for i in rows_drawn]
-    prompts = tuple((question.prompt,) for question in drawn)
+    prompts = tuple(
+        (question.prompt,) for question in drawn
+    )  # a tuple each: other samples have two texts
     right = [question.right for question in drawn]
     batch = replace(
         make_batch([question.ids for question in packed], net, right),

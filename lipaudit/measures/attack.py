@@ -36,6 +36,7 @@ from lipaudit.tables.trials import COSTS, TrialKey, worst_cases
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
+    from lipaudit.measures.rounds import ChunkRun
     from lipaudit.models.net import Net
 
 
@@ -181,11 +182,10 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     # A run is a chunk with an iterator that runs its attacks.
     runs = prepare_chunks(net, options, steps, incomplete=incomplete or {}, batches=batches)
     while group := list(islice(runs, size)):
-        prefix = _name_round([run.batch for run in group])
-        # Yields the run of a chunk after each attack on this chunk.
-        # Never without classes: `check` refuses such models.
+        prefix = _name_round(group)
+        # A model without classes was refused by `check`: the 2 is never used.
         round_of_runs = Round(group, steps, classes=net.classes or 2, prefix=prefix)
-        for run in round_of_runs.attack():
+        for run in round_of_runs.attack():  # the run of a chunk, after each attack on this chunk
             is_complete = len(run.outcomes) > len(steps)  # the clean samples, and one per attack
             if scores_continuations and is_complete:
                 run.outcomes += list(move_losses(net, run, options))
@@ -193,15 +193,16 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
                 yield make_part(net, run, options, notes)
 
 
-def _name_round(group: Sequence[Batch]) -> str:
+def _name_round(group: Sequence[ChunkRun]) -> str:
     """Return the beginning of a message about a round: the numbers of its samples.
 
     Empty for the first round: most runs have a single round, and need no numbers.
     """
-    first = group[0].start
+    first = group[0].batch.start
     if first == 0:
         return ""
-    return f"samples {first + 1} to {group[-1].start + len(group[-1])}: "
+    last = group[-1].batch
+    return f"samples {first + 1} to {last.start + len(last)}: "
 
 
 def check(net: Net, batch: Batch, options: AttackOptions) -> None:

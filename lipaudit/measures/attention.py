@@ -559,7 +559,7 @@ def _list_compared(total: Values, count: Values) -> dict[str, Values]:
     compared = {}
     for column in ATTENTION_TABLE.columns.values():
         if column.reduction is not None:
-            name = column.reduction.values
+            name = column.reduction.values  # name of the statistic that the column summarises
             compared[name] = means[..., MEANS.index(name)]
     # Numbers of all rows, which all have g1, and of long rows: only these have a regime, such as
     # uniform.

@@ -58,8 +58,8 @@ class MeasureOptions(Settings):
     deploys: ClassVar[bool] = False
     # Whether the measure needs labels.
     labelled: ClassVar[bool] = False
-    # When it has a language model score continuations: it may read texts alone, do so where
-    # --score is given, or have no other way to measure one.
+    # Whether a language model scores continuations for it: never (it reads texts alone), asked
+    # (with --score), or always (there is no other way to measure such a model).
     scores: ClassVar[Literal["never", "asked", "always"]] = "never"
 
     # Options that take the place of MODEL, and for each the function (`module:function`) that is
@@ -177,7 +177,8 @@ class Part:
         facts: values that JSON can hold (names of layers, reasons): lists, dicts with text as
             keys, numbers, text. Facts that were stored come back with lists in place of tuples.
         notes: remarks on this chunk.
-        complete: whether nothing is left to do; a resumed run hands others back to the measure.
+        complete: whether the work on the chunk is done. A resumed run gives incomplete parts back
+            to the measure.
     """
 
     ids: tuple[str, ...]
@@ -238,7 +239,7 @@ class Measure:
         encode_files: returns the contents of the files that its options ask for.
         check: refuses unsuitable models, samples or options before anything is measured.
         command: the command that runs it; empty for a command of its own name.
-        place: its place in audits and lists, where measures with smaller ones come before it.
+        place: its place in audits and lists, in ascending order.
         audit: its part in an audit.
         moved: options for files that may be elsewhere when `gate` and `compare` measure a MODEL
             like a baseline: fields of these commands, by name, as `repeat_option` returns them.
@@ -266,7 +267,7 @@ class TimeOverError(Exception):
 
 @dataclass(frozen=True)
 class Listener:
-    """What hears a measure while it runs.
+    """Receives the progress and the notes of a measure while it runs.
 
     Attributes:
         moves: receives the number of finished samples of the current part.
@@ -337,10 +338,8 @@ def join_arrays(parts: Sequence[Part], besides: Collection[str] = ()) -> dict[st
 
     Arrays that only some parts have are left out: an older version may have stored these parts.
     """
-    names = set(parts[0].values) - set(besides)
-    for part in parts:
-        names &= set(part.values)
-    return {name: join_parts(parts, name) for name in parts[0].values if name in names}
+    common = [name for name in parts[0].values if all(name in part.values for part in parts)]
+    return {name: join_parts(parts, name) for name in common if name not in besides}
 
 
 def sample_ids(parts: Iterable[Part]) -> tuple[str, ...]:

@@ -26,6 +26,9 @@ MOST = 512
 # Longest text shown for a token: reserved names and runs of signs may be long.
 LETTERS = 40
 
+# The row of each broken sample in its batch, and the outcome of the trial that broke it.
+_Broken = list[tuple[int, Outcome]]
+
 
 def name_tokens(net: Net, batch: Batch) -> list[tuple[str, ...]]:
     """Return the names of the tokens of each sample, without padding.
@@ -81,7 +84,7 @@ def describe_gradients(
     # Only an input with a vector per token has shares of tokens. A waveform has none.
     if gradient.ndim < 3 or gradient.shape[:2] != batch.x.shape[:2]:
         return {}
-    # The mask of the tokens that may change: without padding and, of a prompt, continuations.
+    # True at the tokens that may change: not at padding, nor at the continuations of a prompt.
     batch = replace(batch, mask=net.find_free_tokens(batch))
     tokens_of_samples = name_tokens(net, batch)
     shares_of_samples = share_squares(batch, gradient)
@@ -208,14 +211,8 @@ def describe_examples(
     # Probabilities before and after the attack, (broken samples, classes).
     with torch.no_grad():
         before = torch.cat([net.output(part).softmax(1) for part in samples.split(size)])
-        after = texts.forward_pieces(net, samples, x_adv, size).softmax(1)
-        for i, (row, end) in enumerate(broken):
-            # Attacks that change texts give a draft in place of x_adv: run the model on its text.
-            if end.drafts is not None and chunk.texts is not None:
-                reader = chunk.texts.reader
-                ids = torch.tensor([reader.read(end.drafts[row])], device=net.device)
-                after[i] = reader.output(ids, None).softmax(1)[0]
-    # Of these, only two are shown: of the true class, and of the class predicted under attack.
+    after = _predict_attacked(net, chunk, x_adv, samples, broken, size)
+    # Only two probabilities are shown: of the true class, and of the class predicted under attack.
     classes = torch.stack([chunk.y[rows], after.argmax(1)], 1)
     before = before.gather(1, classes).cpu().double().round(decimals=4)
     after = after.gather(1, classes).cpu().double().round(decimals=4)
@@ -235,9 +232,33 @@ def describe_examples(
     return examples
 
 
+@torch.no_grad()
+def _predict_attacked(
+    net: Net, chunk: Chunk, x_adv: Tensor, samples: Batch, broken: _Broken, size: int
+) -> Tensor:
+    """Return the model's probabilities of the classes under attack, (broken samples, classes).
+
+    Args:
+        net: the model.
+        chunk: the samples, as they were attacked.
+        x_adv: the adversarial examples of the broken samples.
+        samples: the broken samples.
+        broken: their rows in the chunk, and the outcomes of the trials that broke them.
+        size: number of samples on the device at a time.
+    """
+    probabilities = texts.forward_pieces(net, samples, x_adv, size).softmax(1)
+    for i, (row, end) in enumerate(broken):
+        # Attacks that change texts give a draft in place of x_adv: run the model on its text.
+        if end.drafts is not None and chunk.texts is not None:
+            reader = chunk.texts.reader
+            ids = torch.tensor([reader.read(end.drafts[row])], device=net.device)
+            probabilities[i] = reader.output(ids, None).softmax(1)[0]
+    return probabilities
+
+
 def _find_examples(
     ids: Sequence[str], outcomes: Sequence[Outcome], known: Mapping[str, Mapping[str, Any]]
-) -> list[tuple[int, Outcome]]:
+) -> _Broken:
     """Return the row of each broken sample and the outcome of the first trial that broke it.
 
     Args:
@@ -249,9 +270,10 @@ def _find_examples(
     # Whether each trial broke each sample, (samples, trials).
     broken = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
     examples = []
-    for row in broken.any(1).nonzero().flatten().tolist():
-        first = int(broken[row].int().argmax())  # the first trial that broke it
-        end = ends[first]
+    for row, flags in enumerate(broken.tolist()):
+        if not any(flags):
+            continue
+        end = ends[flags.index(True)]  # of the first trial that broke the sample
         if known.get(ids[row], {}).get("trial") != _name_trial(end):
             examples.append((row, end))
     return examples

@@ -406,7 +406,8 @@ def _list_claims(
         rounding=compute_layer_rounding,
         record=SHARP,
     )
-    # In each ball, the largest norm that a search found: (samples, heads, radii).
+    # In each ball: `ball_norm` is the largest norm that a search found, (samples, heads, radii).
+    # `balls` has it, too: as a bound, it is never below itself.
     for name, bounds in balls.items():
         for i, radius in enumerate(radii):
             yield Claim(

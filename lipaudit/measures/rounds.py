@@ -150,8 +150,8 @@ def _make_chunk(net: Net, batch: Batch, options: AttackOptions, reader: Reader |
     if reader is not None:
         characters = any(trial.norm == "characters" for trial in options.trials())
         chunk_texts = texts.read_texts(reader, batch, characters=characters)
-    x = net.point(batch)
-    saved = None
+    x = net.point(batch)  # what attacks move: pixels, or the embeddings of tokens
+    saved = None  # the examples of all files, (samples, examples, ...)
     if options.transfer:
         files = [read_examples(path, batch.ids, x.shape[1:]) for path in options.transfer]
         saved = torch.cat([examples.to(x) for examples in files], 1)

@@ -238,21 +238,18 @@ def measure_batch(
         "norm": options.norm,
         "seeds": options.list_seeds(batch.ids),
     }
-    # 1. Norms. `linear` is the Jacobian at each sample: of the whole model, unless --from names a
-    # block.
+    # 1. Norms. All figures are those of `linear`, the Jacobian at each sample.
     graph = _BlockGraph(net, at, starts)
-    linear = graph.whole
+    linear = graph.whole  # from the input of the model
     start = at.start
-    norms_of_blocks = []
-    ends = []  # of each norm of a block: input, output, module and method
-    if options.start in starts:  # --from layer:5: all figures are of this Jacobian
+    norms_of_blocks = {}
+    if options.start in starts:  # --from layer:5: from the output of a block
         start = str(options.start)
         linear = graph.linearize_after(start)
-    else:  # --from layers: norms alone, in addition to all figures of the whole model
-        for name, block in starts.items():
+    else:  # --from layers: norms from the outputs of blocks, in addition
+        for name in starts:
             of_block = compute_jacobian_norms(graph.linearize_after(name), **settings)
-            norms_of_blocks.append(of_block)
-            ends.append((name, at.target, block.module, of_block.method))
+            norms_of_blocks[name] = of_block
     # Margins f_y - f_j between classes need at least two logits, (samples, classes).
     has_margins = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
     norms = compute_jacobian_norms(
@@ -270,7 +267,11 @@ def measure_batch(
         "to": at.target,
         "method": norms.method,
         "around": graph.bypassed,
-        "ends": ends,
+        # Of each norm of a block: input, output, module of the block, method.
+        "ends": [
+            (name, at.target, starts[name].module, of_block.method)
+            for name, of_block in norms_of_blocks.items()
+        ],
     }
     # 2. The loss, or the margins between classes, and the gradients that a page draws.
     labels = None if net.classes is None else batch.y
@@ -281,12 +282,12 @@ def measure_batch(
     gradient = norms.vector  # v, (samples, inputs)
     drawn = "direction"
     if has_margins:
-        margins, gradient = _measure_margins(linear, labels, norms.upper, options)
+        margins, gradient = _measure_margins(linear, labels, upper=norms.upper, options=options)
         values |= margins
         drawn = "margin"
     if gradient is not None and net.kind != "image":
         gradient = gradient.view_as(linear.x)
-        facts["gradients"] = drawings.describe_gradients(net, batch, gradient, drawn)
+        facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of=drawn)
     # 3. The shares of heads and blocks in the change of the output along some directions.
     if options.shares:
         if norms.gap is not None:
@@ -297,7 +298,7 @@ def measure_batch(
         shares, facts_of_shares = measure_shares(net, batch, at, directions, counted, first)
         values |= shares
         facts |= facts_of_shares
-    return Sensitivity(values, facts, norms_of_blocks)
+    return Sensitivity(values, facts, of_blocks=list(norms_of_blocks.values()))
 
 
 def _count_unlabelled(batch: Batch) -> int:

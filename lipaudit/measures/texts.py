@@ -148,7 +148,7 @@ def _reads_padding(reader: Reader, ids: Tensor) -> bool:
     surplus = max(0, len(ids) + PADDING - reader.most)
     ids = ids[surplus:]
     padding = ids.new_full((PADDING,), reader.pad_id)
-    longer = torch.cat([ids, padding])[: reader.most][None]  # (1, tokens)
+    longer = torch.cat([ids, padding])[None]  # (1, tokens)
     mask = (torch.arange(longer.shape[1]) < len(ids))[None]  # False at padding
     device = reader.table.device
     try:
@@ -242,6 +242,8 @@ def _draft_prompt(
     spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
     room = packer.find_room(continuation_ids)  # largest number of tokens of the prompt
     prompt_length = min(len(ids), room)  # packing cuts off the beginning of a long prompt
+    # What stays when an attack changes the prompt. `tail`: the ids behind the prompt. `pack`:
+    # returns the ids of a new prompt with the same continuations.
     fixed = Continuations(
         continuations,
         tail=tuple(packed[prompt_length:]),

@@ -100,7 +100,7 @@ def audit_request(
         for name, given in measures.items():
             audited = planned[name]
             kind = type(audited)
-            # `model_fields_set`: the options that have a value, without those left at the default.
+            # `model_fields_set`: the options that were given a value; all others have defaults.
             from_audit = {field: getattr(audited, field) for field in audited.model_fields_set}
             (of_measure,) = _split_options(given, kind)
             planned[name] = kind.parse(from_audit | of_measure)
@@ -419,7 +419,8 @@ def open_job(
         request = replace(request, run=run)
         data = None
     options = load_options(request.run)
-    if data is not None:  # arrays: their shapes help to load a model that declares no input
+    # Arrays: the shape of the samples x helps to load a model that declares no input.
+    if data is not None:
         options = replace(options, forms=lambda: list_forms(_split_data(data)[0]))
     try:
         with ExitStack() as opened:

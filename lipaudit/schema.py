@@ -79,8 +79,8 @@ def _parse(text: str, name: str) -> Any:
         InputError: the text is not strict JSON; the message calls it by `name`.
     """
     try:
-        # This reader refuses NaN, lone surrogates and deep nesting, the second one integers that
-        # are too large for a float.
+        # `from_json` refuses NaN, lone surrogates and deep nesting. `json.loads` is called for
+        # `_read_integer`, which refuses integers that are too large for a float.
         document = from_json(text, allow_inf_nan=False)
         json.loads(text, parse_int=_read_integer)
     except ValueError as error:
@@ -203,7 +203,9 @@ def _derive_columns(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_integer(digits: str) -> int:
-    """Read an integer of a JSON text; refuse one that is too large to be drawn as a float.
+    """Read an integer of a JSON text; refuse one of more than 64 bits.
+
+    A float cannot hold every integer, and no figure of a report is that large.
 
     Raises:
         ValueError: the integer is larger.

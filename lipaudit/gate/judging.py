@@ -359,6 +359,7 @@ def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
         status = _compare_untested(rule, contrast.new, contrast.old)
         return Verdict(status=status, samples=len(contrast.ids), **known)
     low, high = evidence.limits(level)
+    # In the printed form a change for the worse may be negative: then the ends are exchanged.
     ends = sorted(_express_change(rule, end) for end in (low, high))
     known |= {
         "low": ends[0],

@@ -309,8 +309,10 @@ def _explain_invalid(
     value = first["input"]
     if isinstance(value, Path):
         value = str(value)  # as typed: not PosixPath('...')
+    if not reason.startswith(repr(value)):
+        reason = f"{value!r}: {reason}"
     words = known[name].values() if name in known else ()
-    return name, f"{value!r}: {reason}", suggestion(str(value), words, otherwise="")
+    return name, reason, suggestion(str(value), words, otherwise="")
 
 
 def _write_text(value: Any) -> Any:

@@ -60,7 +60,7 @@ COMMANDS = [
     ("attack demo", 2, "no attack radius"),
     ("attack demo --eps two", 2, "not a radius"),
     *(
-        (f"attack demo --eps {text}", 2, f"--eps: '{text}': '{text}' is not a range of radii")
+        (f"attack demo --eps {text}", 2, f"--eps: '{text}' is not a range of radii")
         for text in ("1:2", "3:1:4", "0:1:1", "0:1:2000", "0:1/0:3", "1:4words:4", "0:1:x", "::3")
     ),
     ("attack demo --eps 0,0:8/255:9", 2, "0 is named twice"),

@@ -317,7 +317,8 @@ def draw_rows(
     rows: list[int] = []
     values = []
     refusals = []
-    for k in batch.draw_indices(len(sound), len(sound), options.seed):
+    # All of them in random order, as some may have to be replaced.
+    for k in batch.draw_indices(total=len(sound), samples=len(sound), seed=options.seed):
         if len(rows) == options.samples:
             break
         row = sound[k]

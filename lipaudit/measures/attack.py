@@ -299,16 +299,19 @@ def _make_rows(
     from lipaudit.measures import texts
 
     unique = base.mark_unique(parts)  # a repeated sample counts once in a share
-    robust = np.stack([result.robust[unique] for result in results.values()], 1)
+    of_rows = list(results.values())
+    robust = np.stack([result.robust[unique] for result in of_rows], 1)
     shares = base.make_share_columns("robust", robust)
     # Until all attacks of a row ran, the robust accuracy of the row is an upper limit. It may fall
     # to any lower value, so there is no lower confidence limit.
-    is_limit = np.array([result.unfinished.any() for result in results.values()])
+    is_limit = np.array([result.unfinished.any() for result in of_rows])
     shares["robust_low"] = np.where(is_limit, np.nan, shares["robust_low"])
     # A continuation and its rival are no classes: no worst class, and no calibration.
     if "losses" not in parts[0].values:
-        shares |= _rate(parts, list(results.values()), robust)
-    costs = np.array([result.cost for result in results.values()])
+        shares |= _rate(parts, of_rows, robust)
+    costs = np.array(
+        [result.cost for result in of_rows]
+    )  # (rows, 3): seconds, passes of two kinds
     untried = {trial.key: texts.compute_untried_share(parts, trial) for trial in trials}
     return base.make_rows(
         ATTACK_TABLE,
@@ -358,13 +361,14 @@ def _join_results(ball: TrialKey, results: Mapping[TrialKey, _Result]) -> _Resul
     from lipaudit.attacks.transfer import find_first
 
     # (samples, trials).
-    robust: Values = np.stack([result.robust for result in results.values()], 1)
-    confidence = np.stack([result.confidence for result in results.values()], 1)
+    inside = results.values()
+    robust: Values = np.stack([result.robust for result in inside], 1)
+    confidence = np.stack([result.confidence for result in inside], 1)
     # For each sample, the first trial that broke it, else the last trial.
     first = find_first(~robust)
     return _Result(
         robust=np.asarray(robust.all(1)),
-        unfinished=np.any([result.unfinished for result in results.values()], axis=0),
+        unfinished=np.any([result.unfinished for result in inside], axis=0),
         confidence=confidence[np.arange(len(first)), first],
         cost=np.sum([r.cost for key, r in results.items() if key.radius == ball.radius], axis=0),
     )

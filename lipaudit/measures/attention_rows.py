@@ -134,7 +134,8 @@ def encode_rows(parts: Sequence[Part], suffix: str) -> bytes:
     columns = {name: np.concatenate([table[name] for table in tables]) for name in names}
     if suffix == NPZ:
         content = io.BytesIO()
-        save: Any = np.savez_compressed  # its type takes arrays for its own flag
+        # `Any`, as a type checker takes the keyword arguments for the flag `allow_pickle`.
+        save: Any = np.savez_compressed
         save(content, **columns)
         return content.getvalue()
     text = io.StringIO()

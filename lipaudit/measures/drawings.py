@@ -174,6 +174,7 @@ def _pool_map(heads: Heads, rows: Tensor, columns: Tensor, block: int) -> Tensor
         last = int(chunk[-1])
         p = heads.rows(first, last + 1)[0, 0]  # row i is query first + i: (queries, keys)
         drawn = p[chunk - first][:, columns]
+        # Blocks at the edges may be smaller: their mean is over the entries that they have.
         means = F.avg_pool2d(drawn[None], block, ceil_mode=True, count_include_pad=False)
         pooled.append(means[0])
     return torch.cat(pooled)

@@ -58,6 +58,7 @@ def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Out
         )
         is_right_after = after.argmax(1) == run.chunk.y
         has_higher_loss = sign * after[:, 0] < sign * before[:, 0]  # with sign 1: a lower log p
+        # `clean.robust`: right without attack. Only such a sample can be broken by an attack.
         only_margin_broke = clean.robust & ~on_margin.robust & is_right_after
         only_loss_broke = on_margin.robust & ~is_right_after
         takes_loss = only_loss_broke | (has_higher_loss & ~only_margin_broke)

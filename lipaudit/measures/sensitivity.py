@@ -88,8 +88,9 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
             f"{net.architecture}: {'; '.join(reasons)}", "Use another --from, such as embeddings."
         )
     inner: tuple[Residual, ...] = ()
-    if options.per_layer:  # of all layers, also with --from layer:5, which only names an input
-        # Layers in the same block share it: each block once.
+    if options.per_layer:
+        # The blocks of all layers: --from layer:5 chooses an input, not the layers to measure.
+        # Layers may be in the same block: each block once.
         blocks_with_rows = (block for block in smallest_blocks if block and block.by_sample)
         inner = tuple(dict.fromkeys(blocks_with_rows))
     return Blocks(starts, inner, tuple(Note.info("no-block", reason) for reason in reasons))
@@ -255,7 +256,8 @@ def measure_batch(
     norms = compute_jacobian_norms(
         linear,
         # The input direction v with the largest |J v| / |v| is needed for a drawing of tokens
-        # only. Images have no such drawing, and with margins it shows their gradients instead.
+        # only. Images have no such drawing. With margins, the drawing shows the gradients of the
+        # margins instead.
         directions=net.kind != "image" and options.norm == "2" and not has_margins,
         # The left singular vector is the direction of the output in which shares are measured.
         left=options.shares and options.direction != "margin",
@@ -266,6 +268,7 @@ def measure_batch(
         "from": start,
         "to": at.target,
         "method": norms.method,
+        # Names of the blocks around which the input also reaches the output.
         "around": graph.bypassed,
         # Of each norm of a block: input, output, module of the block, method.
         "ends": [

@@ -309,9 +309,8 @@ def _make_rows(
     # A continuation and its rival are no classes: no worst class, and no calibration.
     if "losses" not in parts[0].values:
         shares |= _rate(parts, of_rows, robust)
-    costs = np.array(
-        [result.cost for result in of_rows]
-    )  # (rows, 3): seconds, passes of two kinds
+    # (rows, 3): seconds, forward passes, backward passes.
+    costs = np.array([result.cost for result in of_rows])
     untried = {trial.key: texts.compute_untried_share(parts, trial) for trial in trials}
     return base.make_rows(
         ATTACK_TABLE,

@@ -181,13 +181,13 @@ def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -
     """
     exact = head_norms.head_norms(heads, seeds=seeds, **options.accuracy)
     figures = head_bounds.head_bounds(heads) | _read_norms(exact)
-    # The gain of splitting: how much the norm grows if every token is given twice. It is not
-    # defined under a causal mask, where the copies would see different keys, nor with a sink (a
-    # learned logit in every row), whose share of the attention would fall.
+    # The gain of splitting: the factor by which the norm grows if every token is duplicated. There
+    # is no closed form under a causal mask, where copies see different keys, nor with a sink (a
+    # constant logit beside those of the keys), whose share of the attention falls.
     if options.splitting and not heads.is_causal() and heads.sink is None:
         figures["splitting_gain"] = head_norms.splitting_gain(heads, exact.norm, seeds=seeds)
-    # Norms of the layer: of the concatenated heads before W_O (only with --concat), and after W_O
-    # (if the layer has a W_O).
+    # Norms of the layer: of the concatenated heads before W_O (with --concat, or if there is no
+    # W_O), and after W_O (if there is one).
     accuracy = options.accuracy | {"within": options.layer_within}
     together = head_norms.layer_norms(heads, seeds=seeds, concat=options.concat, **accuracy)
     within = []

@@ -203,7 +203,7 @@ class Round:
             for run in waiting:
                 run.outcomes.append(next(run.attacks))
                 self._report_progress(complete)
-                yield run
+                yield run  # now the listener counts the chunk, if it is complete
                 if number == len(self.steps):
                     complete += len(run.batch)
             if waiting:
@@ -245,6 +245,8 @@ class Round:
 
     def _report_progress(self, complete: int) -> None:
         """Report progress as a number of samples: their number x the share of passes that ran.
+
+        If half of all forward passes on 100 samples ran, the progress is 50 samples.
 
         Args:
             complete: samples of complete chunks. The listener counts these itself, so they are

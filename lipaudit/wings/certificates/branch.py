@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from lipaudit.theory import NODES
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.problem import Problem, make_problem, restrict_to_face
 from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, round_up
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 _DECAY = (0.8, 0.99)
 """Decay rates of Adam's running means of gradients and squared gradients."""
@@ -50,9 +47,9 @@ class Nodes:
         y: (2, b, k), the multipliers.
     """
 
-    which: Int[Tensor, " b"]
-    state: Int[Tensor, "b k"]
-    y: Float[Tensor, "two b k"]
+    which: Tensor
+    state: Tensor
+    y: Tensor
 
     def __len__(self) -> int:
         return len(self.which)
@@ -89,11 +86,11 @@ class Nodes:
         return torch.maximum(self.y, self.find_smallest_multipliers())
 
 
-def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
+def _covers_ball(state: Tensor) -> bool:
     """Return whether parts of a ball cover the whole ball: every input is in a part.
 
-    Row i of `state` describes part i by the signs of the inputs of k ReLUs: 1 or -1 if the part
-    has only inputs with this sign, 0 if it has both signs. A part of zeros alone is the whole
+    Row i of `state` (b, k) describes part i by the signs of the inputs of k ReLUs: 1 or -1 if the
+    part has only inputs with this sign, 0 if it has both signs. A part of zeros alone is the whole
     ball. Otherwise all parts must split a common ReLU, and the parts with each sign of this ReLU
     must cover the inputs with this sign.
     """
@@ -139,8 +136,8 @@ def bound_nodes(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
     return evaluation.bounds, evaluation.coefficients
 
 
-def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
-    """Return lower bounds of the margins on parts of the ball that hold despite rounding.
+def prove_bounds(problem: Problem, nodes: Nodes) -> Tensor:
+    """Return lower bounds, (b,), of the margins on b parts that hold despite rounding.
 
     The problem is in float64. The error of a sum of n terms is at most gamma_n = n u / (1 - n u)
     times the sum of their absolute values, with the unit roundoff u = 2^-53. This error is
@@ -157,14 +154,14 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     return bounds - round_up(bound_rounding(roundings, DOUBLE) * size, roundings=roundings)
 
 
-def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
+def start_nodes(problem: Problem, which: Tensor) -> Nodes:
     """Return the whole ball as one part for each margin, with good multipliers for the search.
 
     The output of ReLU k with input z is h = a z + m (1 + eps_k), with a symbol eps_k in [-1, 1].
     Two constraints, h >= 0 and h >= z, have the multipliers y[0] and y[1]. Each unit of either
     adds -m to the coefficient of eps_k in the bound of the margin. A positive coefficient loses
     most (eps_k = -1 is then worst, where a constraint is violated), so it is brought to 0: by y[0]
-    if a < 1/2, else by y[1]. `which` has the indices of the margins.
+    if a < 1/2, else by y[1]. `which` (b,) has the indices of the margins.
     """
     k = len(problem.slope)
     y = problem.slope.new_zeros(2, len(which), k)
@@ -184,7 +181,7 @@ def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
 
 def ascend(
     problem: Problem, nodes: Nodes, *, steps: int, rate: float, until: float = float("inf")
-) -> tuple[Float[Tensor, " b"], Nodes]:
+) -> tuple[Tensor, Nodes]:
     """Raise the lower bounds of parts by moving their multipliers.
 
     A bound is a concave function of the multipliers of the constraints on ReLUs. Adam follows the
@@ -199,7 +196,7 @@ def ascend(
         until: time (of `time.monotonic`) at which the search ends.
 
     Returns:
-        The best bound of each part, and the parts with the multipliers of these bounds.
+        The best bound of each part, (b,), and the parts with the multipliers of these bounds.
     """
     # What a unit of each multiplier adds to the bounded function: it depends on signs of ReLUs.
     effects = _find_effects(problem, nodes.state)
@@ -207,10 +204,7 @@ def ascend(
     y = nodes.clip_multipliers()  # (2, b, k): two for each of k ReLUs
     best = y.new_full(y.shape[1:2], -torch.inf)  # (b,)
     best_y = y
-    # Adam's running means of the gradient and of its square, each with a decay rate.
-    gradient_decay, square_decay = _DECAY
-    mean_gradient = torch.zeros_like(y)
-    mean_square = torch.zeros_like(y)
+    adam = _Adam(mean_gradient=torch.zeros_like(y), mean_square=torch.zeros_like(y))
     for step in range(steps + 1):
         evaluation = _evaluate(problem, nodes.which, y, effects)
         is_better = evaluation.bounds > best
@@ -219,16 +213,39 @@ def ascend(
         if step == steps or bool((best > 0).all()) or time.monotonic() > until:
             break
         gradient = _find_supergradient(problem, evaluation, effects)
-        mean_gradient.lerp_(gradient, 1 - gradient_decay)
-        mean_square.lerp_(gradient.square_(), 1 - square_decay)
-        # Both means begin at zero: Adam corrects their bias.
-        correction = 1 - gradient_decay ** (step + 1)
-        square_correction = 1 - square_decay ** (step + 1)
-        size = (mean_square / square_correction).sqrt_().add_(1e-8)
-        step_size = rate * (1 - 0.9 * step / steps) / correction
-        y = torch.addcdiv(y, mean_gradient, size, value=step_size)
+        y = adam.move(y, gradient, rate=rate * (1 - 0.9 * step / steps))
         y = torch.maximum(y, floor)
     return best, replace(nodes, y=best_y)
+
+
+@dataclass
+class _Adam:
+    """The optimizer Adam, for maximisation.
+
+    Attributes:
+        mean_gradient: running mean of the gradient, at first 0.
+        mean_square: running mean of the square of the gradient, at first 0.
+        steps: number of steps so far.
+    """
+
+    mean_gradient: Tensor
+    mean_square: Tensor
+    steps: int = 0
+
+    def move(self, y: Tensor, gradient: Tensor, rate: float) -> Tensor:
+        """Return y after a step of Adam along the gradient, which is overwritten by its square.
+
+        The step is rate * mean gradient / root of the mean square. Both running means are updated.
+        """
+        gradient_decay, square_decay = _DECAY
+        self.steps += 1
+        self.mean_gradient.lerp_(gradient, 1 - gradient_decay)
+        self.mean_square.lerp_(gradient.square_(), 1 - square_decay)
+        # Both means begin at zero: Adam corrects their bias.
+        correction = 1 - gradient_decay**self.steps
+        square_correction = 1 - square_decay**self.steps
+        size = (self.mean_square / square_correction).sqrt_().add_(1e-8)
+        return torch.addcdiv(y, self.mean_gradient, size, value=rate / correction)
 
 
 def _find_supergradient(problem: Problem, evaluation: Evaluation, effects: Effects) -> Tensor:
@@ -297,12 +314,14 @@ class Evaluation(NamedTuple):
 def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> Evaluation:
     """Return lower bounds of the margins `which` (b,) by multipliers y (2, b, k).
 
-    For y >= 0, margin + sum y constraint is no larger than the margin where the constraints (<= 0)
-    hold. It is affine in the symbols e, so its minimum is its constant less the dual norm of its
-    coefficients (weak duality).
+    The output of a ReLU with input z is h = a z + m (1 + eps), where eps is one of the symbols e
+    (unknowns), namely the one with the number `problem.columns`. Each ReLU has two constraints
+    on z and eps, such as -h <= 0: `effects` has their coefficients. For y >= 0,
+    margin + sum y constraint is no larger than the margin where the constraints hold. It is affine
+    in e, so its minimum is its constant less the dual norm of its coefficients (weak duality).
 
     Args:
-        problem: rows centre + slopes @ e +- spread, one for each margin and each of k ReLUs.
+        problem: margins and inputs z of k ReLUs as rows centre + slopes @ e +- spread.
         which: (b,), the margin to bound on each of b parts of the ball.
         y: (2, b, k), a multiplier for each of the two constraints of a ReLU.
         effects: what a unit of each multiplier adds to the coefficients of z and of 1 + eps.
@@ -313,23 +332,29 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
     on_z = (y * effects.on_z).sum(0)
     on_error = (y * effects.on_error).sum(0)
     coefficients = torch.addmm(margins.slopes[which], on_z, relus.slopes)
-    coefficients.index_add_(1, problem.columns, on_error)
+    coefficients.index_add_(1, problem.columns, on_error)  # the symbol eps of each ReLU
     constant = margins.centre[which] + on_z @ relus.centre + on_error.sum(1)
     spread = margins.spread[which] + on_z.abs() @ relus.spread
-    bounds = constant - spread
-    # The dual norm: how far c . e falls below 0, for the coefficients c. Input symbols of an L2
-    # ball or of words have their own: ||c||, or the largest value of -c . e. All other symbols are
-    # in [-1, 1], whose dual norm is the 1-norm: errors, and inputs of a box.
+    bounds = _subtract_dual_norms(constant - spread, coefficients, problem)
+    return Evaluation(bounds, coefficients, on_z)
+
+
+def _subtract_dual_norms(constants: Tensor, coefficients: Tensor, problem: Problem) -> Tensor:
+    """Return the minima of b functions constant + c . e over all symbols e of a ball, (b,).
+
+    c . e falls to minus the dual norm of the coefficients c, (b, columns). Input symbols of an L2
+    ball or of words have their own dual norm: ||c||, or the largest value of -c . e. All other
+    symbols are in [-1, 1], whose dual norm is the 1-norm: errors, and inputs of a box.
+    """
     of_inputs = coefficients[:, : problem.inputs]
     in_box = coefficients[:, problem.inputs :]
     if problem.symbols.norm == "l2":
-        bounds = bounds - vector_norm(of_inputs, dim=1)
+        constants = constants - vector_norm(of_inputs, dim=1)
     elif problem.symbols.norm == "words":
-        bounds = bounds - problem.symbols.maximise_over_words(-of_inputs.mT).to(coefficients)
+        constants = constants - problem.symbols.maximise_over_words(-of_inputs.mT).to(coefficients)
     else:
         in_box = coefficients
-    bounds = bounds - vector_norm(in_box, ord=1, dim=1)
-    return Evaluation(bounds, coefficients, on_z)
+    return constants - vector_norm(in_box, ord=1, dim=1)
 
 
 BATCH = 48

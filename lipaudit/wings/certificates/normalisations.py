@@ -24,7 +24,7 @@ from lipaudit.wings.certificates.rounding import (
     round_up,
     tiny,
 )
-from lipaudit.wings.certificates.vector_lengths import bound_lengths
+from lipaudit.wings.certificates.vector_lengths import Lengths, bound_lengths
 
 
 def layer_norm(
@@ -171,37 +171,21 @@ def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
     y is a form: centre c + coefficients . symbols (unknowns in [-1, 1]) +- slack. A row of it is
     c + dy with dy = L + R, where L is linear in the input symbols and R is the rest.
     The bounds are |dy| <= reach in each entry, and ||L|| <= l and ||R|| <= m for the row. So the
-    sum of dy^2 is in [0, sum reach^2] and in [0, (l + m)^2]. At order 2 there are two more bounds:
-    L^2 is kept as coefficients, and 2 L R + R^2 is bounded in each entry, or for the row by
-    [-2 l m, 2 l m + m^2].
+    sum of dy^2 is in [0, sum reach^2] and in [0, (l + m)^2]. Order 2 has two more bounds, which
+    keep L^2 as coefficients (`_bound_with_squares`).
     """
-    n = y.shape[-1]
-    linear, rest = bound_lengths(y, axis=-1)  # l and m
+    lengths = bound_lengths(y, axis=-1)  # l and m
     keeps_none = torch.zeros_like(reach, dtype=torch.bool)
     # Two bounds without squares: by entries, [0, sum reach^2], and by lengths, [0, (l + m)^2].
     # [0, 2 h] is h +- h, so half of the upper end is both shift and radius.
     by_entries = _average_row(reach.square()) / 2
-    by_lengths = round_up((linear + rest).square() / n) / 2
+    by_lengths = round_up((lengths.linear + lengths.rest).square() / y.shape[-1]) / 2
     choices = [
         SquareBound(shift=by_entries, radius=by_entries, keeps_squares=keeps_none),
         SquareBound(shift=by_lengths, radius=by_lengths, keeps_squares=keeps_none),
     ]
-    # Two bounds with squares L^2 as coefficients. What is left, (L + R)^2 - L^2 = 2 L R + R^2, is
-    # in [-cross, cross + square], that is, square / 2 +- (cross + square / 2).
     if y.symbols.order == 2:
-        # By entries: L^2 is kept where that pays off. In other entries dy^2 is in [0, reach^2].
-        keeps = curves.is_worth_squaring(y)
-        cross, square = curves.bound_square_rest(y.radii.linear, y.nonlinear_radius)
-        shift = torch.where(keeps, square, reach.square()) / 2
-        radius = torch.where(keeps, cross + square / 2, reach.square() / 2)
-        choices.append(SquareBound(_average_row(shift), _average_row(radius), keeps))
-        # By lengths: L^2 is kept in all entries.
-        cross, square = curves.bound_square_rest(linear, rest)
-        choices.append(
-            SquareBound(
-                shift=square / n / 2, radius=(cross + square / 2) / n, keeps_squares=~keeps_none
-            )
-        )
+        choices += _bound_with_squares(y, reach, lengths)
     # Each row takes the bound with the smallest radius.
     shift, radius, keeps_squares = choices[0]
     for choice in choices[1:]:
@@ -210,6 +194,35 @@ def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
         radius = torch.where(is_better, choice.radius, radius)
         keeps_squares = torch.where(is_better, choice.keeps_squares, keeps_squares)
     return SquareBound(shift, round_up(radius), keeps_squares)
+
+
+def _bound_with_squares(y: Form, reach: Tensor, lengths: Lengths) -> list[SquareBound]:
+    """Return two bounds of mean(dy^2) in each row that keep squares as coefficients; for order 2.
+
+    A row of the form y is c + dy with dy = L + R, where L is linear in the input symbols and R is
+    the rest. Coefficients hold L^2. What is left, (L + R)^2 - L^2 = 2 L R + R^2, is in
+    [-cross, cross + square], that is, square / 2 +- (cross + square / 2).
+
+    Args:
+        y: the form.
+        reach: (*shape), |dy| <= reach.
+        lengths: bounds of ||L|| and ||R|| of each row.
+    """
+    n = y.shape[-1]
+    # By entries: L^2 is kept where that pays off. In other entries dy^2 is in [0, reach^2].
+    keeps = curves.is_worth_squaring(y)
+    cross, square = curves.bound_square_rest(y.radii.linear, y.nonlinear_radius)
+    shift = torch.where(keeps, square, reach.square()) / 2
+    radius = torch.where(keeps, cross + square / 2, reach.square() / 2)
+    by_entries = SquareBound(_average_row(shift), _average_row(radius), keeps)
+    # By lengths: L^2 is kept in all entries.
+    cross, square = curves.bound_square_rest(*lengths)
+    by_lengths = SquareBound(
+        shift=square / n / 2,
+        radius=(cross + square / 2) / n,
+        keeps_squares=torch.ones_like(keeps),
+    )
+    return [by_entries, by_lengths]
 
 
 def _average_row(t: Tensor) -> Tensor:

@@ -51,33 +51,18 @@ class Remainder(NamedTuple):
 def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remainder:
     """Bound f(dx, dy) of forms x = c_x + dx and y = c_y + dy, around shifted centres.
 
-    f is torch.matmul or torch.mul. dx = L_x + R_x and dy = L_y + R_y, where L is linear in the
-    input symbols and R is the rest. The first bound adds the bounds of L_x L_y, L_x R_y, R_x L_y
-    and R_x R_y. Order 2 leaves out L_x L_y, because coefficients of the caller hold this product.
-    If the first bound, summed over all entries, is above `worthwhile`, a second bound is tried: by
-    polarisation, dx dy = ((dx + dy)^2 - (dx - dy)^2) / 4. Each entry takes the tighter bound.
+    f is torch.matmul or torch.mul. The first bound is the product of the radii, without the
+    product of the linear parts at order 2, which coefficients of the caller hold. If this bound,
+    summed over all entries, is above `worthwhile`, a second bound is tried: by polarisation,
+    dx dy = ((dx + dy)^2 - (dx - dy)^2) / 4. Each entry takes the tighter bound.
     """
-    order = x.symbols.order
     is_matmul = f is torch.matmul
-    x_radii = (x.radii.linear, x.rest_radius)
-    y_radii = (y.radii.linear, y.rest_radius)
-    if is_matmul:
-        x_lengths = bound_lengths(x, axis=-1, around=x.centre_shift)
-        y_lengths = bound_lengths(y, axis=-2, around=y.centre_shift)
-    zero = torch.zeros((), dtype=DOUBLE, device=x.device)
-    radius = zero
-    # Index 0 is L and 1 is R: (0, 1) is L_x R_y. Order 2 skips the first pair, L_x L_y.
-    for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[order - 1 :]:
-        bound = f(x_radii[i], y_radii[j])
-        if is_matmul:
-            # |u . v| <= ||u|| ||v|| of the rows and columns that are multiplied.
-            bound = torch.minimum(bound, x_lengths[i] * y_lengths[j])
-        radius = radius + bound
+    radius = _bound_by_radii(x, y, f)
     # Polarisation gains enough only for matmul at order 1, and for mul at order 2. (The sum may be
     # NaN if bounds overflowed: then it is not above `worthwhile` either.)
-    can_gain = is_matmul == (order == 1)
+    can_gain = is_matmul == (x.symbols.order == 1)
     if not can_gain or not radius.sum() > worthwhile:
-        return Remainder(shift=zero, radius=radius, is_product_kept=None)
+        return Remainder(shift=radius.new_zeros(()), radius=radius, is_product_kept=None)
     if is_matmul:
         below, above = _polarise_matrices(x, y)
     else:
@@ -88,6 +73,29 @@ def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remain
     shift = torch.where(is_better, (above - below) / 2, 0.0)
     # Polarisation bounds all of dx dy: in these entries the caller must not add L_x L_y again.
     return Remainder(shift, radius, is_product_kept=~is_better)
+
+
+def _bound_by_radii(x: Form, y: Form, f: Bilinear) -> Tensor:
+    """Return bounds of |f(dx, dy)|, at order 2 without the linear parts' product, (*shape).
+
+    f is torch.matmul or torch.mul. The forms are x = c_x + dx with dx = L_x + R_x, where L is
+    linear in the input symbols and R is the rest, and likewise y. The result is the sum of the
+    bounds of f(L_x, L_y) (at order 1 only), f(L_x, R_y), f(R_x, L_y) and f(R_x, R_y).
+    """
+    x_radii = (x.radii.linear, x.rest_radius)
+    y_radii = (y.radii.linear, y.rest_radius)
+    if f is torch.matmul:
+        x_lengths = bound_lengths(x, axis=-1, around=x.centre_shift)
+        y_lengths = bound_lengths(y, axis=-2, around=y.centre_shift)
+    radius = torch.zeros((), dtype=DOUBLE, device=x.device)
+    # Index 0 is L and 1 is R: (0, 1) is L_x R_y. Order 2 skips the first pair, L_x L_y.
+    for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[x.symbols.order - 1 :]:
+        bound = f(x_radii[i], y_radii[j])
+        if f is torch.matmul:
+            # |u . v| <= ||u|| ||v|| of the rows and columns that are multiplied.
+            bound = torch.minimum(bound, x_lengths[i] * y_lengths[j])
+        radius = radius + bound
+    return radius
 
 
 def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:

@@ -12,14 +12,9 @@ units in the last place; tests check this against mpmath.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 LIBRARY_ULPS = 8
 """Assumed error of library functions in float64, in units in the last place."""
@@ -48,7 +43,7 @@ def tiny(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).tiny
 
 
-def round_up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*shape"]:
+def round_up(x: Tensor, roundings: int = 8) -> Tensor:
     """Raise numbers >= 0, computed in float64 from numbers >= 0, above their true values.
 
     Sums, products, quotients and roots of numbers >= 0 keep their relative accuracy, so
@@ -63,7 +58,7 @@ def round_up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*
     return x * raised + 2.0**-1000  # the sum covers underflow
 
 
-def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+def cast_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast numbers >= 0 to `dtype`, rounded up: no result is smaller than the number.
 
     >>> cast_up(torch.tensor(0.1, dtype=torch.float64), torch.float32).double() >= 0.1
@@ -74,7 +69,7 @@ def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*s
     return torch.where(cast.to(x) < x, above, cast)
 
 
-def round_up_sum(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*shape"]:
+def round_up_sum(total: Tensor, terms: int) -> Tensor:
     """Return computed sums of `terms` numbers >= 0 in float64, raised above the true sums.
 
     The sums may have been computed in a lower precision, that of `total`.
@@ -86,8 +81,8 @@ def round_up_sum(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*
     return round_up(total.to(DOUBLE)) * rounding + underflow
 
 
-def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tensor, " b"]:
-    """Return upper bounds of the spectral norms of symmetric matrices, in float64.
+def bound_norms(matrices: Tensor, squarings: int) -> Tensor:
+    """Return upper bounds of the spectral norms of symmetric matrices (b, n, n), in float64, (b,).
 
     ||Q|| <= ||Q^k||_F^(1/k) with k = 2^squarings. The power is computed by repeated squaring, and
     `error` bounds its rounding error: the computed power A is the true power plus some E with

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,6 @@ from lipaudit.wings.certificates.rounding import (
     round_up_sum,
     tiny,
 )
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
-
 
 Norm = Literal["linf", "l2", "words"]
 
@@ -50,18 +46,20 @@ _SQUARINGS = 2
 class PartRadii:
     """How far every entry of a form can move from its centre, by part; float64, never too small.
 
+    All have the shape of the form.
+
     Attributes:
         linear: the largest value of the part linear in the input.
         quadratic: the largest value of the quadratic part, whatever the signs of coefficients.
         errors: the largest value of the errors' part.
     """
 
-    linear: Float[Tensor, "*shape"]
-    quadratic: Float[Tensor, "*shape"]
-    errors: Float[Tensor, "*shape"]
+    linear: Tensor
+    quadratic: Tensor
+    errors: Tensor
 
     @property
-    def total(self) -> Float[Tensor, "*shape"]:
+    def total(self) -> Tensor:
         """Return the sum of all parts."""
         return self.linear + self.quadratic + self.errors
 
@@ -172,16 +170,14 @@ class Symbols:
         # dense in some form: other forms must follow before a sum.
         self.dense_keys: set[int] = set()
 
-    def bound_parts(
-        self, coefficients: Float[Tensor, "rows ..."], blocks: Sequence[ErrorBlock] = ()
-    ) -> PartRadii:
+    def bound_parts(self, coefficients: Tensor, blocks: Sequence[ErrorBlock] = ()) -> PartRadii:
         """Bound the change of each entry by the input e, by products e_i e_j, and by errors.
 
         On the L2 ball |sum g_i e_i| <= ||g||_2, and |sum q_ij e_i e_j| <= ||q||_2, because the
         products e_i e_j of a unit vector have norm <= 1. On boxes both are bounded by 1-norms.
 
         Args:
-            coefficients: one row per symbol: inputs, then products, then errors.
+            coefficients: (symbols, *shape), first of inputs, then of products, then of errors.
             blocks: further coefficients of errors, stored sparsely.
         """
         linear, quadratic, errors = coefficients.tensor_split((self.inputs, self.first_error))
@@ -197,12 +193,13 @@ class Symbols:
             linear_radius = _sum_absolute(linear)
         return PartRadii(linear_radius, _sum_absolute(quadratic), error_radius)
 
-    def maximise_over_words(self, linear: Float[Tensor, "n ..."]) -> Float[Tensor, "*shape"]:
+    def maximise_over_words(self, linear: Tensor) -> Tensor:
         """Return the largest value >= 0 of linear functions if at most `max_words` words change.
 
-        The functions are of a text, in which words may be replaced by near words. `linear` has a
-        coefficient for each replacement of each word: what it adds to the function. A changed word
-        is a convex combination of its replacements, so it adds at most its largest coefficient.
+        The functions are of a text, in which words may be replaced by near words. `linear`
+        (n, *shape) has a coefficient for each of n replacements of words: what it adds to each
+        function. A changed word is a convex combination of its replacements, so it adds at most
+        its largest coefficient. The result is (*shape), in float64.
         """
         if not len(linear):  # a constant
             return linear.new_zeros(linear.shape[1:], dtype=DOUBLE)
@@ -210,26 +207,27 @@ class Symbols:
         count = min(self.max_words, len(largest_of_words))
         return round_up_sum(largest_of_words.topk(count, 0).values.sum(0), count)
 
-    def find_best_words(self, linear: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+    def find_best_words(self, linear: Tensor) -> Tensor:
         """Return the replacements at which linear functions are largest; `max_words` words change.
 
-        `linear` has a coefficient for each of n replacements of words in a text, for each of m
-        functions. The result is 1 for the best replacement of each of the best words, else 0. With
-        these, the functions have the values of `maximise_over_words`.
+        `linear` (n, m) has a coefficient for each of n replacements of words in a text, for each
+        of m functions. The result (n, m) is 1 for the best replacement of each of the best words,
+        else 0. With these, the functions have the values of `maximise_over_words`.
         """
-        groups, largest_of_words = self._split_words(linear)
-        count = min(self.max_words, len(largest_of_words))
-        best_words = largest_of_words.topk(count, 0).indices
-        is_best = torch.zeros_like(largest_of_words).scatter_(0, best_words, 1.0)
-        # A word is not replaced if all its replacements lower the value: its largest gain is 0.
-        is_best = is_best * largest_of_words.sign()  # (words, m)
+        # For each word, its replacements, and its gain: the largest coefficient, but at least 0.
+        groups, gains = self._split_words(linear)  # (replacements, m) each, and (words, m)
+        count = min(self.max_words, len(gains))
+        best_words = gains.topk(count, 0).indices
+        is_best = torch.zeros_like(gains).scatter_(0, best_words, 1.0)
+        # A word with the gain 0 is not replaced. All other gains are positive, with the sign 1.
+        is_best = is_best * gains.sign()
         symbols = []
         for group, is_best_word in zip(groups, is_best, strict=True):
             best_replacement = F.one_hot(group.argmax(0), len(group)).mT  # (replacements, m)
             symbols.append(best_replacement * is_best_word)
         return torch.cat(symbols)
 
-    def _split_words(self, linear: Float[Tensor, "n ..."]) -> tuple[Sequence[Tensor], Tensor]:
+    def _split_words(self, linear: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """Return the coefficients of the replacements of each word, and the gain of each word.
 
         The gain is the largest coefficient of a replacement, and at least 0: if all replacements
@@ -239,34 +237,24 @@ class Symbols:
         largest = torch.stack([group.amax(0) for group in groups])
         return groups, largest.clamp_min(0)
 
-    def quadratic_range(
-        self, coefficients: Float[Tensor, "rows ..."]
-    ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+    def quadratic_range(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
         """Return bounds of the least and the largest value of the quadratic part e^T Q e.
 
-        The coefficients of the products e_i e_j, i <= j, are the entries of the matrix Q. A first
-        bound uses eigenvalues of Q (`_bound_quadratic`). On a box, a second bound is the sum of
-        the ranges of all terms, with e_i^2 in [0, 1] and e_i e_j in [-1, 1]. The tighter of the
-        two bounds is returned.
+        `coefficients` (symbols, *shape) has those of the products e_i e_j, i <= j: the entries of
+        a matrix Q for each entry of a form (*shape). A first bound uses eigenvalues of Q. On a
+        box, a second bound is the sum of the ranges of all terms, with e_i^2 in [0, 1] and e_i e_j
+        in [-1, 1]. The tighter of the two bounds is returned.
         """
         q = coefficients[self.inputs : self.first_error]  # (pairs, *shape)
         if not len(q):
             zero = q.new_zeros(q.shape[1:], dtype=DOUBLE)
             return zero, zero
-        i, j = self.pairs.to(q.device)
-        bounds = []
-        # A few entries of the form at a time, so that their matrices stay in the cache.
-        chunk = max(1, _CHUNK_VALUES // self.inputs**2)
-        for part in q.reshape(len(q), -1).split(chunk, 1):  # type: ignore[no-untyped-call]
-            upper = part.new_zeros(part.shape[1], self.inputs, self.inputs)
-            upper[:, i, j] = part.mT
-            # Q is symmetric: e_i e_j with i < j fills two entries with half of its coefficient.
-            bounds.append(self._bound_quadratic((upper + upper.mT) / 2))
         # Upper bounds of the largest value, and of minus the least value.
-        high, minus_low = torch.cat(bounds, 1).view(2, *q.shape[1:])
+        high, minus_low = self._bound_by_eigenvalues(q.reshape(len(q), -1)).view(2, *q.shape[1:])
         if self.norm == "l2":
             return -minus_low, high
         # The second bound, on the box: q e_i e_j is at most |q|, and q e_i^2 at most max(q, 0).
+        i, j = self.pairs.to(q.device)
         is_square = i == j
         mixed = _sum_absolute(q[~is_square])
         squares = q[is_square]
@@ -274,8 +262,25 @@ class Symbols:
         minus_low = torch.minimum(mixed + _sum_absolute(squares.clamp_max(0)), minus_low)
         return -minus_low, high
 
-    def _bound_quadratic(self, q: Float[Tensor, "b n n"]) -> Float[Tensor, "2 b"]:
-        """Return upper bounds of max e^T Q e and of -min e^T Q e over the unit ball.
+    def _bound_by_eigenvalues(self, q: Tensor) -> Tensor:
+        """Return upper bounds of max e^T Q e and of -min e^T Q e over the unit ball, (2, count).
+
+        `q` (pairs, count) has the coefficients of the products e_i e_j, i <= j, of each of `count`
+        matrices Q.
+        """
+        i, j = self.pairs.to(q.device)
+        bounds = []
+        # A few matrices at a time, so that they stay in the cache.
+        chunk = max(1, _CHUNK_VALUES // self.inputs**2)
+        for part in q.split(chunk, 1):  # type: ignore[no-untyped-call]
+            upper = part.new_zeros(part.shape[1], self.inputs, self.inputs)
+            upper[:, i, j] = part.mT
+            # Q is symmetric: e_i e_j with i < j fills two entries with half of its coefficient.
+            bounds.append(self._bound_quadratic((upper + upper.mT) / 2))
+        return torch.cat(bounds, 1)
+
+    def _bound_quadratic(self, q: Tensor) -> Tensor:
+        """Return upper bounds of max e^T Q e and of -min e^T Q e over the unit ball, (2, b).
 
         On the L2 ball the maximum is the largest eigenvalue of Q, or 0 if that is negative. A box
         is scaled to a ball of radius sqrt(sum w_i^2), with weights w_i (`_scale_to_ball`).
@@ -284,7 +289,7 @@ class Symbols:
         eigenvalue, Q is shifted: it is at most ||Q + m I|| - m for any m > 0.
 
         Args:
-            q: b symmetric matrices Q, with a row and a column for each input e_i.
+            q: (b, n, n), symmetric matrices Q, with a row and a column for each input e_i.
         """
         dtype = q.dtype
         sum_of_weights = q.new_ones(len(q), dtype=DOUBLE)
@@ -305,13 +310,12 @@ class Symbols:
         )
         return round_up((largest + rounding) * sum_of_weights)
 
-    def sum_products(
-        self, x: Float[Tensor, "n *rows k"], y: Float[Tensor, "n *rows k"]
-    ) -> Float[Tensor, "pairs *rows 1"]:
+    def sum_products(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the coefficients of e_i e_j, i <= j, in sum_k (sum_i x_ik e_i) (sum_j y_jk e_j).
 
-        e are the n coordinates of the input. e_i e_j and e_j e_i are the same product, so their
-        coefficients x_i . y_j and x_j . y_i are added.
+        e are the n coordinates of the input. x and y are (n, *rows, k), and the result is
+        (pairs, *rows, 1). e_i e_j and e_j e_i are the same product, so their coefficients
+        x_i . y_j and x_j . y_i are added.
         """
         matrix = torch.einsum("i...k,j...k->ij...", x, y)  # x_i . y_j, (n, n, *rows)
         i, j = self.pairs.to(x.device)  # all pairs i <= j
@@ -321,7 +325,7 @@ class Symbols:
 
     def add_products(
         self,
-        stack: Float[Tensor, "rows ..."],
+        stack: Tensor,
         x: Tensor,
         y: Tensor,
         multiply: Callable[..., Tensor],
@@ -332,7 +336,7 @@ class Symbols:
         e_i e_j with i < j gets x_i y_j + x_j y_i.
 
         Args:
-            stack: coefficients of the product, one row per symbol.
+            stack: (symbols, *shape), coefficients of the product.
             x: (inputs, *shape), the coefficients x_i.
             y: (inputs, *shape), the coefficients y_j.
             multiply: the product of two stacks, entry by entry or as matrices. One of the stacks
@@ -343,11 +347,12 @@ class Symbols:
             rows += multiply(x[i : i + 1], y[i:])
             rows[1:] += multiply(x[i + 1 :], y[i : i + 1])
 
-    def add_squares(self, stack: Float[Tensor, "rows ..."], x: Tensor, weight: Tensor) -> None:
+    def add_squares(self, stack: Tensor, x: Tensor, weight: Tensor) -> None:
         """Add weight (sum_i x_i e_i)^2, entry by entry, to a stack of coefficients, in place.
 
-        e are the coordinates of the input. The square e_i^2 gets the coefficient weight x_i^2, and
-        e_i e_j with i < j gets 2 weight x_i x_j.
+        e are the coordinates of the input, x is (inputs, *shape), and the stack has a row for each
+        symbol, (symbols, *shape). The square e_i^2 gets the coefficient weight x_i^2, and e_i e_j
+        with i < j gets 2 weight x_i x_j.
         """
         double = 2 * weight * x
         # `rows` is a view of the stack: the rows of e_i e_i, e_i e_(i+1), ..., e_i e_(n-1).
@@ -361,13 +366,13 @@ class Symbols:
         products = stack[self.inputs : self.first_error]
         return products.split([*range(self.inputs, 0, -1)])  # type: ignore[no-untyped-call]
 
-    def add_errors(self, radius: Float[Tensor, "*shape"]) -> ErrorBlock:
+    def add_errors(self, radius: Tensor) -> ErrorBlock:
         """Return a block with a new error symbol for every entry with a positive radius."""
         first = self.count
         self.count += int((radius > 0).sum())
         return create_errors(radius, first, self.dtype)
 
-    def add_row_errors(self, coefficients: Float[Tensor, "layers ..."]) -> ErrorBlock:
+    def add_row_errors(self, coefficients: Tensor) -> ErrorBlock:
         """Return new error symbols that each act on all entries of one row of the last axis.
 
         There is one symbol for each layer of the coefficients (layers, *shape) and each row.

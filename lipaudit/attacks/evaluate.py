@@ -37,7 +37,7 @@ from lipaudit.tables import Notes
 from lipaudit.tables.trials import COUNTED, WHOLE
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float
 
     from lipaudit.attacks.balls import Labels, Samples
 
@@ -156,18 +156,10 @@ def evaluate_chunk(
         UsageError: the samples have half precision.
         EvaluationError: f returns no logits, or values that are not finite.
     """
-    x = chunk.x
-    if x.dtype not in (torch.float32, torch.float64):
-        raise UsageError(
-            f"samples are {x.dtype}, which is too coarse for small radii",
-            "Use --dtype float32 or float64.",
-        )
-    oracle = Oracle(
-        f,
-        rows=torch.arange(len(x), device=x.device),  # all samples of the chunk
-        batch_size=batch_size,
-    )
-    logits = _require_finite(oracle(x), "clean samples", chunk)
+    _require_precise(chunk.x)
+    all_rows = torch.arange(len(chunk.x), device=chunk.x.device)
+    oracle = Oracle(f, rows=all_rows, batch_size=batch_size)
+    logits = _require_finite(oracle(chunk.x), "clean samples", chunk)
     if earlier:
         clean = earlier[0]
     else:
@@ -198,11 +190,18 @@ def evaluate_chunk(
         else:
             attack_seed = derive_seed(seed, attack.name, chunk.number)
             run = prepare(trial=trial, attack=attack, meter=Meter(check=check), seed=attack_seed)
-            # COUNTED: words, characters and suffix, whose attacks change texts.
-            search = run.rewrite if trial.norm in COUNTED else run.search
-            outcome = search(outcome)
+            outcome = run.continue_from(outcome)
             yield outcome
         latest[trial.norm, trial.attacks] = outcome
+
+
+def _require_precise(x: Tensor) -> None:
+    """Refuse samples in half precision."""
+    if x.dtype not in (torch.float32, torch.float64):
+        raise UsageError(
+            f"samples are {x.dtype}, which is too coarse for small radii",
+            "Use --dtype float32 or float64.",
+        )
 
 
 def _examine_clean(oracle: Oracle, chunk: Chunk, logits: Tensor, seed: int) -> Outcome:
@@ -264,8 +263,8 @@ class _AttackRun:
         return torch.Generator().manual_seed(self.seed)
 
     @cached_property
-    def rivals(self) -> Int[Tensor, "samples others"]:
-        """Return the classes that the model does not predict, the likeliest first."""
+    def rivals(self) -> Tensor:
+        """Return the classes but the predicted one, likeliest first, (samples, others)."""
         # Ascending, then turned round: a descending sort would order equal logits differently.
         descending = self.logits.sort(dim=1).indices.flip(1)
         return descending[:, 1:]
@@ -280,7 +279,26 @@ class _AttackRun:
             **self.meter.read(),
         )
 
-    def search(self, last: Outcome) -> Outcome:
+    def continue_from(self, last: Outcome) -> Outcome:
+        """Run the attack on the samples that are robust in the previous outcome."""
+        # COUNTED: words, characters and suffix, whose attacks change texts.
+        if self.trial.norm in COUNTED:
+            return self._rewrite(last)
+        return self._search(last)
+
+    @cached_property
+    def ball(self) -> Ball:
+        """Return the ball around each sample of the chunk, for an attack that changes no texts."""
+        norm = self.trial.norm
+        return Ball(
+            norm,
+            eps=float(self.trial.radius),
+            box=self.box,
+            mask=self.chunk.mask,
+            patch=self.patch if norm == "patch" else None,
+        )
+
+    def _search(self, last: Outcome) -> Outcome:
         """Run an attack in a ball, on the samples that are not broken yet.
 
         The attack runs from each random start, against one target class after the other. Each of
@@ -290,22 +308,19 @@ class _AttackRun:
             last: the previous outcome; its robust samples are attacked.
         """
         chunk = self.chunk
-        norm = self.trial.norm
-        patch = self.patch if norm == "patch" else None
-        ball = Ball(norm, eps=float(self.trial.radius), box=self.box, mask=chunk.mask, patch=patch)
         attack, notes = adapt(self.attack, self.logits.shape[1])
-        notes += note_resolution(chunk.x, ball, single=attack.kind.single)
+        notes += note_resolution(chunk.x, self.ball, single=attack.kind.single)
         robust = last.robust.clone()
         x_adv = last.x_adv.clone()
         confidence = last.confidence.clone()
-        turns = attack.turns if ball.eps > 0 else 0  # a ball of radius 0 needs no search
+        turns = attack.turns if self.ball.eps > 0 else 0  # a ball of radius 0 needs no search
         finished = 0  # number of turns that ran
         while finished < turns and robust.any():
             rows = robust.nonzero()[:, 0]
             # `_plan_turn` may join turns against several target classes: the batch then has a copy
             # of the samples for each class.
-            turn = self._plan_turn(attack, ball, rows, finished)
-            points, logits = self._run(turn, ball)
+            turn = self._plan_turn(attack, rows, finished)
+            points, logits = self._run(turn)
             is_right = logits.argmax(1) == chunk.y[turn.rows]
             is_right = is_right.view(-1, len(rows))  # (copies, samples)
             finished += len(is_right)
@@ -313,21 +328,29 @@ class _AttackRun:
             chosen = _choose_copies(is_right)  # the copy that broke each sample, else the last one
             x_adv[rows] = points[chosen]
             confidence[rows] = logits[chosen].softmax(1).amax(1)
-        # Samples that were broken earlier keep their distance: a resumed run lacks their points.
-        attacked = last.robust
-        distances = last.distance.clone()
-        distances[attacked] = distance(x_adv[attacked], chunk.x[attacked], norm, patch)
         return self._report(
             # An attack that does not suit the model has 0 turns (see `adapt`): it tried no sample.
-            tried=attacked if attack.turns else torch.zeros_like(robust),
+            tried=last.robust if attack.turns else torch.zeros_like(robust),
             robust=robust,
             x_adv=x_adv,
-            distance=distances,
+            distance=self._update_distances(last, x_adv),
             confidence=confidence,
             notes=notes,
         )
 
-    def _plan_turn(self, attack: Attack, ball: Ball, rows: Tensor, finished: int) -> Turn:
+    def _update_distances(self, last: Outcome, x_adv: Tensor) -> Tensor:
+        """Return ||x_adv - x|| of every sample, (samples), from those of the previous outcome.
+
+        Samples that were broken earlier keep their distance: a resumed run lacks their points.
+        """
+        rows = last.robust
+        distances = last.distance.clone()
+        distances[rows] = distance(
+            x_adv[rows], self.chunk.x[rows], self.ball.norm, self.ball.patch
+        )
+        return distances
+
+    def _plan_turn(self, attack: Attack, rows: Tensor, finished: int) -> Turn:
         """Return the next turn of an attack: one start, and one target class or several.
 
         With few survivors, several target classes share a batch, which has a copy of the samples
@@ -335,12 +358,10 @@ class _AttackRun:
 
         Args:
             attack: the attack, adapted to the model.
-            ball: the ball, in which the start is drawn.
             rows: the samples that survived the earlier turns.
             finished: number of pairs (start, target class) of earlier turns; each start has
                 `attack.aims` targets.
         """
-        x = self.chunk.x
         restart, first = divmod(finished, attack.aims)
         most = max(CHUNK // len(rows), 1)  # copies in a batch
         copies = min(most, attack.aims - first)
@@ -350,7 +371,7 @@ class _AttackRun:
         return Turn(
             attack=attack,
             generator=self.generator,
-            start=partial(_draw_starts, x, ball, self.generator, rows, copies),
+            start=partial(_draw_starts, self.chunk.x, self.ball, self.generator, rows, copies),
             rows=rows.repeat(copies),
             target=targets.T.flatten(),
             restart=restart,
@@ -358,7 +379,7 @@ class _AttackRun:
             check=self.meter.check,
         )
 
-    def _run(self, turn: Turn, ball: Ball) -> tuple[Tensor, Tensor]:
+    def _run(self, turn: Turn) -> tuple[Tensor, Tensor]:
         """Run an attack once; return its points, checked to be inside the ball, and their logits.
 
         If a gradient was not finite, the attack runs again, with NaN in gradients replaced.
@@ -367,7 +388,7 @@ class _AttackRun:
         oracle = Oracle(self.f, rows=turn.rows, batch_size=self.batch_size, meter=self.meter)
         x = self.chunk.x[turn.rows]
         y = self.chunk.y[turn.rows]
-        ball = ball[turn.rows]
+        ball = self.ball[turn.rows]
         name = turn.attack.name
         random_state = turn.generator.get_state()
         while True:
@@ -383,7 +404,7 @@ class _AttackRun:
             self.meter.replaces_nan = True
             turn.generator.set_state(random_state)
 
-    def rewrite(self, last: Outcome) -> Outcome:
+    def _rewrite(self, last: Outcome) -> Outcome:
         """Run an attack that changes texts, on the texts that are not broken yet.
 
         Args:
@@ -401,11 +422,7 @@ class _AttackRun:
         budget = int(self.trial.radius.value)
         if len(rows) and budget > 0:
             changed, logits = self._run_on_texts(chunk.texts, rows, budget)
-            predicted = logits.argmax(1)
-            if self.target is None:
-                robust[rows] = predicted == chunk.y[rows]
-            else:
-                robust[rows] = predicted != self.target
+            robust[rows] = self._find_robust(logits.argmax(1), chunk.y[rows])
             confidence[rows] = logits.softmax(1).amax(1).to(confidence)
             for i, draft in zip(rows.tolist(), changed, strict=True):
                 drafts[i] = draft
@@ -418,6 +435,12 @@ class _AttackRun:
             confidence=confidence,
             drafts=drafts,
         )
+
+    def _find_robust(self, predicted: Tensor, y: Tensor) -> Tensor:
+        """Say which texts are robust: predicted as their label, or as any class but the target."""
+        if self.target is None:
+            return predicted == y
+        return predicted != self.target
 
     def _run_on_texts(self, texts: Texts, rows: Tensor, budget: int) -> tuple[list[Draft], Tensor]:
         """Run an attack that changes texts; return the changed texts, checked, and their logits.
@@ -447,11 +470,12 @@ class _AttackRun:
         return changed, _require_finite(logits, f"{self.attack.name} texts", chunk)
 
 
-def _choose_copies(is_right: Bool[Tensor, "copies samples"]) -> Int[Tensor, " samples"]:
+def _choose_copies(is_right: Tensor) -> Tensor:
     """Return for each sample the row of its first misclassified copy, else of its last copy.
 
     A batch has a copy of all samples for each target class: row copy * samples + i has copy number
-    `copy` of sample i. `is_right` is True for each copy that is classified correctly.
+    `copy` of sample i. `is_right`, (copies, samples), is True for each copy that is classified
+    correctly.
     """
     copies, samples = is_right.shape
     first_wrong = (~is_right).int().argmax(0)

@@ -441,11 +441,11 @@ def choose_closer(
 
 def fill_patches(
     f: Classifier,
-    x: Float[Tensor, "batch channels height width"],
+    x: Samples,
     y: Labels,
     ball: Ball,
     turn: Turn,
-) -> Float[Tensor, "batch channels height width"]:
+) -> Samples:
     """Fill k patches of each image with values that increase the cross-entropy.
 
     A place is a patch of the grid of the image. Places are ranked by how much the loss can grow to
@@ -455,7 +455,7 @@ def fill_patches(
 
     Args:
         f: x -> logits (batch, classes).
-        x: images, inside the box of the ball.
+        x: images, inside the box of the ball, (batch, channels, height, width).
         y: labels.
         ball: at most eps patches of size `patch`, and the box.
         turn: the number of this start, its random values, and the number of steps.

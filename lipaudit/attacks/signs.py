@@ -216,15 +216,13 @@ def note_masking(
         # Without iterative gradient attacks ("steps") there is nothing to compare with.
         if not any("steps" in _list_efforts(other) for other in in_ball):
             continue
+        survived = robust[:, columns]
         where = f"{trial.norm} {trial.radius.text}"
-        # Signs 1 and 2.
-        excess, comparison = _count_excess(trial, in_ball, robust[:, columns])
-        if excess > lucky:
-            signs[trial.label] = f"{trial.label} broke {excess} samples {comparison} ({where})"
-        # Sign 3.
-        survivors = robust[:, columns].all(1).sum()
-        has_center = box is not None and 2 * float(trial.radius) >= box[1] - box[0]
-        if has_center and trial.norm == "linf" and survivors > largest_class + lucky:
+        excess = _describe_excess(trial, in_ball, survived, lucky)  # signs 1 and 2
+        if excess:
+            signs[trial.label] = f"{excess} ({where})"
+        survivors = survived.all(1).sum()
+        if _holds_centre(trial, box) and survivors > largest_class + lucky:  # sign 3
             signs["survivors"] = (
                 f"{survivors} of {len(y)} samples survive {where}, a ball that holds the same "
                 f"grey point for all of them, where at most {largest_class} can be right"
@@ -235,33 +233,44 @@ def note_masking(
     return (Note.warn("gradient-masking", text + "; ".join(signs.values())),)
 
 
-def _count_excess(
-    trial: Trial, in_ball: Sequence[Trial], robust: Bool[np.ndarray, "samples trials"]
-) -> tuple[int, str]:
-    """Return how many samples a weak attack broke that strong attacks did not, and how it counts.
+def _describe_excess(
+    trial: Trial, in_ball: Sequence[Trial], robust: np.ndarray, lucky: float
+) -> str:
+    """Say that a trial broke samples that stronger attacks in the same ball did not break.
 
-    The second result ends the sentence "X broke 5 samples ...":
-
-    * for adversarial examples of another model, "that no attack on this model broke": the samples
-      that they alone broke are counted;
-    * for all other attacks, as for FGSM, "more than pgd": the difference from the number of
-      samples that the iterative attacks (here pgd) broke.
+    The text is "fgsm broke 5 samples more than pgd", or for adversarial examples of another model
+    "transfer broke 5 samples that no attack on this model broke". It is "" for few samples.
 
     Args:
-        trial: the trial whose attacks are weak.
+        trial: the trial.
         in_ball: all trials in the same ball, with this one.
-        robust: whether each sample survived each of them.
+        robust: whether each sample survived each of them, (samples, trials).
+        lucky: the number of samples that may be broken by luck.
     """
-    broken = ~robust[:, in_ball.index(trial)]
+    survived = robust[:, in_ball.index(trial)]
     # Efforts: "points" for examples of another model, "steps" for iterative attacks.
     if _list_efforts(trial) == {"points"}:
         on_this = [i for i, other in enumerate(in_ball) if _list_efforts(other) != {"points"}]
-        excess = (broken & robust[:, on_this].all(1)).sum()
-        return int(excess), "that no attack on this model broke"
-    iterative = [i for i, other in enumerate(in_ball) if "steps" in _list_efforts(other)]
-    broken_by_iterative = ~robust[:, iterative].all(1)
-    excess = broken.sum() - broken_by_iterative.sum()
-    return int(excess), f"more than {', '.join(in_ball[i].label for i in iterative)}"
+        excess = (robust[:, on_this].all(1) & ~survived).sum()
+        comparison = "that no attack on this model broke"
+    else:
+        iterative = [i for i, other in enumerate(in_ball) if "steps" in _list_efforts(other)]
+        excess = robust[:, iterative].all(1).sum() - survived.sum()
+        comparison = f"more than {', '.join(in_ball[i].label for i in iterative)}"
+    if excess <= lucky:
+        return ""
+    return f"{trial.label} broke {excess} samples {comparison}"
+
+
+def _holds_centre(trial: Trial, box: Box | None) -> bool:
+    """Say whether the trial's balls are linf balls that hold the centre of the box (`low, high`).
+
+    Every point of the box is at most half its width from the centre, in each coordinate.
+    """
+    if box is None or trial.norm != "linf":
+        return False
+    low, high = box
+    return 2 * float(trial.radius) >= high - low
 
 
 def _list_efforts(trial: Trial) -> set[str]:

@@ -21,16 +21,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lipaudit.attacks.oracle import Turn
 from lipaudit.attacks.text import Draft, Ids, Reader, Suffix, TextOracle
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 # Number of tokens beside the suffix that show how a tokenizer spells its blanks.
 ANCHOR = 4
@@ -81,19 +77,20 @@ def _find_place(draft: Draft, *, before: bool) -> _Place | None:
     """
     if draft.source is None:
         return None
-    # By token: (index of the text in a pair, first character, one past the last character). The
-    # source has a list of these for every word.
+    # The span of each token is (index of the text in a pair, first character, one past the last
+    # character). The source has a list of spans for every word.
     spans = list(chain.from_iterable(draft.source.spans))
     # Special tokens and blanks have no characters.
     tokens = [i for i, (_, start, end) in enumerate(spans) if end > start]
     if not tokens:
         return None
-    # `token` is the number of tokens in front of the suffix, `character` the same in characters.
-    if before:
+    # `token` and `character` are the numbers of tokens and of characters in front of the suffix.
+    # `beside` has the ANCHOR nearest tokens: the suffix is later spelled together with them.
+    if before:  # the suffix is inserted where the first token starts
         token = tokens[0]
         piece, character, _ = spans[token]
         beside = draft.ids[token : token + ANCHOR]
-    else:
+    else:  # where the last token ends
         token = tokens[-1] + 1
         piece, _, character = spans[token - 1]
         beside = draft.ids[max(0, token - ANCHOR) : token]
@@ -199,7 +196,7 @@ class _Search:
             return self.add((*self.current, self._draw_token()))
         return self.add(self.current)
 
-    def propose(self, draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Ids]:
+    def propose(self, draft: Draft, slope: Tensor) -> Iterator[Ids]:
         """Yield suffixes with one changed token: the most promising one and a random one in turn.
 
         The attack lowers the lead of a text: the logit of the label minus the largest other logit
@@ -209,7 +206,8 @@ class _Search:
 
         Args:
             draft: the text with the suffix of `grow`.
-            slope: gradient of the lead in the embedding of each token of the draft.
+            slope: gradient of the lead in the embedding of each token of the draft, (tokens,
+                width).
         """
         assert draft.suffix is not None
         ids = draft.suffix.ids
@@ -356,10 +354,7 @@ def _begin_searches(
         turn: settings and random numbers of this run.
     """
     reader = oracle.reader
-    # The tokens that a suffix may have: ids with a spelling and an embedding, no special tokens.
-    reserved = reader.lexicon.reserved
-    count = min(len(reader.lexicon.tokens), len(reader.table))
-    tokens = torch.tensor([i for i in range(count) if i not in reserved])
+    tokens = _list_tokens(reader)
     # The lead of a text is the logit of its label minus the largest other logit.
     leads = oracle.score([reader.read(draft) for draft in drafts], y)
     seed = turn.generator.initial_seed()
@@ -382,6 +377,13 @@ def _begin_searches(
             lowest=lead,
         )
     return searches
+
+
+def _list_tokens(reader: Reader) -> Tensor:
+    """Return the ids that a suffix may have: with a spelling and an embedding, and not special."""
+    reserved = reader.lexicon.reserved
+    count = min(len(reader.lexicon.tokens), len(reader.table))
+    return torch.tensor([i for i in range(count) if i not in reserved])
 
 
 def _try_suffixes(

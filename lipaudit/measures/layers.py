@@ -386,9 +386,14 @@ def _list_claims(
         assert heads.out is not None
         count, d_v, d_out = heads.out.shape  # W_O of each of the H heads
         eps = torch.finfo(torch.float64).eps
-        # ||W_O||^2 is the largest eigenvalue of W_O^T W_O, each entry of which is a sum of H d_v
-        # products. So it is off by H d_v eps ||W_O||_F^2 <= H d_v d_out eps ||W_O||^2. The 16 and
-        # the 2 leave room for the errors of eigenvalues, and of products with W_O in the norm.
+        # Errors relative to the bound, in units of H d_v d_out eps / 2. `relative` is 4 units:
+        # * 1/2 by ||W_O||, the root of the largest eigenvalue of the smaller Gram matrix of W_O.
+        #   Each entry is a sum of max(H d_v, d_out) products. So the Gram matrix is off by
+        #   max(H d_v, d_out) eps / 2 ||W_O||_F^2, with ||W_O||_F^2 <= min(H d_v, d_out) ||W_O||^2;
+        # * 1 by products with W_O in the norm, and 1 by those with W_O^T: sums of H d_v or d_out
+        #   terms with errors of at most (H d_v or d_out) eps / 2 ||W_O||_F.
+        # The rest covers the solver of the eigenvalue. If d_out is small, 16 covers single
+        # operations and the sum over the heads, too.
         relative = 2 * (d_out + 16) * count * d_v * eps
         errors = compute_rounding().square().sum(1, keepdim=True).sqrt()
         return values["out_norm"] * errors + relative * values["layer_sharp_rss"]

@@ -166,6 +166,7 @@ class Changes:
         groups: the changes of groups of samples.
         sampled: the rules and contrasts of figures that every sample has.
         unpaired: sections and figures that one report alone has, and whether it is the second.
+        left_out: texts that say which rows and samples are not compared.
     """
 
     verdicts: list[Verdict] = field(default_factory=list)
@@ -173,6 +174,7 @@ class Changes:
     groups: list[Verdict] = field(default_factory=list)
     sampled: list[Judged] = field(default_factory=list)
     unpaired: list[tuple[str, bool]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_place: str) -> Pair:
@@ -185,8 +187,6 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
         by_place: a warning that samples are matched by their place in the data; empty if they are
             matched by their ids.
     """
-    before = _index_sections(old)
-    after = _index_sections(new)
     # Differences between the two runs: the kind (`dtype`, `seed`) and a text. The kinds in
     # SPOILING change the figures of the same model, so they become warnings. All other kinds
     # become notes.
@@ -196,14 +196,8 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
         warnings.append(by_place)
     if conditions.has_same_weights(new, old):
         warnings.append("both reports are of the same weights")
-    changes = Changes()
-    # What one report alone has, and whether this is the new report: sections here, columns below.
-    for measure in before.keys() ^ after.keys():
-        changes.unpaired.append((measure, measure in after))
-    for measure, section in before.items():
-        if measure in after:
-            warnings += _describe_left_out(section, after[measure])
-            _compare_sections(old, new, section, after[measure], changes)
+    changes = _find_changes(old, new)
+    warnings += changes.left_out
     notes = []
     for name, is_new in sorted(changes.unpaired):
         owner = names[is_new]  # False is 0, the old model; True is 1, the new one
@@ -220,6 +214,20 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
         warnings=tuple(warnings),
         notes=tuple(notes),
     )
+
+
+def _find_changes(old: Report, new: Report) -> Changes:
+    """Compare the sections that two reports share, and list those that only one report has."""
+    before = _index_sections(old)
+    after = _index_sections(new)
+    changes = Changes()
+    for measure in before.keys() ^ after.keys():
+        changes.unpaired.append((measure, measure in after))
+    for measure, section in before.items():
+        if measure in after:
+            changes.left_out += _describe_left_out(section, after[measure])
+            _compare_sections(old, new, section, after[measure], changes)
+    return changes
 
 
 def _compare_sections(
@@ -243,22 +251,18 @@ def _compare_sections(
         new_figures = _list_figures(after, name)
         if not (old_figures and new_figures):
             if old_figures or new_figures:
-                only_new_has_it = not old_figures
-                changes.unpaired.append((metric, only_new_has_it))
+                changes.unpaired.append((metric, bool(new_figures)))
             continue
         # The figures decide the unit of a change: no percentage if a figure is negative.
         figures = old_figures + new_figures
-        # The norm that one head carries may move to another head: a statistic over all heads says
-        # little. So such columns (OF_HEADS_ALONE) are compared head by head only.
-        if metric not in OF_HEADS_ALONE:
-            for stat in _choose_statistics(before, after, name):
-                rule = no_change(f"{metric}:{stat}", figures, sections=(before, after))
-                _compare_figure(rule, old, new, changes)
+        for stat in _choose_statistics(before, after, name):
+            rule = no_change(f"{metric}:{stat}", figures, sections=(before, after))
+            _compare_figure(rule, old, new, changes)
         # MAPPED names the columns to compare head by head; for other measures every column is.
         if has_heads and name in MAPPED.get(before.measure, (name,)):
             rule = no_change(f"{metric}:each", figures, sections=(before, after))
             examined = examine(rule, new, old, lenient=True)
-            if not isinstance(examined, Verdict):
+            if not isinstance(examined, Verdict):  # the old and new value of each head
                 changes.heads += _judge_heads(rule, examined, after)
             elif metric in OF_HEADS_ALONE:
                 # The column has no other verdict: report why the heads cannot be compared.
@@ -272,12 +276,17 @@ def _choose_statistics(before: Section, after: Section, name: str) -> list[str]:
     the yes-or-no columns such as `correct`, else the median and the 95th percentile. A column of
     heads is compared by a statistic over the heads, and other rows one by one (`each`).
     """
+    metric = f"{after.measure}.{name}"
+    # The norm that one head carries may move to another head: a statistic over all heads says
+    # little. So such columns are compared head by head only.
+    if metric in OF_HEADS_ALONE:
+        return []
     if name in before.sample_columns:
         return ["mean"] if name in FLAGS else ["median", "p95"]
     if "layer" not in after.columns:  # other rows than heads are few: each row is compared
         return ["each"]
     # The same statistic as on the scorecard, if the scorecard shows this column.
-    headline = find_headline(f"{after.measure}.{name}")
+    headline = find_headline(metric)
     return [headline.over_heads if headline else "median"]
 
 

@@ -218,17 +218,18 @@ def has_same_weights(current: Report, baseline: Report) -> bool:
     return bool(digest) and digest == old.model.weights_sha256
 
 
-def has_other_starts(current: Section | None, baseline: Section | None) -> bool:
-    """Return whether the attacks of two sections began at different random starts.
+def has_other_starts(current: Report, baseline: Report) -> bool:
+    """Return whether both reports have attacks, which began at different random starts.
 
     The start depends on the seed and on the position of a sample in the data. So with another
     seed, or with more, fewer or reordered samples, an attack may break other samples of the same
     model.
     """
-    if current is None or baseline is None or current.measure != "attack":
+    new = current.section("attack")
+    old = baseline.section("attack")
+    if new is None or old is None:
         return False
-    other_seed = current.settings.get("seed") != baseline.settings.get("seed")
-    return other_seed or current.ids != baseline.ids
+    return new.settings.get("seed") != old.settings.get("seed") or new.ids != old.ids
 
 
 def list_examples(report: Report) -> dict[str, str]:
@@ -249,15 +250,13 @@ def list_examples(report: Report) -> dict[str, str]:
 def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]:
     """Return the differences between two runs: the kind of each (`dtype`, `seed`), and a text."""
     found = [*_compare_conditions(current, baseline)]
-    attacked = current.section("attack")
-    before = baseline.section("attack")
-    if has_other_starts(attacked, before) and has_same_weights(current, baseline):
+    if has_other_starts(current, baseline) and has_same_weights(current, baseline):
         text = (
             "attack: the weights are equal, but the random starts differ (other seed, number or "
             "order of samples). Differences under attack are chance"
         )
         found.append(("starts", text))
-    text = _compare_transfer(attacked, before, baseline)
+    text = _compare_transfer(current.section("attack"), baseline.section("attack"), baseline)
     if text:
         found.append(("transfer", text))
     # The number of duplicates in the section that has most samples.

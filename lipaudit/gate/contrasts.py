@@ -124,12 +124,12 @@ def _contrast_reports(
         BaselineError: the two reports are not comparable.
         UsageError: the rule matches nothing, or does not suit its metric.
     """
-    new = current.section(rule.measure)
     old = baseline.section(rule.measure)
-    if new is None and old is None:
-        text = f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
-        raise UsageError(text)
+    new = current.section(rule.measure)
     if new is None:
+        if old is None:
+            text = f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
+            raise UsageError(text)
         raise BaselineError(f"the current report has no section {rule.measure}")
     # The current report is checked first: a failed run is an error, whatever the baseline is.
     points = readings.read_trusted(rule, current, new, lenient=lenient).points
@@ -149,17 +149,33 @@ def _contrast_reports(
         contrasts = _contrast_rows(rule, new_values, old_values, ids, _read_tolerance(new))
     if not lenient:
         _require_test(rule, new, contrasts)
-    # A contrast that is the `same` gets the verdict `unchanged`. Equal values do not suffice: only
-    # equal weights prove that nothing changed. And a rule with a negative margin demands an
-    # improvement, so that an unchanged figure breaks it and must be judged.
+    same = _decide_same(rule, current, baseline)
+    if same is None:  # the values decide: `same` of each contrast says whether they are equal
+        return contrasts
+    return [replace(contrast, same=same) for contrast in contrasts]
+
+
+def _decide_same(rule: Rule, current: Report, baseline: Report) -> bool | None:
+    """Return whether a figure gets the verdict `unchanged`; None if its values decide.
+
+    Equal values do not suffice: only equal weights prove that nothing changed.
+
+    Args:
+        rule: a rule on a change.
+        current: the report to judge.
+        baseline: the report to compare it with.
+    """
+    # A rule with a negative margin demands an improvement: an unchanged figure breaks it, and must
+    # be judged.
     if compute_margin(rule) < 0 or not conditions.has_same_weights(current, baseline):
-        return [replace(contrast, same=False) for contrast in contrasts]
-    # The weights are equal. With other random starts, an attack breaks other samples of the same
-    # model, so figures under attack differ by chance: they count as unchanged. Predictions without
-    # attack (`clean`, `correct`) have no random start: for them the values decide, as below.
-    if conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct"):
-        return [replace(contrast, same=True) for contrast in contrasts]
-    return contrasts
+        return False
+    # The weights are equal. Figures without attack (also `clean` and `correct` in the section
+    # `attack`) have no random start: the values decide.
+    if rule.measure != "attack" or rule.column in ("clean", "correct"):
+        return None
+    # With other random starts, an attack breaks other samples of the same model, so figures under
+    # attack differ by chance: they count as unchanged.
+    return conditions.has_other_starts(current, baseline) or None
 
 
 def _contrast_current(points: Mapping[Key, float]) -> list[Contrast]:
@@ -246,8 +262,8 @@ def _contrast_groups(
             continue
         group_ids = tuple(ids[i] for i in index)
         if rule.per_sample:  # take the values of the group's samples
-            new_of_group = readings.select(rule, new_values, index)
-            old_of_group = readings.select(rule, old_values, index)
+            new_of_group = readings.select(rule, new_values.pairs, index)
+            old_of_group = readings.select(rule, old_values.pairs, index)
         else:  # compute the rows again from the group's samples
             new_of_group, old_of_group, _ = _read_shared(rule, shared.select(index))
         rows = _contrast_rows(rule, new_of_group, old_of_group, group_ids, tol)
@@ -333,16 +349,16 @@ class Shared:
 
     Attributes:
         sections: the current section and the baseline's.
+        skipped: rows that did not converge in a comparison.
         indices: indices of the shared samples in each, in the order of the baseline; None: the
             sections name no samples, and all are read.
         recompute: whether rows are computed again from these samples.
-        skipped: rows that did not converge in a comparison.
     """
 
     sections: tuple[Section, Section]
-    indices: tuple[list[int] | None, list[int] | None]
-    recompute: bool
     skipped: set[Key]
+    indices: tuple[list[int] | None, list[int] | None] = (None, None)
+    recompute: bool = False
 
     def select(self, index: Sequence[int]) -> Shared:
         """Return some of the shared samples, such as a group.
@@ -383,13 +399,9 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     unconverged_samples = set[str]()
     if lenient:
         unconverged_rows, unconverged_samples = _find_unconverged(rule, new, old)
+    shared = Shared(sections=(new, old), skipped=unconverged_rows)
     if not (new.ids and old.ids):  # without ids, `find_obstacle` has refused different samples
-        return Shared(
-            sections=(new, old),
-            indices=(None, None),
-            recompute=False,
-            skipped=unconverged_rows,
-        )
+        return shared
     # Leave out unconverged samples: their ids become "", which matches no sample of the current
     # report. All other samples stay at their indices.
     old_ids = ["" if name in unconverged_samples else name for name in old.ids]
@@ -401,9 +413,7 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     recompute = not rule.per_sample and (
         bool(unconverged_samples) or sorted(new.ids) != sorted(old.ids)
     )
-    return Shared(
-        sections=(new, old), indices=indices, recompute=recompute, skipped=unconverged_rows
-    )
+    return replace(shared, indices=indices, recompute=recompute)
 
 
 def _find_unconverged(rule: Rule, new: Section, old: Section) -> tuple[set[Key], set[str]]:
@@ -568,14 +578,8 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
         new: current values of the same samples, (samples,).
         worse: change of each sample for the worse, (samples,): a log-ratio for a relative limit.
     """
-    # A mean over the samples is a share if all values are 0 or 1. `each` judges the rows of a
-    # table, whose cells are means if their column says so.
-    is_mean_of_samples = rule.stat == "mean"
-    if rule.stat == "each":
-        # The mean of the array with the column's name, or the accuracy without attack.
-        means = (Reduction(stat="mean", values=rule.column), readings.RIGHT)
-        is_mean_of_samples = rule.about.reduction in means
-    if is_mean_of_samples and np.isin((old, new), (0, 1)).all():
+    # A mean over the samples is a share if all values are 0 or 1.
+    if _judges_mean(rule) and np.isin((old, new), (0, 1)).all():
         if rule.limit.kind == "relative":
             text = f"{rule.text!r}: a share changes in percentage points"
             raise UsageError(text, "Write -2pp, not -2%.")
@@ -606,6 +610,19 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
         return _compute_change(rule, old_figures, new_figures)
 
     return statistics.judge_by_bootstrap(old, new, change=compute_changes, least=least)
+
+
+def _judges_mean(rule: Rule) -> bool:
+    """Return whether a rule judges plain means over samples (not over their tokens).
+
+    It does by its statistic, or because it judges the rows of a table (`each`) whose cells are
+    means over samples.
+    """
+    if rule.stat != "each":
+        return rule.stat == "mean"
+    # The mean of the array with the column's name, or the accuracy without attack.
+    means = (Reduction(stat="mean", values=rule.column), readings.RIGHT)
+    return rule.about.reduction in means
 
 
 def _compute_change(rule: Rule, old: Values, new: Values) -> Values:

@@ -224,14 +224,15 @@ def _judge_rules(
         p_of_rows.append(_adjust_rows(rule, contrasts))
     smallest = {i: min(p_values.values()) for i, p_values in enumerate(p_of_rows) if p_values}
     corrected = statistics.correct_by_holm(smallest)
-    for i, (rule, examined) in enumerate(zip(rules, examinations, strict=True)):
+    judged = zip(rules, examinations, p_of_rows, strict=True)
+    for i, (rule, examined, p_values) in enumerate(judged):
         if isinstance(examined, Verdict):
             yield examined
             continue
         # The corrected p-value of the rule, and the factor by which Holm's procedure corrects it.
         p_of_rule, factor = corrected.get(i, (1.0, 1))
         for contrast in examined:
-            p_of_row = p_of_rows[i].get(contrast.key)
+            p_of_row = p_values.get(contrast.key)
             verdict = _make_verdict(rule, contrast, level=alpha / 2)
             if p_of_row is None:
                 yield _doubt_untested(verdict, rule)
@@ -241,7 +242,7 @@ def _judge_rules(
             # The one-sided level of one test among all tests of the gate (Bonferroni), at most
             # alpha / 2: the uncorrected test of a row must reach this level, too. It is used only
             # to estimate how many samples would prove a change.
-            level = alpha / max(2, len(smallest) * len(p_of_rows[i]))
+            level = alpha / max(2, len(smallest) * len(p_values))
             yield _judge_tested(verdict, rule, contrast, adjusted, alpha, level, strict=strict)
 
 
@@ -332,10 +333,8 @@ def _forbids_improvement(rule: Rule) -> bool:
     better = rule.about.better
     if better is None and rule.column in FLAGS:
         better = "higher"
-    if better is None:
-        return False
-    # `<=` forbids higher values, and `>=` lower ones.
-    return (better == "higher") == (rule.op == "<=")
+    forbidden = "higher" if rule.op == "<=" else "lower"  # the values that break the limit
+    return better == forbidden
 
 
 def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:

@@ -5,7 +5,7 @@ Each model is compared with the best sample by sample, with the verdicts of `jud
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -127,15 +127,7 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     compared = sum("rank" in fields for fields in entries.values()) - 1
     indices = range(len(names))
     if compared >= 1:
-        rule = criteria[0].rule
-        name = criteria[0].name
-        about_ranking |= {
-            "compared": compared,
-            "criterion": rule.metric,
-            "better": "lower" if rule.worse > 0 else "higher",
-        }
-        if isinstance(name, TrialKey):
-            about_ranking["ball"] = name.ball
+        about_ranking = _describe_criterion(criteria[0]) | {"compared": compared}
         for i in indices:  # models without the metric come last
             entries.setdefault(i, {"outcome": "not measured"})
     else:
@@ -147,6 +139,14 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
         models.append(Ranked(model=names[i], summary=summarise(reports[i]), **fields))
     notes = (Note.info("paired-by-place", text) for text in by_place.values())
     return Ranking(models=tuple(models), notes=tuple(notes), **about_ranking)
+
+
+def _describe_criterion(criterion: Criterion) -> dict[str, str]:
+    """Return the fields of a `Ranking` on its metric: name, better direction and ball."""
+    rule = criterion.rule
+    ball = criterion.name.ball if isinstance(criterion.name, TrialKey) else ""
+    better = "lower" if rule.worse > 0 else "higher"
+    return {"criterion": rule.metric, "better": better, "ball": ball}
 
 
 def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> _Fields:
@@ -209,10 +209,7 @@ def _rank_comparable(rule: Rule, worse: Mapping[int, float], reports: Sequence[R
     """
     # Bonferroni's correction for comparing all other models with the best model.
     level = LEVEL / max(1, len(worse) - 1)
-    best, *others = worse
-    for i in others:  # the model with the best figure may not be the best sample by sample
-        if _compare_two(rule, new=reports[i], old=reports[best], level=level).status == "improved":
-            best = i
+    best = _find_best(rule, worse, reports, level)
     entries: _Fields = {best: {"rank": 1, "outcome": "best"}}
     for i in worse:
         if i == best:
@@ -231,6 +228,22 @@ def _rank_comparable(rule: Rule, worse: Mapping[int, float], reports: Sequence[R
         entries[i] = {"rank": place, "outcome": outcome, "difference": change}
     # Sorting keeps the order of equal ranks: the best model stays first.
     return dict(sorted(entries.items(), key=lambda entry: entry[1]["rank"]))
+
+
+def _find_best(rule: Rule, models: Iterable[int], reports: Sequence[Report], level: float) -> int:
+    """Return the model (by index) that is the best sample by sample.
+
+    Args:
+        rule: names the figure; it allows no change.
+        models: the models; the model with the best figure first, which may not be the best one.
+        reports: the reports of all models.
+        level: one-sided error probability of each limit of a change.
+    """
+    best, *others = models
+    for i in others:
+        if _compare_two(rule, new=reports[i], old=reports[best], level=level).status == "improved":
+            best = i
+    return best
 
 
 def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:

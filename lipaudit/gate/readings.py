@@ -73,32 +73,56 @@ def read(
     indices = list(range(len(section.ids)))
     if samples is not None:
         indices = list(samples)
-    # By row or per-sample column. `points`: the figure. `pairs`: the values of the samples behind
-    # it, (samples,), which are later paired with those of another report.
-    points = {}
-    pairs = {}
     if rule.per_sample:
-        for key, values in _read_columns(rule, section).items():
-            pairs[key] = values[indices]
-            points[key] = math.nan
-            if indices:
-                points[key] = float(reduce_values(rule.stat, pairs[key]))
+        reading = select(rule, _read_columns(rule, section), indices)
     else:
-        rows = index_rows(section)
-        points = _read_rows(rule, section, rows, skipped)
-        pairs = _read_pairs(rule, section, indices, rows, points)
-        if recompute and points and _has_to_recompute(rule, pairs):
-            reduced = dict(zip(rows, _reduce_samples(rule, section, indices), strict=True))
-            points = {key: reduced[key] for key in points}
-    if not points:
+        reading = _read_rows(rule, section, indices, recompute=recompute, skipped=skipped)
+    if not reading.names:
         raise UsageError(
             f"{rule.text!r} matches nothing in section {section.measure}",
             _describe_choice(rule, section),
         )
+    return reading
+
+
+def select(rule: Rule, columns: Mapping[Key, Values], indices: list[int]) -> RuleValues:
+    """Return the values of a per-sample rule on the samples at these indices.
+
+    Args:
+        rule: the rule, whose statistic makes a figure of the values of a column.
+        columns: the values of all samples in each column, (samples,).
+        indices: indices of samples. Without any, the figures are NaN.
+    """
+    pairs = {key: values[indices] for key, values in columns.items()}
+    points = dict.fromkeys(pairs, math.nan)
+    if indices:
+        points = {key: float(reduce_values(rule.stat, values)) for key, values in pairs.items()}
+    return RuleValues(tuple(pairs), points, pairs)
+
+
+def _read_rows(
+    rule: Rule, section: Section, indices: list[int], *, recompute: bool, skipped: Collection[Key]
+) -> RuleValues:
+    """Return the values of a rule on the rows of a section: figures, and values per sample.
+
+    With `each`, a rule on rows has a figure for each row. Otherwise it has a single figure, a
+    statistic over the rows.
+
+    Args:
+        rule: a rule on rows.
+        section: the section of the rows.
+        indices: indices of the samples to use.
+        recompute: whether to compute rows again from these samples.
+        skipped: names of rows to leave out.
+    """
+    rows = index_rows(section)
+    points = _read_figures(rule, section, rows, skipped)
+    pairs = _read_pairs(rule, section, indices, rows, points)
+    if recompute and points and _has_to_recompute(rule, pairs):
+        reduced = dict(zip(rows, _reduce_samples(rule, section, indices), strict=True))
+        points = {key: reduced[key] for key in points}
     names = tuple(points)
-    # With `each`, a rule on rows has a figure for each row. Otherwise it has a single figure, a
-    # statistic over the rows.
-    if not rule.per_sample and rule.stat != "each":
+    if names and rule.stat != "each":
         points = {"": float(reduce_values(rule.stat, list(points.values())))}
     return RuleValues(names, points, pairs)
 
@@ -118,7 +142,7 @@ def _has_to_recompute(rule: Rule, pairs: Mapping[Key, Values]) -> bool:
     return has_statistic or rule.stat != "each" or not pairs
 
 
-def _read_rows(
+def _read_figures(
     rule: Rule, section: Section, rows: Mapping[Key, Row], skipped: Collection[Key]
 ) -> dict[Key, float]:
     """Return the value that a rule reads in each row, by the name of the row.
@@ -199,13 +223,6 @@ def _describe_choice(rule: Rule, section: Section) -> str:
     if reasons and (section.measure != "attack" or rule.column.startswith("ece")):
         advice = f"Left out: {'; '.join(reasons)}. {advice}"
     return advice
-
-
-def select(rule: Rule, reading: RuleValues, index: Sequence[int]) -> RuleValues:
-    """Return the values of a per-sample rule on the samples at these indices."""
-    pairs = {key: values[list(index)] for key, values in reading.pairs.items()}
-    points = {key: float(reduce_values(rule.stat, values)) for key, values in pairs.items()}
-    return RuleValues(reading.names, points, pairs)
 
 
 def find_fault(report: Report, section: Section, *, lenient: bool = False) -> str:

@@ -121,13 +121,8 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
     match = _RULE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{text!r} is not a rule", _EXAMPLE)
-    tables: dict[str, Layout | Section] = {**layouts()}
-    tables |= {section.measure: section for section in sections}
-    known = list_metrics(tables)
-    if match["metric"] not in known:
-        raise UsageError(f"unknown metric {match['metric']!r}", suggestion(match["metric"], known))
     measure, _, column = match["metric"].rpartition(".")
-    table = tables[measure]
+    table = _find_table(match["metric"], sections)
     stat = _read_statistic(match["stat"], column, table)
     per_sample = stat != "each" and column in table.sample_columns
     columns = table.sample_columns if per_sample else table.columns
@@ -148,6 +143,20 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         about=columns[column],
         group=group,
     )
+
+
+def _find_table(metric: str, sections: Iterable[Section]) -> Layout | Section:
+    """Return the table that has a metric: a section of a report, else that of a measure.
+
+    Raises:
+        UsageError: no table has the metric.
+    """
+    tables: dict[str, Layout | Section] = {**layouts()}
+    tables |= {section.measure: section for section in sections}
+    known = list_metrics(tables)
+    if metric not in known:
+        raise UsageError(f"unknown metric {metric!r}", suggestion(metric, known))
+    return tables[metric.rpartition(".")[0]]
 
 
 def _read_selector(text: str, table: Layout | Section) -> tuple[tuple[str, ...], str]:

@@ -156,23 +156,41 @@ def _compute_tail(draws: Values, observed: float) -> float:
     return float((draws >= observed - rounding).mean())
 
 
-def _include_zero(
-    limits: Limits, level: float, *, p_no_worse: float, p_no_better: float
-) -> Limits:
-    """Widen limits to include 0 on each side on which the exact test does not reject "no change".
+@dataclass(frozen=True)
+class ExactTest:
+    """An exact test of "no change", which corrects approximate p-values and limits.
 
-    Args:
-        limits: approximate limits of a change for the worse.
-        level: one-sided error probability of each limit.
-        p_no_worse: the p-value of the exact test of "no worse".
-        p_no_better: the p-value of the exact test of "no better".
+    Attributes:
+        p_no_worse: the p-value of "no worse".
+        p_no_better: the p-value of "no better".
     """
-    low, high = limits
-    if p_no_worse > level:
-        low = min(low, 0.0)
-    if p_no_better > level:
-        high = max(high, 0.0)
-    return low, high
+
+    p_no_worse: float
+    p_no_better: float
+
+    def correct_p(self, p: float, margin: float) -> float:
+        """Return the p-value of "the change for the worse is at most the margin".
+
+        It is the approximate p-value `p`. But "no worse" (margin 0) must also be rejected by the
+        exact test: then the larger p-value counts.
+        """
+        if margin == 0:
+            return max(p, self.p_no_worse)
+        return p
+
+    def include_zero(self, low: float, high: float, level: float) -> Limits:
+        """Widen limits to include 0 on each side on which the exact test does not reject it.
+
+        Args:
+            low: approximate lower limit of a change for the worse.
+            high: approximate upper limit.
+            level: one-sided error probability of each limit.
+        """
+        if self.p_no_worse > level:
+            low = min(low, 0.0)
+        if self.p_no_better > level:
+            high = max(high, 0.0)
+        return low, high
 
 
 def judge_by_bootstrap(
@@ -215,19 +233,16 @@ def judge_by_bootstrap(
     # The exchange test: changes under the null hypothesis "old and new are exchangeable". The
     # observed change is one of the exchanges.
     nulls = np.append(nulls, estimate)
-    # Its p-values of "no worse" (large changes count), and of "no better" (small ones).
-    p_no_worse = _compute_tail(nulls, estimate)
-    p_no_better = _compute_tail(-nulls, -estimate)
+    # Large changes count against "no worse", and small ones against "no better".
+    exact = ExactTest(
+        p_no_worse=_compute_tail(nulls, estimate), p_no_better=_compute_tail(-nulls, -estimate)
+    )
 
     def compute_p(margin: float) -> float:
         # p-value of "the change is at most the margin", by the percentile bootstrap: the share of
         # resampled changes (`draws`) at or below the margin. The observed change counts as one.
         by_draws = (1 + int((draws <= margin).sum())) / (RESAMPLES + 1)
-        # "No worse" (margin 0) must also be rejected by the exact test, which exchanges the old
-        # and new values of samples at random: its p-value is `p_no_worse`.
-        if margin == 0:
-            return max(by_draws, p_no_worse)
-        return by_draws
+        return exact.correct_p(by_draws, margin)
 
     def compute_limits(level: float) -> Limits:
         # Limits of the percentile bootstrap: the k-th smallest and k-th largest of the resampled
@@ -237,8 +252,7 @@ def judge_by_bootstrap(
         k = int(level * (RESAMPLES + 1) + 1e-9)
         if not k:  # too few draws for this level
             return _UNKNOWN
-        limits = float(draws[k - 1]), float(draws[-k])
-        return _include_zero(limits, level, p_no_worse=p_no_worse, p_no_better=p_no_better)
+        return exact.include_zero(float(draws[k - 1]), float(draws[-k]), level)
 
     return Evidence(estimate, n, p=compute_p, limits=compute_limits, least=least)
 
@@ -294,10 +308,11 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
     centre = share_worse - share_better
     error = math.sqrt((share_worse + share_better - centre**2) / (samples + 2))  # standard error
     discordant = worse + better
-    # McNemar's p-values. As B ~ Binomial(discordant, 1/2) is symmetric, P(B >= worse) is
+    # McNemar's test. As B ~ Binomial(discordant, 1/2) is symmetric, P(B >= worse) is
     # P(B <= better).
-    p_no_worse = sum_binomial(better, discordant)
-    p_no_better = sum_binomial(worse, discordant)
+    exact = ExactTest(
+        p_no_worse=sum_binomial(better, discordant), p_no_better=sum_binomial(worse, discordant)
+    )
 
     def compute_p(margin: float) -> float:
         # p-value of "the share fell by at most the margin": the normal tail of Bonett and Price's
@@ -307,10 +322,7 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
         # P(Z >= z) = erfc(z / sqrt(2)) / 2. erfc keeps its accuracy in the tail, where 1 - erf
         # would be 0.
         by_limits = math.erfc((centre - margin) / error / math.sqrt(2)) / 2
-        # "No worse" (margin 0) must also be rejected by McNemar's exact test.
-        if margin == 0:
-            return max(by_limits, p_no_worse)
-        return by_limits
+        return exact.correct_p(by_limits, margin)
 
     def compute_limits(level: float) -> Limits:
         # Bonett and Price's limits `centre` -+ z `error`, widened to contain 0 where McNemar's
@@ -318,10 +330,9 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
         # z = -inv_cdf(level), not inv_cdf(1 - level): 1 - level would be 1 for tiny levels.
         half = -NormalDist().inv_cdf(level) * error
         # Two shares differ by at most 1.
-        ends = max(-1.0, centre - half), min(1.0, centre + half)
-        return _include_zero(ends, level, p_no_worse=p_no_worse, p_no_better=p_no_better)
+        return exact.include_zero(max(-1.0, centre - half), min(1.0, centre + half), level)
 
-    both_sides = min(1.0, 2 * min(p_no_worse, p_no_better))
+    both_sides = min(1.0, 2 * min(exact.p_no_worse, exact.p_no_better))
     estimate = (worse - better) / samples
     return Evidence(estimate, samples, p=compute_p, limits=compute_limits, mcnemar=both_sides)
 

@@ -98,7 +98,7 @@ rivals are looked at until no other can be nearer
 + complete |= True
 only a weight's own standardisation may use batch statistics
   models/linearize.py tests/models/test_independence.py
-- if training and (running_mean is not None or mixes_samples):
+- if training and (running_mean is not None or _mixes_samples(input)):
 + if False:
 """
 """The guard; its file and the tests; its code, and what stands there without it."""

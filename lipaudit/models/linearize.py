@@ -89,6 +89,20 @@ def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return product + bias
 
 
+def _mixes_samples(input: Tensor) -> bool:
+    """Say whether statistics of a tensor over its first axis would mix samples.
+
+    They do not in two cases:
+    1. The tensor is made from parameters only: a model standardises a weight.
+    2. It is a single row, (1, batch * channels, ...), as in F.instance_norm: each sample has
+       channels of its own. (Other single rows may mix samples: `linearize` runs a sample beside
+       other samples, and refuses the model if its output changes.)
+    """
+    tensors, _ = leaves(input)  # from which autograd's graph has made the input
+    depends_on_samples = not all(isinstance(leaf, nn.Parameter) for leaf in tensors)
+    return len(input) > 1 and depends_on_samples
+
+
 def _run_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -101,23 +115,16 @@ def _run_batch_norm(
 ) -> Tensor:
     """Replace F.batch_norm: use running statistics, and refuse statistics of the batch.
 
-    With running statistics, batch normalisation is an affine map, computed here by products and
-    sums. torch's own backward pass on a CPU (at least up to 2.15) gives wrong gradients for a
-    batch of one if the cotangent is a transposed view, as in every model that turns channels into
-    tokens.
-
-    Statistics of the input itself are refused if they mix samples. If not, the result is
-    NotImplemented: torch's own function then runs.
+    1. With `training`, the input is normalised by its own statistics. This is refused if they mix
+       samples, or if there are running statistics: the model was left in training mode.
+    2. With `training` but without mixed samples, and in evaluation without running statistics, the
+       result is NotImplemented: torch's own function then runs.
+    3. With running statistics, batch normalisation is an affine map, computed here by products and
+       sums. torch's own backward pass on a CPU (at least up to 2.15) gives wrong gradients for a
+       batch of one if the cotangent is a transposed view, as in every model that turns channels
+       into tokens.
     """
-    # Statistics of the input do not mix samples in two cases:
-    # 1. The input is made from parameters only: a model standardises a weight.
-    # 2. The input is a single row, (1, batch * channels, ...), as in F.instance_norm. Each sample
-    #    has channels of its own. (Other single rows may mix samples: `linearize` runs a sample
-    #    beside other samples, and refuses the model if its output changes.)
-    input_leaves, _ = leaves(input)  # the tensors from which autograd's graph has made the input
-    depends_on_samples = not all(isinstance(leaf, nn.Parameter) for leaf in input_leaves)
-    mixes_samples = len(input) > 1 and depends_on_samples
-    if training and (running_mean is not None or mixes_samples):
+    if training and (running_mean is not None or _mixes_samples(input)):
         raise InputError(
             "a BatchNorm layer uses batch statistics, so samples depend on each other",
             "Give the BatchNorm running statistics (track_running_stats=True).",

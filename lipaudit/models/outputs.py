@@ -58,16 +58,18 @@ TEXTS = {
 }
 
 
-class FinalActivation(TorchFunctionMode):
-    """Watch the softmax or sigmoid that a forward pass applies last.
+class WatchedPass(TorchFunctionMode):
+    """A forward pass: its result, and the softmax or sigmoid that it applies last.
 
     Attributes:
-        output: the output of this softmax or sigmoid.
-        function: the function of torch that the model called.
+        result: the result of the model.
+        probabilities: the output of that softmax or sigmoid.
+        function: the function of torch that the model called for it.
         logits: computes the logits from the scores that the function got.
     """
 
-    output: Any = None
+    result: Any = None
+    probabilities: Any = None
     function: Any = None
     logits: Callable[[], Any]
 
@@ -83,29 +85,17 @@ class FinalActivation(TorchFunctionMode):
         if function in TWINS:
             # `TWINS` has a function that computes logits from the same arguments, such as
             # log_softmax for softmax, so that logits do not suffer from p rounded to 0 or 1.
-            self.output = output
+            self.probabilities = output
             self.function = function
             self.logits = partial(TWINS[function], *args, **options)
         return output
 
 
-@dataclass(frozen=True)
-class WatchedPass:
-    """The result of a forward pass, and the softmax or sigmoid that was applied last.
-
-    Attributes:
-        result: the result of the model.
-        last_activation: that softmax or sigmoid.
-    """
-
-    result: Any
-    last_activation: FinalActivation
-
-
 def run_watched(call: Call, x: Tensor, mask: Tensor | None) -> WatchedPass:
     """Run a model, and watch the softmax or sigmoid that it applies last."""
-    with FinalActivation() as final:
-        return WatchedPass(call(x, mask), final)
+    with WatchedPass() as watched:
+        watched.result = call(x, mask)
+    return watched
 
 
 def find_main_output(result: Any) -> Tensor:
@@ -128,12 +118,12 @@ def find_main_output(result: Any) -> Tensor:
     return result
 
 
-def find_form(output: Tensor, final: FinalActivation) -> OutputForm:
+def find_form(output: Tensor, watched: WatchedPass) -> OutputForm:
     """Return the form of a model's scores: logits, probabilities, their logarithms, or sigmoids.
 
     Args:
         output: the scores, (..., classes), of at least two classes.
-        final: the softmax or sigmoid that the forward pass applied last.
+        watched: the forward pass, with the softmax or sigmoid that it applied last.
     """
     values = output.detach().double()
     if _sums_to_one(values.exp()):
@@ -142,7 +132,7 @@ def find_form(output: Tensor, final: FinalActivation) -> OutputForm:
     in_unit_interval = (values > -SIMPLEX).all() & (values < 1 + SIMPLEX).all()
     if in_unit_interval and _sums_to_one(values):
         return "probabilities"
-    if output is final.output and final.function in SIGMOIDS:
+    if output is watched.probabilities and watched.function in SIGMOIDS:
         return "sigmoids"
     return "logits"
 
@@ -189,8 +179,8 @@ def convert_outputs(
         """
         output = read_scores(watched.result)
         # If the model returns the output of that function, the logits come from its input.
-        if output is watched.last_activation.output:
-            logits: Tensor = watched.last_activation.logits()
+        if output is watched.probabilities:
+            logits: Tensor = watched.logits()
             return logits
         # Otherwise compute the logits from p. Limits avoid infinite logits if p is 0 or 1.
         limits = torch.finfo(output.dtype)
@@ -413,10 +403,10 @@ def find_score_form(spec: ModelSpec, watched: WatchedPass, output: Tensor) -> Ou
     other output is features or a single number, and is used as it is, like logits.
     """
     if spec.classifier and output.ndim == 2 and output.shape[1] > 1:
-        return find_form(output, watched.last_activation)
+        return find_form(output, watched)
     if spec.next_token is None:
         return "logits"
-    return find_form(spec.next_token.read(watched.result), watched.last_activation)
+    return find_form(spec.next_token.read(watched.result), watched)
 
 
 def note_choice(spec: ModelSpec, result: Any) -> Notes:
@@ -427,12 +417,14 @@ def note_choice(spec: ModelSpec, result: Any) -> Notes:
     shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)]
     if len(shapes) < 2:
         return ()
-    text = (
-        f"the model returns several tensors ({join_few(shapes)} per sample); the first is "
-        "measured. To choose, write a py: factory that returns ModelSpec(..., read=lambda "
-        "result: TENSOR)"
+    return (
+        Note.warn(
+            "first-output",
+            f"the model returns several tensors ({join_few(shapes)} per sample); the first is "
+            "measured. To choose, write a py: factory that returns ModelSpec(..., read=lambda "
+            "result: TENSOR)",
+        ),
     )
-    return (Note.warn("first-output", text),)
 
 
 def _require_floats(output: Tensor, x: Tensor) -> None:

@@ -8,7 +8,8 @@ gradient that is not the derivative (a straight-through estimator, `detach`, a p
 from __future__ import annotations
 
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -187,6 +188,17 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
             f"{tuple(alone.shape)} for the same two, one at a time",
             "Fix the model: it must return one row per sample for every batch size.",
         )
+    _require_independent(alone, again, together)
+
+
+def _require_independent(alone: Tensor, again: Tensor, together: Tensor) -> None:
+    """Refuse a model if two samples in one batch give other outputs than each of them alone.
+
+    Args:
+        alone: outputs of the two samples, each run alone, (2, ...).
+        again: the same from a second run. It differs from `alone` if the model is random.
+        together: outputs of both samples in one batch.
+    """
     # NaN and infinities are left out: the measures report them.
     finite = alone.isfinite() & together.isfinite()
     change = (together - alone).where(finite, 0.0).abs().amax()
@@ -276,8 +288,12 @@ def require_autocast(net: Net, batch: Batch, autocast: str | None) -> Notes:
                 "Use the other half precision, or leave it out.",
             ) from error
     if torch.equal(exact, deployed):
-        text = f"{where} does not change the output of a sample: the model may switch it off"
-        return (Note.warn("autocast", text),)
+        return (
+            Note.warn(
+                "autocast",
+                f"{where} does not change the output of a sample: the model may switch it off",
+            ),
+        )
     text = (
         f"{where}: predictions are those of the plain forward pass in {autocast}, and may depend "
         "on the batch size. Attacks follow gradients in float32. Norms and bounds are not rounded"
@@ -347,27 +363,17 @@ def compare_derivative(net: Net, batch: Batch) -> Notes:
         A warning if parts of the model compute in half precision, and a warning that names a
         sample if its gradient differs from its derivative.
     """
-    parameters = list(net.module.parameters())
-    if sum(p.numel() for p in parameters) > WIDENED:
+    if sum(p.numel() for p in net.module.parameters()) > WIDENED:
         return ()
     pair = batch[:2].trim()
-    widening = Widening()
-    # All weights become float64 for this comparison. Buffers, such as running statistics, do as
-    # well: in float32 they would round the output. `finally` restores the original tensors.
-    tensors = [t for t in (*parameters, *net.module.buffers()) if t.is_floating_point()]
-    originals = [t.data for t in tensors]
+    widening = Widening()  # the model's own conversions to half precision become float64, too
     try:
-        for t in tensors:
-            t.data = compute_values(t).detach().double()
-        with exact_arithmetic(net.device), widening:
+        with _widen_tensors(net.module), exact_arithmetic(net.device), widening:
             errors = _measure_gradient_errors(net, pair.to(net.device, torch.float64))
     except Exception as error:  # the model's own code may raise anything: the measures report it
         if is_machine_error(error):
             raise
         return ()
-    finally:
-        for t, original in zip(tensors, originals, strict=True):
-            t.data = original
     notes: Notes = ()
     if widening.halves and net.dtype != torch.float64:
         text = (
@@ -378,12 +384,33 @@ def compare_derivative(net: Net, batch: Batch) -> Notes:
     sample = int(errors.argmax())
     if not errors[sample] > DIFFERS:
         return notes
-    text = (
-        "the gradient of this model is not its derivative (they differ by "
-        f"{float(errors[sample]):.0%} at sample {pair.ids[sample]}). Norms and gradient "
-        "attacks of this run do not describe the function that the model computes"
+    return (
+        *notes,
+        Note.warn(
+            "no-derivative",
+            "the gradient of this model is not its derivative (they differ by "
+            f"{float(errors[sample]):.0%} at sample {pair.ids[sample]}). Norms and gradient "
+            "attacks of this run do not describe the function that the model computes",
+        ),
     )
-    return (*notes, Note.warn("no-derivative", text))
+
+
+@contextmanager
+def _widen_tensors(module: nn.Module) -> Iterator[None]:
+    """Convert the tensors of a module to float64 inside the block, and restore them afterwards.
+
+    Buffers, such as running statistics, are converted as well as weights: in float32 they would
+    round the output.
+    """
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    originals = [t.data for t in tensors]
+    try:
+        for t in tensors:
+            t.data = compute_values(t).detach().double()
+        yield
+    finally:
+        for t, original in zip(tensors, originals, strict=True):
+            t.data = original
 
 
 def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
@@ -409,14 +436,12 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
         w = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
         gradient = _compute_gradient((output * w).sum(), point)  # J^T w
     slope = (gradient * u).sum(axes)
-    # Errors are relative to the slope. By chance the slope may be very small, so they are relative
-    # to the usual slope at least. For a random u with n entries other than 0, this is about
-    # ||J^T w|| ||u|| / sqrt(n). At padding u is 0, so n is an average over the samples.
+    # The usual slope along a random u with n entries other than 0 is ||J^T w|| ||u|| / sqrt(n).
+    # At padding u is 0, so n is an average over the samples.
     entries = u.count_nonzero() / len(u)  # n
     steepness = torch.linalg.vector_norm(gradient, dim=axes)
     usual_slope = steepness * length / entries.sqrt()
-    # Rounding error of <w, f>. Two such errors divided by 2h give the rounding error of D(h),
-    # rounding / h, which is not counted.
+    # Rounding error of <w, f>. D(h) has two such errors, divided by 2h: rounding / h in all.
     eps = torch.finfo(torch.float64).eps
     terms = (output.detach() * w).abs()
     rounding = eps * terms.flatten(1).sum(1)
@@ -427,14 +452,31 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
             behind = net.forward(x - h * u, batch)
         difference = (ahead - behind) * w
         quotient = difference.flatten(1).sum(1) / (2 * h)  # D(h)
-        # The largest of three slopes. With D(h) among them, the error is at most 1 if autograd's
-        # gradient is 0. A tiny number avoids 0 / 0.
-        scale = torch.stack([slope.abs(), usual_slope, quotient.abs()]).amax(0)
-        error = ((quotient - slope).abs() - rounding / h).clamp_min(0)
-        errors = torch.minimum(errors, error / scale.clamp_min(1e-300))
+        error = _compare_slopes(quotient, slope, usual_slope, rounding / h)
+        errors = torch.minimum(errors, error)
         if (errors <= DIFFERS).all():  # no sample differs: no further step is needed
             break
     return errors
+
+
+def _compare_slopes(
+    quotient: Tensor, slope: Tensor, usual_slope: Tensor, rounding: Tensor
+) -> Tensor:
+    """Return the difference of two slopes, relative to the largest of three slopes.
+
+    All tensors are (samples,).
+
+    Args:
+        quotient: the slope by finite differences.
+        slope: the slope by autograd. By chance it may be very small.
+        usual_slope: the usual size of a slope along a random direction. The difference is relative
+            to at least this, so that a small slope does not make it large.
+        rounding: rounding error of the quotient; a difference up to this does not count.
+    """
+    # With the quotient in the scale, the result is at most 1 if autograd's gradient is 0.
+    scale = torch.stack([slope.abs(), usual_slope, quotient.abs()]).amax(0)
+    difference = ((quotient - slope).abs() - rounding).clamp_min(0)
+    return difference / scale.clamp_min(1e-300)  # a tiny number avoids 0 / 0
 
 
 def _draw_direction(

@@ -184,7 +184,11 @@ def _strip_views(node: Node) -> Node:
 
 
 def _find_between(later: Node, earlier: Node) -> set[Node] | None:
-    """Return the nodes on all paths back from the node `later` to `earlier`, without `earlier`.
+    """Return the nodes that `later` is computed from, back to the node `earlier` and without it.
+
+    On the way back from `later`, the search ends at `earlier` and at nodes that the model computed
+    before it. The result may have nodes that do not lead to `earlier`: parts of `later` that the
+    model computes after `earlier` from other tensors.
 
     None if no path connects the two nodes, or if some path between them has no linear map.
     """
@@ -199,8 +203,8 @@ def _find_between(later: Node, earlier: Node) -> set[Node] | None:
                 return None
             is_connected = True
             continue
-        # Do not visit a node twice, nor nodes that the model computed before `earlier`: these do
-        # not depend on `earlier`.
+        # Do not visit a node twice. Nodes that the model computed before `earlier` do not depend
+        # on `earlier`, so do not visit them either.
         if (node, has_map) in seen or get_order(node) < get_order(earlier):
             continue
         seen.add((node, has_map))

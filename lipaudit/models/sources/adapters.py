@@ -82,13 +82,12 @@ def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str,
             f"Correct base_model_name_or_path, or {MERGE}",
         )
     _merge(spec.module, path, state, peft)
-    text = f"the adapter of {path.name} was merged into its base model {name}"
-    notes = [Note.info("adapter", text)]
-    for note in spec.notes:
-        # The note says that the classifier is random: the adapter has replaced it.
-        if not classes or note.code != "new-classifier":
-            notes.append(note)
-    return source, replace(spec, notes=tuple(notes))
+    note = Note.info(
+        "adapter", f"the adapter of {path.name} was merged into its base model {name}"
+    )
+    # If the adapter has replaced the classifier, the note that it is random is out of date.
+    kept = [each for each in spec.notes if not classes or each.code != "new-classifier"]
+    return source, replace(spec, notes=(note, *kept))
 
 
 def _read_state(path: Path, peft: Any) -> Mapping[str, Tensor]:

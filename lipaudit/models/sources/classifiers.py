@@ -151,11 +151,14 @@ def make_zero_shot(
     shown = " | ".join(prompts)
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
     facts = f"{len(names)} classes (sha256 {digest}), prompt {shown!r}"
-    text = (
-        f"zero-shot classifier with {len(names)} classes: {type(module).__name__} compares images "
-        f"with {shown!r}, and the text embeddings are fixed"
+    notes = (
+        Note.info(
+            "zero-shot",
+            f"zero-shot classifier with {len(names)} classes: {type(module).__name__} compares "
+            f"images with {shown!r}, and the text embeddings are fixed",
+        ),
+        *spec.notes,
     )
-    notes = (Note.info("zero-shot", text), *spec.notes)
     preprocess = {**spec.preprocess, "zero-shot": facts}
     return replace(spec, read=read, preprocess=preprocess, notes=notes)
 

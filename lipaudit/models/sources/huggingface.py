@@ -170,10 +170,9 @@ def _load_checkpoint(
         surplus = _list_below(module.base_model, surplus)
         wrong = _list_below(module.base_model, wrong)
     # AutoGPTQ stores biases of zeros for layers without a bias: they are not surplus.
-    zero_biases = set()
-    for name, value in (state or {}).items():
-        if name.endswith(".bias") and not value.any():
-            zero_biases.add(name)
+    zero_biases = {
+        name for name, value in (state or {}).items() if name.endswith(".bias") and not value.any()
+    }
     surplus = [name for name in surplus if name not in zero_biases]
     notes = _require_complete(module, missing, surplus, wrong, path) + plan.notes + notes
     return module, plan.text, notes
@@ -356,11 +355,11 @@ def _list_integer_weights(formats: Mapping[str, str]) -> list[str]:
 
     Other tensors, such as counters and positions, may be integers.
     """
-    names = []
-    for name, number_format in formats.items():
-        if name.endswith("weight") and number_format[0] in "IU":
-            names.append(name)
-    return names
+    return [
+        name
+        for name, number_format in formats.items()
+        if name.endswith("weight") and number_format[0] in "IU"
+    ]
 
 
 def _compute_constants(module: nn.Module, loader: Any, config: Any) -> None:

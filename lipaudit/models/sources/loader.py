@@ -287,11 +287,11 @@ def _note_facts(spec: ModelSpec, probe: Probe, options: LoadOptions) -> Iterator
     """Yield the notes on the form of the output, quantised weights and the commit of a model."""
     yield from note_form(probe.form)
     if spec.quantised:
-        text = (
+        yield Note.info(
+            "quantised",
             f"{spec.quantised}. The results are those of this function: the rounded weights in "
-            f"{options.dtype} arithmetic, activations not rounded"
+            f"{options.dtype} arithmetic, activations not rounded",
         )
-        yield Note.info("quantised", text)
     if spec.commit is not None:
         yield spec.commit.note
 

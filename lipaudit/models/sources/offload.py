@@ -99,17 +99,19 @@ def _note_stored(narrow: set[torch.dtype], dtype: str) -> Note:
         dtype: dtype of the run.
     """
     if not narrow:
-        text = f"no weights are stored in less than {dtype}, so --weights stored has no effect"
-        return Note.info("stored-weights", text)
+        return Note.info(
+            "stored-weights",
+            f"no weights are stored in less than {dtype}, so --weights stored has no effect",
+        )
     # `DEFERRED` marks quantised weights, which are dequantised when a layer reads them.
     names = name_dtypes(narrow - {DEFERRED})
     if DEFERRED in narrow:
         names.append("quantised form")
-    text = (
+    return Note.info(
+        "stored-weights",
         f"weights stay in {join_few(names)}, as stored, and are converted to {dtype} one layer at "
-        "a time. The results are those of exactly these weights"
+        "a time. The results are those of exactly these weights",
     )
-    return Note.info("stored-weights", text)
 
 
 @dataclass(frozen=True)

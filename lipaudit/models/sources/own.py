@@ -56,10 +56,8 @@ def call_factory(reference: str, options: LoadOptions) -> Any:
         with explain_failure(f"{source} cannot be imported", advice):
             module = _import_module(source)
         if not hasattr(module, name):
-            functions = []
-            for key, value in vars(module).items():
-                if callable(value) and not key.startswith("_"):
-                    functions.append(key)
+            names = [key for key, value in vars(module).items() if callable(value)]
+            functions = [key for key in names if not key.startswith("_")]
             otherwise = None if functions else "The module has no functions."
             raise InputError(f"{source} has no {name!r}", suggestion(name, functions, otherwise))
         if isinstance(getattr(module, name), nn.Module):

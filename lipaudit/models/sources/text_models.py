@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from lipaudit.models.sources.transformer_outputs import (
     describe_classes,
     has_head,
     is_classifier,
+    select_tower,
 )
 from lipaudit.tables import Note
 
@@ -60,14 +61,10 @@ def read_lexicon(
     # The prefix that tells the first token of a word from later ones. WordPiece writes "##" before
     # later tokens, others write one of BEGINS_MARKS before first tokens. "": there is no prefix.
     mark = _find_mark(tokenizer)
-    # Whether each id begins a word, continues a word, or is fixed.
-    kinds = [_classify_token(token, mark) for token in tokens]
     # Ids that an attack may neither change nor insert: special ones, such as [CLS], and tokens
     # added to the vocabulary.
     reserved = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
-    for token in reserved:
-        if token < count:
-            kinds[token] = FIXED
+    kinds = _classify_ids(tokens, mark, reserved)
     # An embedding may have more rows than the tokenizer has tokens.
     kinds += [FIXED] * (vocabulary - count)
     # Ids around texts, such as [SEP]: `spell` leaves them out. The unknown token is also among the
@@ -370,8 +367,14 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     end = _find_end(module, config, tower)
     facts = describe_classes(module)
     if tower is None and module.config.is_encoder_decoder:
-        text = "only the encoder's embeddings are perturbed; the decoder reads the unchanged text"
-        facts["notes"] = (Note.info("encoder-moves", text), *facts.get("notes", ()))
+        facts["notes"] = (
+            Note.info(
+                "encoder-moves",
+                "only the encoder's embeddings are perturbed; the decoder reads the unchanged "
+                "text",
+            ),
+            *facts.get("notes", ()),
+        )
     tokenizer = load_tokenizer(path)
     feed = None
     if tokenizer is not None:
@@ -457,6 +460,21 @@ def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
     return end
 
 
+def _classify_ids(tokens: Sequence[str], mark: str, reserved: Set[int]) -> list[int]:
+    """Return for each id whether it begins a word, continues a word, or is fixed (reserved).
+
+    Args:
+        tokens: the token of each id.
+        mark: the prefix that tells the first token of a word from later ones; may be empty.
+        reserved: ids that an attack may not change.
+    """
+    kinds = [_classify_token(token, mark) for token in tokens]
+    for i in reserved:
+        if i < len(kinds):
+            kinds[i] = FIXED
+    return kinds
+
+
 def _make_call(module: Any, tower: str | None, feed: Feed | None, end: int | None) -> Call:
     """Return a function that runs a model: (ids, mask) -> (result, mask).
 
@@ -466,12 +484,11 @@ def _make_call(module: Any, tower: str | None, feed: Feed | None, end: int | Non
         feed: derives token types from ids; None without a tokenizer.
         end: the id at whose position the model reads its output, if there is one.
     """
-    run = module
-    if tower is not None:
-        run = getattr(module, f"get_{tower}_features")
-    config = module.config
-    # A model with a head makes the inputs of its decoder itself.
-    has_decoder = tower is None and config.is_encoder_decoder and not has_head(module)
+    run = select_tower(module, tower)
+    # An encoder-decoder also needs inputs for its decoder. With a head, it makes them itself.
+    needs_decoder_inputs = (
+        tower is None and module.config.is_encoder_decoder and not has_head(module)
+    )
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
         """Run the model on token ids, (batch, tokens), and return its result with the mask."""
@@ -481,20 +498,28 @@ def _make_call(module: Any, tower: str | None, feed: Feed | None, end: int | Non
             inputs: dict[str, Any] = {}
             if feed is not None:
                 inputs = feed.derive_types(ids, mask)
-            if has_decoder:
-                # The decoder reads the same text as the encoder, behind a start token: each token
-                # is moved by one position, and the last token is left out. The text keeps its
-                # length, so the attention mask of the encoder is right for the decoder, too.
-                starts = (getattr(config, "decoder_start_token_id", None), find_pad(config), 0)
-                start = next(token for token in starts if token is not None)
-                column = torch.full_like(x[:, :1], start)
-                inputs["decoder_input_ids"] = torch.cat([column, ids[:, :-1]], 1)
+            if needs_decoder_inputs:
+                inputs["decoder_input_ids"] = _shift_right(ids, module.config)
+                # The text keeps its length, so the encoder's attention mask is right here, too.
                 inputs["decoder_attention_mask"] = attention
             # The output is read from the result by `mask`, which is None without padding; the
             # attention mask may then be all ones.
             return run(attention_mask=attention, input_ids=ids, **inputs), mask
 
     return call
+
+
+def _shift_right(ids: Tensor, config: Any) -> Tensor:
+    """Return the ids that a decoder reads: a start token, then the ids without the last one.
+
+    Args:
+        ids: (batch, tokens), what the encoder reads.
+        config: the configuration of the model, which may name the start token or the padding.
+    """
+    starts = (getattr(config, "decoder_start_token_id", None), find_pad(config), 0)
+    start = next(token for token in starts if token is not None)
+    column = torch.full_like(ids[:, :1], start)
+    return torch.cat([column, ids[:, :-1]], 1)
 
 
 def _score_next(module: Any, feed: Feed | None, z: Tensor, first: int) -> Tensor:

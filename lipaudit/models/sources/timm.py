@@ -299,8 +299,7 @@ def _load(module: Any, state: State, path: Path) -> Notes:
         # If the conversion fails, loading raises the error that names the weights.
         with suppress(KeyError, RuntimeError, ValueError, AttributeError, IndexError, TypeError):
             state = convert(dict(state), module)
-        text = "timm converted the weights from another layout or size"
-        notes = (Note.info("converted", text),)
+        notes = (Note.info("converted", "timm converted the weights from another layout or size"),)
     load_strictly(module, state, path)
     return notes
 

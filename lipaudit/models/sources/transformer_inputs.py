@@ -17,6 +17,7 @@ from lipaudit.models.sources.transformer_outputs import (
     choose_output,
     describe_classes,
     has_head,
+    select_tower,
 )
 from lipaudit.tables import Note
 
@@ -182,32 +183,25 @@ RAW_PIXELS = Note.warn(
 def describe_images(
     module: Any, options: LoadOptions, path: Path | None, tower: str | None
 ) -> ModelSpec:
-    """Describe the image input of a model; its processor is read from `path`.
+    """Describe the image input and the labels of a model of transformers.
+
+    Args:
+        module: the model.
+        options: the user's options.
+        path: the model's directory, which may hold an image processor; None: no directory.
+        tower: "image" for the image tower of an image-text model; None for other models.
 
     Raises:
         InputError: the processor cannot be loaded, or returns patches in place of an image.
     """
-    processor: Any = None
-    if path is not None and (path / "preprocessor_config.json").is_file():
-        from transformers import AutoImageProcessor
-
-        with explain_failure(
-            f"the image processor in {path} cannot be loaded",
-            "Install the missing library, or update transformers. Or remove "
-            "preprocessor_config.json and give --mean and --std.",
-        ):
-            processor = AutoImageProcessor.from_pretrained(
-                path, trust_remote_code=False, local_files_only=True
-            )
+    processor = _load_image_processor(path)
     shape = options.image_shape(_find_image_shape(module, processor))
     steps = {}  # what `Resizing` applies to a picture, by the names that the report shows
     # The processor resizes images to its own size, so it is not used with --input-size. After
     # bicubic resizing, pixels may lie outside of [0, 1]: clamp them.
     if processor is not None and not options.input_size:
         steps[type(processor).__name__] = lambda image: _process(processor, image).clamp(0, 1)
-    call = module
-    if tower is not None:
-        call = getattr(module, f"get_{tower}_features")
+    call = select_tower(module, tower)
     facts = describe_classes(module)
     if options.class_names:
         facts |= {"classifier": True, "labels": options.class_names}
@@ -215,7 +209,8 @@ def describe_images(
     if processor is None and not (options.mean and options.std):
         facts["notes"] = (RAW_PIXELS, *facts.get("notes", ()))
     labels = facts.get("labels", ("",))
-    # 1000 classes, the first of which is "tench", are ImageNet's.
+    # 1000 classes, the first of which is "tench", are ImageNet's: their WordNet ids (n01440764,
+    # ...), which folders of images often have as names, then also name the classes.
     if len(labels) == 1000 and labels[0].startswith("tench"):
         facts["aliases"] = list_synsets()
     return ModelSpec(
@@ -227,6 +222,26 @@ def describe_images(
         **_read_normalisation(processor),
         **facts,
     )
+
+
+def _load_image_processor(path: Path | None) -> Any:
+    """Load the image processor of transformers from a model's directory; None if it has none.
+
+    Raises:
+        InputError: the processor cannot be loaded.
+    """
+    if path is None or not (path / "preprocessor_config.json").is_file():
+        return None
+    from transformers import AutoImageProcessor
+
+    with explain_failure(
+        f"the image processor in {path} cannot be loaded",
+        "Install the missing library, or update transformers. Or remove "
+        "preprocessor_config.json and give --mean and --std.",
+    ):
+        return AutoImageProcessor.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
 
 
 def _read_normalisation(processor: Any) -> dict[str, Any]:

@@ -71,11 +71,16 @@ def describe_classes(module: Any) -> dict[str, Any]:
     problem = str(getattr(module.config, "problem_type", None))
     facts: dict[str, Any] = {"architecture": name, "classifier": has_classes}
     if has_classes and problem in UNDECIDED:
-        text = (
-            f"{name} {UNDECIDED[problem]} (problem_type in config.json), so it has no "
-            "accuracy and no margins. Its outputs are measured as features"
-        )
-        return facts | {"classifier": False, "notes": (Note.warn(NO_DECISION, text),)}
+        return facts | {
+            "classifier": False,
+            "notes": (
+                Note.warn(
+                    NO_DECISION,
+                    f"{name} {UNDECIDED[problem]} (problem_type in config.json), so it has no "
+                    "accuracy and no margins. Its outputs are measured as features",
+                ),
+            ),
+        }
     labels = module.config.id2label or {}  # a file may hold null
     names = [str(labels.get(i, f"LABEL_{i}")) for i in range(len(labels))]
     if has_classes and not all(name.startswith("LABEL_") for name in names):
@@ -137,6 +142,20 @@ def read_tower(result: Any, mask: Tensor | None) -> Tensor:
     if pooled is None:
         return mean_pooling(result, mask=None)
     return pooled
+
+
+def select_tower(module: Any, tower: str | None) -> Callable[..., Any]:
+    """Return the function that runs a model, or (for image-text models) one of its two towers.
+
+    Args:
+        module: the model.
+        tower: "image" or "text"; None for a model without towers.
+    """
+    if tower is None:
+        run: Callable[..., Any] = module
+    else:
+        run = getattr(module, f"get_{tower}_features")
+    return run
 
 
 def choose_output(module: Any, tower: str | None, pooling: Pooling = mean_pooling) -> Read:

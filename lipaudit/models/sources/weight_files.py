@@ -156,8 +156,11 @@ def _choose_state(content: Any, path: Path) -> tuple[State, Notes]:
         state = states[key]
         notes = (Note.info("checkpoint", f"weights were taken from {key!r} of the checkpoint"),)
     if COUNTER in state:  # of torch.optim.swa_utils.AveragedModel, around the averaged model
-        averaged = f"weights are the average of {int(state.pop(COUNTER))} models"
-        notes += (Note.info("averaged-weights", averaged),)
+        notes += (
+            Note.info(
+                "averaged-weights", f"weights are the average of {int(state.pop(COUNTER))} models"
+            ),
+        )
     if not state:
         content_text = "no named tensors"
         if states:
@@ -213,8 +216,9 @@ def _apply_scales(state: State, path: Path) -> tuple[State, Notes]:
     if not scaled_dtypes:
         return values, ()
     dtypes = " and ".join(name_dtypes(scaled_dtypes))
-    text = f"weights stored in {dtypes} were multiplied by their scales"
-    return values, (Note.info("scaled-weights", text),)
+    return values, (
+        Note.info("scaled-weights", f"weights stored in {dtypes} were multiplied by their scales"),
+    )
 
 
 def _read_pickle(path: Path) -> Any:
@@ -431,10 +435,10 @@ def strip_prefix(state: State) -> State:
 def match_names(state: State, module: nn.Module) -> tuple[State, Notes]:
     """Return stored weights by their names in a module, without a prefix such as `model.`.
 
-    Lightning adds such a prefix. The prefix to remove is the one that gives the most names of the
-    module. A checkpoint of Lightning also has weights without this prefix, such as weights of a
-    loss. They are left out if all weights of the module are found. Otherwise they stay, and the
-    later error names them as surplus.
+    Lightning adds such a prefix: "model.head.bias" -> "head.bias". The prefix to remove is the one
+    that gives the most names of the module. Lightning also saves weights without this prefix, such
+    as "loss.weight". They are left out if all weights of the module are found. Otherwise they
+    stay, and the later error names them as surplus.
 
     Args:
         state: the stored weights by name.
@@ -447,25 +451,36 @@ def match_names(state: State, module: nn.Module) -> tuple[State, Notes]:
     # The two prefixes without which most names fit, each with its number of these names.
     ranking = _count_prefixes(state, expected).most_common(2)
     prefix, matches = ranking[0] if ranking else ("", 0)
+    renamed = _remove_prefix(state, prefix)
+    others = [name for name in state if not name.startswith(prefix)]  # such as loss.weight
+    # If a second prefix fits more than half as many names, the checkpoint has a second model, such
+    # as a teacher. It is unknown which model is meant, so nothing is left out.
+    has_second_model = any(count > matches / 2 for _, count in ranking[1:])
+    is_complete = set(expected) <= set(renamed) - set(others)
+    if not others or has_second_model or not is_complete:
+        return renamed, ()
+    matched = {name: value for name, value in renamed.items() if name not in others}
+    names = join_few(others)
+    return matched, (
+        Note.info(
+            "weights-beside",
+            f"weights beside the model {prefix.rstrip('.')!r} were left out: {names}",
+        ),
+    )
+
+
+def _remove_prefix(state: State, prefix: str) -> State:
+    """Return weights by their names without a prefix.
+
+    A name keeps its prefix if another weight already has the name without it.
+    """
     renamed: State = {}
-    without_prefix = []
     for name, value in state.items():
         short = name.removeprefix(prefix)
-        if short in state:  # another stored weight has this name already: keep the long name
+        if short in state:
             short = name
         renamed[short] = value
-        if not name.startswith(prefix):
-            without_prefix.append(name)
-    # If a second prefix also fits many names, the checkpoint has a second model, such as a teacher
-    # or an average of weights. It is unknown which model is meant, so nothing is left out.
-    is_unclear = any(count > matches / 2 for _, count in ranking[1:])
-    is_whole = set(expected) <= set(renamed) - set(without_prefix)
-    if not without_prefix or is_unclear or not is_whole:
-        return renamed, ()
-    matched = {name: value for name, value in renamed.items() if name not in without_prefix}
-    names = join_few(without_prefix)
-    text = f"weights beside the model {prefix.rstrip('.')!r} were left out: {names}"
-    return matched, (Note.info("weights-beside", text),)
+    return renamed
 
 
 def _count_prefixes(names: Iterable[str], expected: Container[str]) -> Counter[str]:
@@ -490,8 +505,12 @@ def note_half_precision(dtypes: Iterable[torch.dtype]) -> Notes:
     halves = set(dtypes) & HALF
     if not halves:
         return ()
-    text = f"weights stored in {' and '.join(name_dtypes(halves))} were converted to float32"
-    return (Note.info("half-precision", text),)
+    return (
+        Note.info(
+            "half-precision",
+            f"weights stored in {' and '.join(name_dtypes(halves))} were converted to float32",
+        ),
+    )
 
 
 def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
@@ -552,10 +571,11 @@ def _require_measurable(module: nn.Module, origin: str, bare: bool) -> None:
             raise InputError(f"{name} of {origin} has no values", original)
     if not bare and next(module.parameters(), None) is None:
         raise InputError(f"{origin} has no parameters", "Give a model with parameters.")
-    not_dense = []
-    for name, value in _list_state(module):
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
-            not_dense.append(name)
+    not_dense = [
+        name
+        for name, value in _list_state(module)
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized
+    ]
     if not_dense:
         raise InputError(
             f"{origin} has weights that are quantised or sparse: {join_few(not_dense)}",

@@ -207,7 +207,7 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
     rows = {i: table.rows[i] for i in table.sound}  # only readable rows
     form = _choose_form(table, rows, options)
     questions, choice_count, faults = _read_questions(form, rows)
-    table = replace(table, faults={**table.faults, **faults})  # these rows are not drawn
+    table = replace(table, faults={**table.faults, **faults})  # rows with a fault are not drawn
 
     def pack_row(i: int) -> _PackedQuestion:
         """Return the question of row i as token ids."""
@@ -329,17 +329,22 @@ def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]
 def _choose_form(table: SampleTable, rows: _Rows, options: DataOptions) -> QuestionForm:
     """Return which kind of question a table has, and in which columns, from the columns' names.
 
+    There are three kinds, examined in this order: a prompt and its continuation; a question with
+    choices and the right one; a text with a label, where the names of all labels are the choices.
+
     Raises:
         InputError: a column is missing, or labels are numbers without known names.
     """
     choices = tables.choose_column(table, requested=None, usual=CHOICES)
+    # The column of the label or, beside choices, of the right choice: then it may also be called
+    # `answer`, which names a label in no other table.
     label_names: Sequence[str] = tables.LABELS
     if choices:
         label_names = (*ANSWERS, *label_names)
     label = tables.choose_column(table, options.label_column, label_names)
     # First kind: a prompt and its continuation.
     pair = _find_pair(table, label, options)
-    if not choices and pair is not None:
+    if pair is not None and not choices:
         prompt, continuation = pair
         return QuestionForm(
             "continuation", (prompt,), follows=continuation, words=("continuation", "rival")
@@ -354,14 +359,15 @@ def _choose_form(table: SampleTable, rows: _Rows, options: DataOptions) -> Quest
     # Second kind: a question, its choices, and which of them is right.
     if choices:
         return QuestionForm("choices", prompts, follows=choices, label=label)
-    # Third kind: a text and its label, which is the number of a class with a name, or a word.
-    classes = table.classes.get(label)
-    if classes is not None:
-        words = tuple(classes)
-        numbers = range(len(words))
-        return QuestionForm("labels", prompts, label=label, words=words, values=numbers)
-    words = _list_words(table.origin, rows.values(), prompts, label)
-    return QuestionForm("labels", prompts, label=label, words=words, values=words)
+    # Third kind: a text and its label. The column of labels has numbers, if the table knows the
+    # name of each class; else it has the names themselves.
+    values: Sequence[object]
+    if label in table.classes:
+        words = tuple(table.classes[label])
+        values = range(len(words))
+    else:
+        words = values = _list_words(table.origin, rows.values(), prompts, label)
+    return QuestionForm("labels", prompts, label=label, words=words, values=values)
 
 
 def _find_pair(
@@ -378,9 +384,11 @@ def _find_pair(
             usual name for labels; None if the table has none.
         options: the names of columns that the user gave.
     """
-    if options.text_column is None and options.label_column is None:
-        return next((pair for pair in CONTINUED if set(pair) <= set(table.columns)), None)
-    if options.text_column is None or label is not None:
+    if options.text_column is None:
+        if options.label_column is None:
+            return next((pair for pair in CONTINUED if set(pair) <= set(table.columns)), None)
+        return None
+    if label is not None:
         return None
     texts = tables.choose_text_columns(table, options)
     if len(texts) != 2:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
 Values: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+# Plain values by name, which JSON can hold (see `Part.facts`).
+Facts = dict[str, Any]
 
 
 class MeasureOptions(Settings):
@@ -562,7 +564,7 @@ def require_decision(net: Net, advice: str) -> None:
         )
 
 
-def read_checks(*outcomes: Outcome) -> list[dict[str, Any]]:
+def read_checks(*outcomes: Outcome) -> list[Facts]:
     """Return the signs of weak attacks that the clean samples show, as facts of a part."""
     return [asdict(outcome.checks) for outcome in outcomes if outcome.checks]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from lipaudit.data.arrays import thumbnail
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
 from lipaudit.measures import texts
-from lipaudit.measures.base import Values
+from lipaudit.measures.base import Facts, Values
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.net import Net
 from lipaudit.theory.heads import Heads
@@ -67,9 +67,7 @@ def share_squares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
     return shares
 
 
-def describe_gradients(
-    net: Net, batch: Batch, gradient: Tensor, of: str
-) -> dict[str, dict[str, Any]]:
+def describe_gradients(net: Net, batch: Batch, gradient: Tensor, of: str) -> dict[str, Facts]:
     """Describe, by sample id, each token's share of a gradient, as plain values.
 
     For prompts with continuations, only the tokens of the prompt are listed.
@@ -187,8 +185,8 @@ def describe_examples(
     outcomes: Sequence[Outcome],
     size: int,
     *,
-    known: Mapping[str, Mapping[str, Any]],
-) -> dict[str, dict[str, Any]]:
+    known: Mapping[str, Facts],
+) -> dict[str, Facts]:
     """Describe, by sample id, the adversarial example of each broken sample, as plain values.
 
     If several trials broke a sample, the example is that of the first such trial.
@@ -220,7 +218,7 @@ def describe_examples(
     names = dict(enumerate(net.labels or ()))
     examples = {}
     for i, (row, end) in enumerate(broken):
-        example: dict[str, Any] = {
+        example: Facts = {
             "trial": _name_trial(end),
             "text": "" if end.drafts is None else texts.quote(end.drafts[row]),
             "classes": [names.get(number, str(number)) for number in classes[i].tolist()],
@@ -258,7 +256,7 @@ def _predict_attacked(
 
 
 def _find_examples(
-    ids: Sequence[str], outcomes: Sequence[Outcome], known: Mapping[str, Mapping[str, Any]]
+    ids: Sequence[str], outcomes: Sequence[Outcome], known: Mapping[str, Facts]
 ) -> _Broken:
     """Return the row of each broken sample and the outcome of the first trial that broke it.
 
@@ -285,7 +283,7 @@ def _name_trial(outcome: Outcome) -> str:
     return str(outcome.trial.key) if outcome.trial else ""
 
 
-def _draw_example(x: Tensor, x_adv: Tensor, box: tuple[float, float] | None) -> dict[str, Any]:
+def _draw_example(x: Tensor, x_adv: Tensor, box: tuple[float, float] | None) -> Facts:
     """Return an image, its adversarial example, and the difference, scaled up around grey."""
     difference = x_adv - x
     # The factor that makes the largest difference 1/2: drawn around grey, it is black or white.

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lipaudit.measures.base import Facts
 from lipaudit.measures.bound_tables import IN_BALLS, INGREDIENTS, NUMERICAL, OF_LAYERS
-from lipaudit.measures.layers import Facts, Reduced, max_windows, require_bounds_hold
+from lipaudit.measures.layers import Reduced, max_windows, require_bounds_hold
 from lipaudit.models.attention.capture import APART, Layer, Site
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.tables.trials import Radius

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch, find_first
 from lipaudit.errors import EvaluationError, StructureError, UsageError, join_few
-from lipaudit.measures.base import Part, Values
+from lipaudit.measures.base import Facts, Part, Values
 from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
@@ -27,7 +27,6 @@ from lipaudit.theory.bounds.sharp import SHARP
 from lipaudit.theory.head_norms import ball_error, bound_error
 from lipaudit.theory.heads import Heads
 
-Facts = dict[str, Any]
 # Values of one layer: axis 0 is the sample, axis 1 the head.
 Reduced = dict[str, Tensor]
 
@@ -356,48 +355,18 @@ def _list_claims(
     """Yield every claim "a norm is at most its bound" of a layer, to be checked.
 
     The claims are on its heads, on the layer as a whole, and on its heads in balls around X. Each
-    claim has a function that returns by how much rounding may lower the bound. The arguments are
-    those of `require_bounds_hold`.
+    claim has a function that returns by how much rounding may lower the bound.
+
+    Args:
+        values: `exact` and the bounds at X, as in `require_bounds_hold`.
+        heads: the heads behind the values.
+        balls: by name, the bounds in balls, and the largest norm that a search found there,
+            `ball_norm`: (samples, heads, radii).
+        radii: radii of the balls.
     """
     exact = values["exact"]  # norms of heads at X, (samples, heads)
-
     # Cached, because all bounds of heads at one radius share it.
-    @cache
-    def compute_rounding(r: float = 0.0) -> Tensor:
-        """Return by how much rounding may lower a bound of each head, (samples, heads).
-
-        `heads` and their norms `exact` are those of the enclosing function. A radius r > 0 adds
-        the rounding of bounds in the ball of radius r around X.
-        """
-        double = heads.to(torch.float64)
-        # A sample may have several windows (Swin): `heads.sample` is the sample of each window.
-        error = bound_error(double, exact[heads.sample.cpu()])
-        if r:
-            error = error + ball_error(double, r)
-        return max_windows(error.cpu(), heads.sample)
-
-    def compute_layer_rounding() -> Tensor:
-        """Return by how much rounding may lower the bound of the layer, (samples, 1).
-
-        The bound is ||W_O|| sqrt(sum_h b_h^2), where b_h is the bound of head h. Let e_h be the
-        rounding of b_h. Then the rounding is ||W_O|| sqrt(sum_h e_h^2), plus the rounding of the
-        products with W_O. `heads` and `values` are those of the enclosing function.
-        """
-        assert heads.out is not None
-        count, d_v, d_out = heads.out.shape  # W_O of each of the H heads
-        eps = torch.finfo(torch.float64).eps
-        # Errors relative to the bound, in units of H d_v d_out eps / 2. `relative` is 4 units:
-        # * 1/2 by ||W_O||, the root of the largest eigenvalue of the smaller Gram matrix of W_O.
-        #   Each entry is a sum of max(H d_v, d_out) products. So the Gram matrix is off by
-        #   max(H d_v, d_out) eps / 2 ||W_O||_F^2, with ||W_O||_F^2 <= min(H d_v, d_out) ||W_O||^2;
-        # * 1 by products with W_O in the norm, and 1 by those with W_O^T: sums of H d_v or d_out
-        #   terms with errors of at most (H d_v or d_out) eps / 2 ||W_O||_F.
-        # The rest covers the solver of the eigenvalue. If d_out is small, 16 covers single
-        # operations and the sum over the heads, too.
-        relative = 2 * (d_out + 16) * count * d_v * eps
-        errors = compute_rounding().square().sum(1, keepdim=True).sqrt()
-        return values["out_norm"] * errors + relative * values["layer_sharp_rss"]
-
+    compute_rounding = cache(partial(_bound_head_rounding, heads, exact))
     # Bounds of heads at X.
     for name, record in load_bounds().items():
         bound = values[name]
@@ -408,11 +377,10 @@ def _list_claims(
         "sharp_rss",
         bound=values["layer_sharp_rss"],
         norm=values["layer_exact_out"],
-        rounding=compute_layer_rounding,
+        rounding=lambda: _bound_layer_rounding(values, heads, compute_rounding()),
         record=SHARP,
     )
-    # In each ball: `ball_norm` is the largest norm that a search found, (samples, heads, radii).
-    # `balls` has it, too: as a bound, it is never below itself.
+    # Bounds of heads in balls. `ball_norm` comes as a bound, too, which is never below itself.
     for name, bounds in balls.items():
         for i, radius in enumerate(radii):
             yield Claim(
@@ -422,6 +390,50 @@ def _list_claims(
                 rounding=partial(compute_rounding, float(radius)),
                 record=SHARP,
             )
+
+
+def _bound_head_rounding(heads: Heads, exact: Tensor, radius: float = 0.0) -> Tensor:
+    """Return by how much rounding may lower a bound of each head, (samples, heads).
+
+    Args:
+        heads: the heads; a sample may have several rows, one per window (Swin).
+        exact: the norms of the heads, (samples, heads).
+        radius: radius of the ball around X in which the bound holds; 0: it holds at X.
+    """
+    double = heads.to(torch.float64)
+    # `heads.sample` is the sample of each window.
+    error = bound_error(double, exact[heads.sample.cpu()])
+    if radius:
+        error = error + ball_error(double, radius)
+    return max_windows(error.cpu(), heads.sample)
+
+
+def _bound_layer_rounding(values: Mapping[str, Tensor], heads: Heads, errors: Tensor) -> Tensor:
+    """Return by how much rounding may lower the bound of a layer, (samples, 1).
+
+    The bound is ||W_O|| sqrt(sum_h b_h^2), where b_h is the bound of head h. Let e_h be the
+    rounding of b_h. Then the rounding is ||W_O|| sqrt(sum_h e_h^2), plus the rounding of the
+    products with W_O.
+
+    Args:
+        values: ||W_O|| (`out_norm`) and the bound (`layer_sharp_rss`), (samples, 1).
+        heads: the heads, with W_O.
+        errors: the rounding e_h of the bound of each head, (samples, heads).
+    """
+    assert heads.out is not None
+    count, d_v, d_out = heads.out.shape  # W_O of each of the H heads
+    eps = torch.finfo(torch.float64).eps
+    # Errors relative to the bound, in units of H d_v d_out eps / 2. `relative` is 4 units:
+    # * 1/2 by ||W_O||, the root of the largest eigenvalue of the smaller Gram matrix of W_O.
+    #   Each entry is a sum of max(H d_v, d_out) products. So the Gram matrix is off by
+    #   max(H d_v, d_out) eps / 2 ||W_O||_F^2, with ||W_O||_F^2 <= min(H d_v, d_out) ||W_O||^2;
+    # * 1 by products with W_O in the norm, and 1 by those with W_O^T: sums of H d_v or d_out
+    #   terms with errors of at most (H d_v or d_out) eps / 2 ||W_O||_F.
+    # The rest covers the solver of the eigenvalue. If d_out is small, 16 covers single
+    # operations and the sum over the heads, too.
+    relative = 2 * (d_out + 16) * count * d_v * eps
+    error = errors.square().sum(1, keepdim=True).sqrt()
+    return values["out_norm"] * error + relative * values["layer_sharp_rss"]
 
 
 def note_rounding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -150,37 +151,24 @@ def _make_point_classifier(net: Net, batch: Batch, x: Tensor, sign: int, size: i
 
 
 def _make_text_classifier(net: Net, batch: Batch, chunk: Chunk, sign: int) -> tuple[ByRow, Texts]:
-    """Return a classifier whose margin falls as the loss of a continuation rises, and its texts.
+    """Return a classifier of two classes whose attack raises the loss -log p of a continuation.
 
-    Searches for changed texts lower a margin: the logit of the label minus the largest other
-    logit. Here they must raise the loss -log p instead, where p is the probability that the model
-    gives a continuation behind its prompt. So class 0, the label of all samples, has the logit
-    log p, and class 1 has the constant logit -FAR. A search ends once the margin, log p + FAR, is
-    negative. It never is, so the search goes on to the highest loss.
+    p is the probability that the model gives a continuation behind its prompt. A search for
+    changed texts runs the model in two ways: on embeddings (to rank words by gradients), and on
+    token ids (by the reader of the texts). Both get the two logits of `_make_two_logits` here.
 
     Args:
         net: the model, whose first score is log p.
         batch: the samples.
         chunk: the samples, with their texts.
-        sign: 1 raises the loss; -1 lowers it (a target), with -log p in place of log p.
+        sign: 1 raises the loss; -1 lowers it (a target).
 
     Returns:
         The classifier of embeddings, and the texts, whose reader returns the two logits.
     """
     assert chunk.texts is not None
     reader = chunk.texts.reader
-
-    def make_logits(scores: Tensor) -> Tensor:
-        """Return +-log p and -FAR as the logits of two classes, (rows, 2).
-
-        Attacks lower the first logit against the second one. With sign 1 they lower log p, with
-        sign -1 they raise it (a target). The second is a constant, so that rivals have no effect.
-
-        Scores: (rows, scores), first log p of the continuation, then log p of its rivals.
-        """
-        log_p = sign * scores[:, 0].double()
-        return torch.stack([log_p, torch.full_like(log_p, -FAR)], 1)
-
+    make_logits = partial(_make_two_logits, sign=sign)
     two_class_reader = replace(
         reader,
         output=lambda ids, mask: make_logits(reader.output(ids, mask)),
@@ -188,6 +176,22 @@ def _make_text_classifier(net: Net, batch: Batch, chunk: Chunk, sign: int) -> tu
     )
     model = ByRow(lambda z, rows: make_logits(net.forward(z, batch.rows_without_ids(rows))))
     return model, replace(chunk.texts, reader=two_class_reader)
+
+
+def _make_two_logits(scores: Tensor, sign: int) -> Tensor:
+    """Return the logits sign * log p and -FAR of two classes, (rows, 2).
+
+    Attacks lower the margin of class 0, the label of all samples: sign * log p + FAR. With sign 1
+    they lower log p and so raise the loss; with sign -1 they raise log p. An attack would end once
+    the margin is negative. It never is, as -FAR is below any log p, so it goes on to the end.
+
+    Args:
+        scores: log p of the continuation, then log p of its rivals, which have no effect here:
+            (rows, scores).
+        sign: 1 or -1.
+    """
+    log_p = sign * scores[:, 0].double()
+    return torch.stack([log_p, torch.full_like(log_p, -FAR)], 1)
 
 
 def note_losses(losses: dict[str, Values], target: str | None) -> Note:

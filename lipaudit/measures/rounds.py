@@ -25,7 +25,7 @@ from lipaudit.attacks.transfer import read_examples
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
 from lipaudit.measures import base, drawings, texts
-from lipaudit.measures.base import Part, Values
+from lipaudit.measures.base import Facts, Part, Values
 from lipaudit.models.net import Net
 from lipaudit.tables import Note, Notes
 from lipaudit.tables.report import SCORES
@@ -419,7 +419,7 @@ def _find_ends(clean: Outcome, by_trial: Sequence[Sequence[Outcome]]) -> list[Ou
     return [outcomes[-1] if outcomes else not_begun for outcomes in by_trial]
 
 
-def _count_work(by_trial: Sequence[Sequence[Outcome]]) -> dict[str, Any]:
+def _count_work(by_trial: Sequence[Sequence[Outcome]]) -> Facts:
     """Return the work of each trial, and the success of the attack Square, as facts of a part.
 
     Args:
@@ -445,7 +445,7 @@ def _count_work(by_trial: Sequence[Sequence[Outcome]]) -> dict[str, Any]:
 
 def _describe_samples(
     net: Net, run: ChunkRun, options: AttackOptions, ends: Sequence[Outcome]
-) -> dict[str, Any]:
+) -> Facts:
     """Describe adversarial examples and changed texts, as facts of a part.
 
     Args:
@@ -454,7 +454,7 @@ def _describe_samples(
         options: the options.
         ends: the result of each trial.
     """
-    facts: dict[str, Any] = {}
+    facts: Facts = {}
     chunk = run.chunk
     if chunk.number * CHUNK < DRAWN:  # a page draws examples of the first samples only
         outcomes = [run.outcomes[0], *ends]
@@ -509,7 +509,7 @@ ARRAYS = ("tried", "robust", "distance", "confidence")
 FIGURES = ("attack", "seed", "seconds", "forwards", "backwards", "nonfinite")
 
 
-def store_outcomes(outcomes: Sequence[Outcome]) -> tuple[dict[str, Values], dict[str, Any]]:
+def store_outcomes(outcomes: Sequence[Outcome]) -> tuple[dict[str, Values], Facts]:
     """Return the outcomes so far, without their examples, as arrays and facts of a part.
 
     A resumed run reads them with `restore_outcomes`.

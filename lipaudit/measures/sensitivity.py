@@ -12,7 +12,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, join_few
 from lipaudit.measures import drawings
-from lipaudit.measures.base import Values
+from lipaudit.measures.base import Facts, Values
 from lipaudit.measures.layers import choose_layers
 from lipaudit.measures.shares import measure_shares
 from lipaudit.models.attention.capture import Site
@@ -211,7 +211,7 @@ class Sensitivity(NamedTuple):
     """
 
     values: dict[str, Values]
-    facts: dict[str, Any]
+    facts: Facts
     of_blocks: list[JacobianNorms]
 
 
@@ -243,14 +243,16 @@ def measure_batch(
     graph = _BlockGraph(net, at, starts)
     linear = graph.whole  # from the input of the model
     start = at.start
-    norms_of_blocks = {}
+    of_blocks = []
+    ends = []  # of each norm of a block: input, output, module of the block, method
     if options.start in starts:  # --from layer:5: from the output of a block
         start = str(options.start)
         linear = graph.linearize_after(start)
     else:  # --from layers: norms from the outputs of blocks, in addition
-        for name in starts:
+        for name, block in starts.items():
             of_block = compute_jacobian_norms(graph.linearize_after(name), **settings)
-            norms_of_blocks[name] = of_block
+            of_blocks.append(of_block)
+            ends.append((name, at.target, block.module, of_block.method))
     # Margins f_y - f_j between classes need at least two logits, (samples, classes).
     has_margins = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
     norms = compute_jacobian_norms(
@@ -264,17 +266,13 @@ def measure_batch(
         **settings,
     )
     values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in OF_NORMS.items()}
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "from": start,
         "to": at.target,
         "method": norms.method,
         # Names of the blocks around which the input also reaches the output.
         "around": graph.bypassed,
-        # Of each norm of a block: input, output, module of the block, method.
-        "ends": [
-            (name, at.target, starts[name].module, of_block.method)
-            for name, of_block in norms_of_blocks.items()
-        ],
+        "ends": ends,
     }
     # 2. The loss, or the margins between classes, and the gradients that a page draws.
     labels = None if net.classes is None else batch.y
@@ -293,15 +291,33 @@ def measure_batch(
         facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of=drawn)
     # 3. The shares of heads and blocks in the change of the output along some directions.
     if options.shares:
-        if norms.gap is not None:
-            values["gap"] = norms.gap.numpy()
-        directions, counted = _find_directions(norms, linear, labels)
-        # The shares build a second graph: free the first one before.
-        graph.whole.release()
-        shares, facts_of_shares = measure_shares(net, batch, at, directions, counted, first)
+        shares, facts_of_shares = _measure_head_shares(graph, batch, norms, labels, first)
         values |= shares
         facts |= facts_of_shares
-    return Sensitivity(values, facts, of_blocks=list(norms_of_blocks.values()))
+    return Sensitivity(values, facts, of_blocks)
+
+
+def _measure_head_shares(
+    graph: _BlockGraph, batch: Batch, norms: JacobianNorms, labels: Tensor | None, first: Batch
+) -> tuple[dict[str, Values], Facts]:
+    """Return the shares of heads and blocks in the change of the output, and facts on them.
+
+    This frees the graph, as shares build a second one.
+
+    Args:
+        graph: the graph from the input of the model to its output.
+        batch: the samples.
+        norms: the Jacobian norms, with the singular vectors along which shares are measured.
+        labels: true classes; -1: the sample has no label. None: no sample has one.
+        first: the first sample of the run; the attention layers are found by running it.
+    """
+    values = {}
+    if norms.gap is not None:
+        values["gap"] = norms.gap.numpy()
+    directions, counted = _find_directions(norms, graph.whole, labels)
+    graph.whole.release()
+    shares, facts = measure_shares(graph.net, batch, graph.at, directions, counted, first)
+    return values | shares, facts
 
 
 def _count_unlabelled(batch: Batch) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import LipauditError, first_line, is_machine_error, join_few
 from lipaudit.measures import base
-from lipaudit.measures.base import MeasureOptions, Part, Values
+from lipaudit.measures.base import Facts, MeasureOptions, Part, Values
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
 from lipaudit.tables.columns import HEAD, finite, group_values, largest, middle
 from lipaudit.tables.formats import format_value, join_texts
@@ -200,7 +200,7 @@ def measure_shares(
     directions: Tensor,
     counted: Tensor,
     first: Batch,
-) -> tuple[dict[str, Values], dict[str, Any]]:
+) -> tuple[dict[str, Values], Facts]:
     """Return the shares of heads and blocks at every sample, as values and facts of a part.
 
     If shares cannot be computed, there are no values, and the fact `unshared` is the reason.

@@ -28,7 +28,7 @@ from lipaudit.attacks.text import (
 from lipaudit.data.batch import Batch
 from lipaudit.data.continuations import WHOLE, Packer
 from lipaudit.errors import InputError, escape_controls, is_machine_error
-from lipaudit.measures.base import Part
+from lipaudit.measures.base import Facts, Part
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import agree
 from lipaudit.tables import Note
@@ -255,20 +255,24 @@ def _draft_prompt(
 
 
 def count_units(texts: Texts) -> dict[str, list[int]]:
-    """Return how many words, and how many characters, attacks could change in each text."""
-    # True for pieces that attacks leave alone, such as punctuation.
-    is_fixed = texts.reader.lexicon.is_fixed
+    """Return the length of each text in words and in characters, as lists by these two names.
+
+    Words are those that an attack may change: pieces such as punctuation are not counted.
+    Characters are all of the text, punctuation included; 0 if only its token ids are known.
+    """
+    is_fixed = texts.reader.lexicon.is_fixed  # True for a piece that must not change
     words = []
     characters = []
     for draft in texts.drafts:
         words.append(sum(not is_fixed(word) for word in draft.words))
+        # `draft.texts` has the text, or the two of a pair.
         characters.append(sum(map(len, draft.texts)))
     return {"words": words, "characters": characters}
 
 
 def describe_changes(
     outcomes: Sequence[Outcome], before: Texts, ids: Sequence[str]
-) -> list[dict[str, Any]]:
+) -> list[Facts]:
     """Describe the changed text of each sample in each trial, as plain values for a part.
 
     A description has the number of changes, how many single changes the search tried, and how many
@@ -350,7 +354,7 @@ def encode_table(parts: Sequence[Part]) -> bytes:
     return "".join(lines).encode()
 
 
-def list_survivors(parts: Sequence[Part], trial: Trial) -> list[dict[str, Any]]:
+def list_survivors(parts: Sequence[Part], trial: Trial) -> list[Facts]:
     """Return what is stored of each text that a trial did not break, from `describe_changes`."""
     lines = [line for part in parts for line in part.facts.get("texts", ())]
     return [line for line in lines if line["trial"] == str(trial.key) and line["robust"]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lipaudit.errors import InputError, StructureError, is_machine_error
 from lipaudit.measures import base
-from lipaudit.measures.base import Measure, NormOptions, Part
+from lipaudit.measures.base import Facts, Measure, NormOptions, Part
 from lipaudit.settings.option import Need, option, repeat_option
 from lipaudit.tables import Column, Display, Layout, Note, Notes, Section
 from lipaudit.tables.columns import HEAD
@@ -149,7 +149,7 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
 
     blocks: tuple[Residual, ...] = ()
     for number, batch in enumerate(batches):
-        facts: dict[str, Any] = {}
+        facts: Facts = {}
         notes: Notes = ()
         values = {}
         if number == 0:

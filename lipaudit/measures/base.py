@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 Values: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 # Plain values by name, which JSON can hold (see `Part.facts`).
 Facts = dict[str, Any]
+# Arrays by name; their first axis is the samples.
+Arrays: TypeAlias = "dict[str, Values]"
 
 
 class MeasureOptions(Settings):
@@ -335,7 +337,7 @@ def join_parts(parts: Sequence[Part], name: str) -> Values:
     return np.concatenate([part.values[name] for part in parts])
 
 
-def join_arrays(parts: Sequence[Part], besides: Collection[str] = ()) -> dict[str, Values]:
+def join_arrays(parts: Sequence[Part], besides: Collection[str] = ()) -> Arrays:
     """Concatenate every array that all parts have, along the samples, but for those in `besides`.
 
     Arrays that only some parts have are left out: an older version may have stored these parts.

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
@@ -259,9 +259,11 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
         # The box has any values inside the chosen patches, and the image elsewhere.
         low = torch.where(inside, lowest, x)
         high = torch.where(inside, highest, x)
-        certificate = _prove_box(net, sample, label, low, high, proof)
-        certificates.append(certificate)
-        if certificate.why in ("broken", "seconds"):  # later choices cannot change the verdict
+        certificates.append(_prove_box(net, sample, label, low, high, proof))
+        if certificates[-1].why in (
+            "broken",
+            "seconds",
+        ):  # later choices cannot change the verdict
             break
     # If the loop ended early, the last failure is the reason.
     failures = [certificate.why for certificate in certificates if certificate.why]
@@ -305,18 +307,28 @@ def _prove_box(
         margin, gradient = _find_gradient(net, sample, label, centre)
         if margin < 0:  # the centre gets another class
             return Certificate(why="broken", bound=margin, nodes=nodes)
-        # Cut in two at the centre of the pixel with the largest effect on the margin: half the
-        # width of the pixel times the gradient. The mean gradient is added, because the gradient
-        # of a wide pixel may be 0 at the centre.
+        # Cut the pixel with the largest effect on the margin: half the width of the pixel times
+        # the gradient. The mean gradient is added, because the gradient of a wide pixel may be 0
+        # at the centre.
         pixel = (radius * (gradient + gradient.mean())).argmax()
-        cut = centre.view(-1)[pixel]
-        below = high.clone()
-        above = low.clone()
-        below.view(-1)[pixel] = cut
-        above.view(-1)[pixel] = cut
-        boxes += [(low, below), (above, high)]
+        boxes += _cut_box(low, high, pixel, centre.view(-1)[pixel])
     # Every box is proven: there is no reason of a failure.
     return Certificate(why="", bound=smallest, nodes=nodes)
+
+
+def _cut_box(
+    low: Tensor, high: Tensor, entry: Tensor, cut: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the two halves of the box from `low` to `high`, as pairs of their own ends.
+
+    `entry` is the flat index of the entry whose range is cut, and `cut` the value between them.
+    """
+    below = high.clone()
+    below.view(-1)[entry] = cut
+    yield low, below
+    above = low.clone()
+    above.view(-1)[entry] = cut
+    yield above, high
 
 
 def _find_gradient(net: Net, sample: Batch, label: int, x: Tensor) -> tuple[float, Tensor]:

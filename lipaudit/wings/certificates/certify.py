@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import base
-from lipaudit.measures.base import AuditRole, Measure, Part, Values
+from lipaudit.measures.base import Arrays, AuditRole, Measure, Part
 from lipaudit.tables import Note, Row, Section
 from lipaudit.wings.certificates.certificate_tables import CERTIFY_TABLE, RADII_TABLE
 from lipaudit.wings.certificates.exports import (
@@ -244,9 +244,8 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
     certificates = [bracket.certificates.get(eps, untried) for eps in radii]
     robust = [bracket.correct and bracket.adversarial_radius > eps for eps in radii]
     # The share of the places of patches in the image that are proven; NaN for broken samples.
-    places = []
-    for certificate, is_robust in zip(certificates, robust, strict=True):
-        places.append(certificate.places if is_robust else math.nan)
+    pairs = zip(certificates, robust, strict=True)
+    places = [certificate.places if is_robust else math.nan for certificate, is_robust in pairs]
     values = {
         "label": bracket.label,
         "predicted": bracket.predicted,
@@ -322,7 +321,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     return sections
 
 
-def _summarise_radii(arrays: dict[str, Values], options: CertifyOptions) -> Section:
+def _summarise_radii(arrays: Arrays, options: CertifyOptions) -> Section:
     """Return the section of radii with one row: statistics of the radii of all samples.
 
     Args:
@@ -349,7 +348,7 @@ def _summarise_radii(arrays: dict[str, Values], options: CertifyOptions) -> Sect
     return RADII_TABLE.section(settings=options.model_dump(), rows=(row,))
 
 
-def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, Values]:
+def _make_columns(arrays: Arrays, rows: Sequence[Row]) -> Arrays:
     """Return the per-sample columns by name; columns of a ball end in its norm and radius.
 
     Args:
@@ -386,9 +385,7 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, V
     return columns
 
 
-def _write_notes(
-    parts: Sequence[Part], arrays: dict[str, Values], options: CertifyOptions
-) -> Iterator[Note]:
+def _write_notes(parts: Sequence[Part], arrays: Arrays, options: CertifyOptions) -> Iterator[Note]:
     """Yield the notes of the section: on masked gradients, rounding, labels and the time limit.
 
     The notes of the attacks, and a note on repeated samples, come last.

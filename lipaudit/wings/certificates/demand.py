@@ -244,8 +244,7 @@ def plan_calls(model: Callable[[Any], Any], x: Form) -> Plan | None:
     """
     trial = TrialRun(x.symbols)
     try:
-        start = trial.make_form(x.centre.clone())
-        results = list_forms(model(start))
+        results = list_forms(model(trial.make_form(x.centre.clone())))
         for form in results:  # the results of the model are needed as a whole
             form.node.read[...] = True
         # From the last call to the first: at each call, the masks of its results already contain

@@ -7,7 +7,7 @@ import io
 import math
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,7 @@ def _make_net(query: Query, model: str, name: str) -> Net:
     holds if the classifier keeps its class on this ball.
     """
     spec = ModelSpec(query, tuple(query.centre.shape), kind="tokens", architecture=model)
-    how = LoadOptions(device="cpu", dtype=query.dtype)
-    return assemble(spec, how, name=name, source="file")
+    return assemble(spec, LoadOptions(device="cpu", dtype=query.dtype), name=name, source="file")
 
 
 def _decide_instance(
@@ -145,8 +144,7 @@ def _write_example(example: Sequence[Tensor]) -> str:
     lines = []
     for letter, values in zip("XY", example, strict=True):
         lines += [f"({letter}_{i} {value!r})" for i, value in enumerate(values.tolist())]
-    content = "\n".join(lines)
-    return f"({content})\n"
+    return "({})\n".format("\n".join(lines))
 
 
 # The proofs of a report, repeated: every pass again, and no search.
@@ -260,12 +258,11 @@ def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: R
     """
     if job.net.weights_sha256 != before.model.weights_sha256:
         return False
-    columns: Mapping[str, Any] = section.samples
     batch = job.samples.batch
     labels = [-1] * len(batch)  # -1: no label
     if batch.y is not None:
         labels = batch.y.tolist()
-    stored_labels = [-1 if label is None else label for label in columns["label"]]
+    stored_labels = [-1 if label is None else label for label in section.samples["label"]]
     label_of_sample = dict(zip(batch.ids, labels, strict=True))
     if label_of_sample != dict(zip(section.ids, stored_labels, strict=True)):
         return False
@@ -276,7 +273,7 @@ def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: R
     # A repeated sample counts once.
     unique = [i for i, name in enumerate(section.ids) if not is_repeat(name)]
     for row in section.rows:
-        certified = columns[row.trial.column("certified")]  # a flag for each sample
+        certified: Any = section.samples[row.trial.column("certified")]  # a flag for each sample
         if sum(certified[i] for i in unique) / len(unique) != row.certified:
             return False
     return True
@@ -304,9 +301,8 @@ def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
         if not content:  # no parts
             none = torch.zeros(0, 0, dtype=torch.long)
             return Nodes(which=none.flatten(), state=none, y=none[None].float())
-        arrays = {}
-        for key, array in np.load(io.BytesIO(content)).items():
-            arrays[key] = torch.tensor(array, device=device)
+        stored = np.load(io.BytesIO(content)).items()
+        arrays = {key: torch.tensor(array, device=device) for key, array in stored}
         which = arrays["which"]  # the margin of each part, (parts,)
         state = arrays["state"]  # the sign of each ReLU on it, (parts, relus)
         y = arrays["y"]  # two multipliers for each ReLU, (2, parts, relus)

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from lipaudit.wings.certificates.bracket import Bracket
 
 
+# Contents of files by name.
+Files = dict[str, bytes]
+
+
 def encode_text(files: Mapping[str, bytes]) -> dict[str, str]:
     """Return files by name as base64 text, because the facts of a `Part` cannot hold bytes."""
     return {name: base64.b64encode(content).decode() for name, content in files.items()}
 
 
-def export_balls(
-    net: Net, brackets: Sequence[Bracket], options: CertifyOptions
-) -> dict[str, bytes]:
+def export_balls(net: Net, brackets: Sequence[Bracket], options: CertifyOptions) -> Files:
     """Return the model (ONNX) and the balls around correct samples (VNN-LIB) as files by name.
 
     Args:
@@ -37,7 +39,7 @@ def export_balls(
     from lipaudit.wings.certificates.onnx_graph import export_onnx
     from lipaudit.wings.certificates.vnnlib import write_property
 
-    files: dict[str, bytes] = {}
+    files: Files = {}
     lowest, highest = net.box or (-math.inf, math.inf)
     for bracket in brackets:
         sample = bracket.sample
@@ -69,7 +71,7 @@ def name_proof(sample: str, radius: float) -> str:
     return f"{sample}@{radius}"
 
 
-def encode_proofs(brackets: Sequence[Bracket]) -> dict[str, bytes]:
+def encode_proofs(brackets: Sequence[Bracket]) -> Files:
     """Return the proofs of certified balls that were split, as .npz files by name.
 
     A proof has the parts of the ball (the leaves of a tree of splits): for each part the signs of
@@ -92,10 +94,10 @@ def encode_proofs(brackets: Sequence[Bracket]) -> dict[str, bytes]:
     return files
 
 
-def _decode_files(parts: Sequence[Part], fact: str) -> dict[str, bytes]:
+def _decode_files(parts: Sequence[Part], fact: str) -> Files:
     """Return the files by name that the results of batches hold as base64 text."""
-    texts = base.join_facts(parts, fact)
-    return {name: base64.b64decode(text) for name, text in texts.items()}
+    texts = base.join_facts(parts, fact).items()
+    return {name: base64.b64decode(text) for name, text in texts}
 
 
 def encode_files(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, bytes]:

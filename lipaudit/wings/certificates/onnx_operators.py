@@ -143,8 +143,7 @@ def _convolve(x: Any, w: Any, b: Any = None, group: int = 1, **how: Any) -> Any:
     """Return a convolution over one or two axes; `how` has strides, dilations and padding."""
     strides, dilations, pads = _place_windows(x, w.shape[2:], how)
     convolve: Any = F.conv1d if w.ndim == 3 else F.conv2d
-    padded = _pad(x, pads)
-    return convolve(padded, w, b, stride=strides, dilation=dilations, groups=group)
+    return convolve(_pad(x, pads), w, b, stride=strides, dilation=dilations, groups=group)
 
 
 def _pool_largest(x: Any, kernel_shape: Any, storage_order: int = 0, **how: Any) -> Any:
@@ -171,8 +170,7 @@ def _pool_mean(x: Any, kernel_shape: Any, count_include_pad: int = 0, **how: Any
         return sums / w[0].numel()
     # The same sums of ones, padded with zeros, count the entries that are no padding.
     inside = torch.ones(1, *x.shape[1:], dtype=x.dtype)
-    count = _convolve(inside, w, group=channels, **how)
-    return sums / count
+    return sums / _convolve(inside, w, group=channels, **how)
 
 
 def _multiply(
@@ -264,8 +262,7 @@ def _reduce(name: str, *order: int) -> Any:
         """
         if axes is None:
             axes = range(x.ndim)
-        method = getattr(x, name)
-        return method(*order, tuple(_integers(axes)), keepdim=bool(keepdims))
+        return getattr(x, name)(*order, tuple(_integers(axes)), keepdim=bool(keepdims))
 
     return reduce_axes
 

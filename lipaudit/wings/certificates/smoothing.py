@@ -12,7 +12,7 @@ a function of Lipschitz constant 1 / sigma, and the class has a majority while p
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -23,7 +23,7 @@ from pydantic import Field
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, seconds_column
-from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
+from lipaudit.measures.base import Arrays, Measure, MeasureOptions, Part
 from lipaudit.settings.option import option, repeat_option
 from lipaudit.settings.value_types import Balls, TwoCounts
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Row, Section
@@ -33,6 +33,7 @@ from lipaudit.tables.trials import Norm, parse_radius
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from jaxtyping import Float, Int
     from torch import Tensor
 
@@ -178,9 +179,6 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
     The first N0 noisy copies of a sample choose a class. Another N copies estimate the probability
     of this class: an estimate on the copies that chose the class would be too high.
     """
-    import numpy as np
-    import torch
-
     from lipaudit.wings.certificates.denoiser import add_denoiser
 
     denoised = net
@@ -191,27 +189,44 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
     small_batches = chain.from_iterable(batch.split(size) for batch in batches)
     for number, batch in enumerate(small_batches):
         if number == 0:
-            seconds = _time_copy(denoised, batch, options)
-            base.report_cost(sum(options.copies), seconds, "noisy copies")
-        labels = base.require_labels(batch, "certify --smooth")
-        with torch.no_grad():
-            clean = net.output(batch).argmax(1) == labels
+            per_copy = _time_copy(denoised, batch, options)
+            base.report_cost(sum(options.copies), per_copy, "noisy copies")
+        yield from _measure_samples(net, denoised, batch, options)
+
+
+def _measure_samples(
+    net: Net, denoised: Net, batch: Batch, options: SmoothingOptions
+) -> Iterator[Part]:
+    """Yield a part for each sample of a small batch: its votes, and the time they took.
+
+    Args:
+        net: the model, whose prediction without noise is stored as well.
+        denoised: the model behind any denoiser, which gets the noisy copies.
+        batch: labelled samples.
+        options: the options of the run.
+    """
+    import numpy as np
+    import torch
+
+    labels = base.require_labels(batch, "certify --smooth")
+    with torch.no_grad():
+        clean = net.output(batch).argmax(1) == labels
+    start = time.perf_counter()
+    for i, votes in enumerate(count_votes(denoised, batch, options)):
+        seconds = time.perf_counter() - start
+        index = slice(i, i + 1)  # arrays of a part have an axis of samples, here of size 1
+        arrays = {
+            "label": labels[index].cpu().numpy(),
+            "clean": clean[index].cpu().numpy(),
+            "votes": votes[None].numpy(),  # (1, 2, classes): of the N0 and of the N copies
+            "seconds": np.array([seconds]),
+        }
+        chosen = arrays["votes"][:, 0].argmax(1)  # the class with most of the N0 votes
+        names = base.name_classes(net, arrays["label"], chosen)
+        yield Part((batch.ids[i],), arrays, {"classes": names})
+        # The caller writes the part to disk before it requests the next one: this time must not
+        # count as time of the next sample.
         start = time.perf_counter()
-        for i, votes in enumerate(count_votes(denoised, batch, options)):
-            seconds = time.perf_counter() - start
-            index = slice(i, i + 1)  # arrays of a part have an axis of samples, here of size 1
-            arrays = {
-                "label": labels[index].cpu().numpy(),
-                "clean": clean[index].cpu().numpy(),
-                "votes": votes[None].numpy(),  # (1, 2, classes): of the N0 and of the N copies
-                "seconds": np.array([seconds]),
-            }
-            chosen = arrays["votes"][:, 0].argmax(1)  # the class with most of the N0 votes
-            names = base.name_classes(net, arrays["label"], chosen)
-            yield Part((batch.ids[i],), arrays, {"classes": names})
-            # The caller writes the part to disk before it requests the next one: this time must
-            # not count as time of the next sample.
-            start = time.perf_counter()
 
 
 def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[Tensor]:
@@ -235,19 +250,14 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
     point = net.point(batch)
     selecting, estimating = options.copies
     copies_per_sample = selecting + estimating
-    seeds = options.list_seeds(batch.ids)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    generators = [torch.Generator().manual_seed(seed) for seed in options.list_seeds(batch.ids)]
     counts = torch.zeros(len(batch), 2, net.classes or 0, dtype=torch.long)
     finished = 0  # number of samples whose counts were yielded
     total = len(batch) * copies_per_sample
     for start in range(0, total, options.batch_size):
         copies = torch.arange(start, min(start + options.batch_size, total))  # numbers in a row
         sample_of_copy = copies // copies_per_sample
-        draws = []
-        for i in sample_of_copy.tolist():
-            draw = torch.randn(point.shape[1:], generator=generators[i], dtype=torch.float32)
-            draws.append(draw)
-        noise = torch.stack(draws).to(point)
+        noise = _draw_noise(point, [generators[i] for i in sample_of_copy.tolist()])
         rows = sample_of_copy.to(point.device)
         classes = _classify_copies(net, batch.rows_without_ids(rows), point[rows], noise, options)
         # 0 for the N0 copies that choose the class, 1 for the N copies that estimate it.
@@ -258,6 +268,17 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
         base.report_progress(done - finished)
         yield from counts[finished : int(done)]
         finished = int(done)
+
+
+def _draw_noise(point: Tensor, generators: Iterable[torch.Generator]) -> Tensor:
+    """Return standard normal noise for copies of samples, (copies, *shape of a sample).
+
+    `point` has the samples, and `generators` the CPU generator of the sample of each copy.
+    """
+    import torch
+
+    draws = [torch.randn(point.shape[1:], generator=g, dtype=torch.float32) for g in generators]
+    return torch.stack(draws).to(point)
 
 
 def _classify_copies(
@@ -363,8 +384,11 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
     # certified if eps is less.
     eps = [float(ball) for ball in options.eps]
     certified = columns["correct"][:, None] & (columns["radius"][:, None] > eps)
-    # Of the N noisy copies of each sample, the number that is classified correctly.
-    right = np.take_along_axis(arrays["votes"][:, 1], columns["label"][:, None], 1)
+    # `votes` are (samples, 2, classes), of the N0 and of the N copies of a sample. Of the N
+    # copies, the number that gets the label, (samples, 1).
+    estimation = arrays["votes"][:, 1]
+    right = np.take_along_axis(estimation, columns["label"][:, None], 1)
+    _, estimating = options.copies  # N0, N
     unique = base.mark_unique(parts)  # a repeated sample counts once, as in every comparison
     rows = base.make_rows(
         SMOOTHING_TABLE,
@@ -373,9 +397,10 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
         eps_text=[ball.text for ball in options.eps],
         samples=int(unique.sum()),
         clean=arrays["clean"][unique].mean(),
-        noisy=right[unique].mean() / options.copies[1],
+        noisy=right[unique].mean() / estimating,
         smoothed=columns["correct"][unique].mean(),
         **base.make_share_columns("certified", certified[unique]),
+        # A radius of 0 says that no class has a proven majority: the classifier abstains.
         abstained=int((columns["radius"][unique] == 0).sum()),
         seconds=arrays["seconds"][unique].sum().round(3),
     )
@@ -386,7 +411,7 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
     return [base.make_section(SMOOTHING_TABLE, parts, options, rows, notes, samples=columns)]
 
 
-def _certify_samples(arrays: Mapping[str, Values], options: SmoothingOptions) -> dict[str, Values]:
+def _certify_samples(arrays: Arrays, options: SmoothingOptions) -> Arrays:
     """Return, by name of the column, what the votes of each sample prove.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -37,10 +37,8 @@ def write_property(low: Tensor, high: Tensor, classes: int, label: int, title: s
         title: the comment in the first line.
     """
     lines = [f"; {title}"]
-    for i in range(low.numel()):
-        lines.append(f"(declare-const X_{i} Real)")
-    for i in range(classes):
-        lines.append(f"(declare-const Y_{i} Real)")
+    lines += [f"(declare-const X_{i} Real)" for i in range(low.numel())]
+    lines += [f"(declare-const Y_{i} Real)" for i in range(classes)]
     lows = low.flatten().tolist()
     highs = high.flatten().tolist()
     for i, (smallest, largest) in enumerate(zip(lows, highs, strict=True)):
@@ -85,6 +83,7 @@ class Property:
         return bool(is_fulfilled.all(-1).any())
 
 
+to_float64 = partial(torch.tensor, dtype=torch.float64)
 READ = "It must be VNN-LIB 1.0: ranges of all X_i, and conditions such as (<= Y_0 Y_1)."
 # Coefficients by variable of a function that must be <= 0; the constant has the empty name.
 Condition = dict[str, Fraction]
@@ -174,23 +173,29 @@ class _PropertyReader:
         # No output has a condition, an output is not declared, or a clause has no condition.
         if not used or used - {*outputs} or not all(self.clauses):
             raise ValueError("no condition on declared outputs")
-        # Conditions as tensors, rows @ y <= limits. All clauses must have the same number of
-        # conditions: shorter ones repeat theirs.
+        rows, limits = self._stack_conditions(outputs)
+        # Fractions are rounded outwards to float64, so that the box contains the range.
+        low = [-_round_up(-self.least[name]) for name in inputs]
+        high = [_round_up(self.most[name]) for name in inputs]
+        return Property(to_float64(low), to_float64(high), rows, limits)
+
+    def _stack_conditions(self, outputs: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return the conditions as rows @ y <= limits, for outputs y in the order of their names.
+
+        All clauses get the same number of conditions: shorter ones repeat theirs.
+
+        Returns:
+            rows, (clauses, conditions, outputs), and limits, (clauses, conditions).
+        """
         size = max(map(len, self.clauses))
         rows = []
         limits = []
         for clause in self.clauses:
             conditions = (clause * size)[:size]
-            rows_of_clause = []
-            for condition in conditions:
-                rows_of_clause.append([float(condition.get(y, 0)) for y in outputs])
-            rows.append(rows_of_clause)
+            # {"Y_0": 1, "Y_1": -1, "": 3}, Y_0 - Y_1 + 3 <= 0, is the row [1, -1], the limit -3.
+            rows.append([[float(each.get(y, 0)) for y in outputs] for each in conditions])
             limits.append([_round_up(-condition[""]) for condition in conditions])
-        # Fractions are rounded outwards to float64, so that the box contains the range.
-        low = [-_round_up(-self.least[name]) for name in inputs]
-        high = [_round_up(self.most[name]) for name in inputs]
-        to_tensor = partial(torch.tensor, dtype=torch.float64)
-        return Property(to_tensor(low), to_tensor(high), to_tensor(rows), to_tensor(limits))
+        return to_float64(rows), to_float64(limits)
 
 
 def _has_output(clause: list[Condition]) -> bool:

@@ -32,9 +32,8 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
             axis = "R"
         # Rows of the same head, mask and radius are one line.
         lines = group_values((_name_line(row, mode), row) for row in group)
-        series = []
-        for name in _pick_evenly(list(lines)):
-            series.append(make_series(name, lines[name], x, y="norm"))
+        names = _pick_evenly(list(lines))
+        series = [make_series(name, lines[name], x, y="norm") for name in names]
         if x == "n":
             series += list(_draw_guides(series))
         title = f"How norms grow with {axis}, mode {mode}"

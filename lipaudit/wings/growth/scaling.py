@@ -15,7 +15,7 @@ from pydantic import Field
 
 from lipaudit.errors import InputError
 from lipaudit.measures import base, bounds, jacobian
-from lipaudit.measures.base import Measure, MeasureOptions, NormOptions, Part, Values
+from lipaudit.measures.base import Arrays, Measure, MeasureOptions, NormOptions, Part, Values
 from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.settings.option import Need, option, repeat_option
@@ -88,7 +88,11 @@ class ScalingOptions(MeasureOptions):
 
     @property
     def tokens(self) -> int | None:
-        """Return the number of tokens that texts need."""
+        """Return the number of tokens to which texts are read; None: the model's default.
+
+        Mode real cuts the samples to every length, so texts must reach the longest one. The other
+        modes need the tokens of the first sample only as a measure of their norm.
+        """
         if "real" in self.modes:
             return max(self.lengths)
         return None
@@ -148,12 +152,9 @@ def _measure_lengths(net: Net, batch: Batch, options: ScalingOptions) -> Part:
     # classes, at least 1: the fewest, because the radius is not read here.
     of_heads = list(bounds.measure(net, cuts, BoundsOptions(layers=options.layers, **solver)))
     of_model = list(jacobian.measure(net, cuts, JacobianOptions(rivals=1, **solver)))
-    arrays: dict[str, Values] = {}
+    arrays: Arrays = {}
     for place, heads, model in zip(places, of_heads, of_model, strict=True):
-        # Norms of the samples of this cut, (samples, columns), by name.
-        norms = {name: heads.values[name] for name in (*OF_HEADS, *list_bounds(), *OF_LAYERS)}
-        norms["model"] = model.values["norm"][:, None]
-        for name, values in norms.items():
+        for name, values in _read_norms(heads, model):
             shape = (len(batch), len(options.lengths), values.shape[1])
             array = arrays.setdefault(name, np.full(shape, np.nan))  # made at the first cut
             array[place] = values
@@ -172,6 +173,16 @@ def _measure_lengths(net: Net, batch: Batch, options: ScalingOptions) -> Part:
     missed = int(base.join_parts(of_heads, "missed").sum())  # norms that did not converge
     missed += int((~base.join_parts(of_model, "converged")).sum())
     return Part(batch.ids, arrays, facts, (*base.notes(of_heads), *base.note_missed(missed)))
+
+
+def _read_norms(heads: Part, model: Part) -> Iterator[tuple[str, Values]]:
+    """Yield the norms and bounds of one batch by name, (samples, columns).
+
+    `heads` is its part of the measure `bounds`, and `model` its part of the measure `jacobian`.
+    """
+    for name in (*OF_HEADS, *list_bounds(), *OF_LAYERS):
+        yield name, heads.values[name]
+    yield "model", model.values["norm"][:, None]
 
 
 def _cut_to_lengths(
@@ -215,11 +226,11 @@ class NormCurve:
         bounds: bounds by name, in the same shape.
     """
 
-    cells: dict[str, Any]
+    cells: Cells
     n: Values
     norm: Values
     radius: Values
-    bounds: Mapping[str, Values] = field(default_factory=dict)
+    bounds: Arrays = field(default_factory=dict)
 
 
 def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
@@ -239,9 +250,33 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
             curve_rows, fit_row = _fit_curve(curve)
             rows += curve_rows
             fits.append(fit_row)
-    # Worst cases: one fit for all lengths of a mode, head, mask and radius.
-    disagreeing: list[list[Row]] = []  # groups of mode ascent whose searches differ too much
     worst_rows = [SCALING_TABLE.row(**cells) for cells in facts["rows"]]
+    disagreeing = _fit_worst_cases(worst_rows, rows, fits)
+    notes = [
+        *base.notes(parts),
+        *_note_data(rows, facts, options),
+        *_note_searches(rows, disagreeing),
+    ]
+    scaling = SCALING_TABLE.section(settings=options.model_dump(), rows=tuple(rows), notes=notes)
+    if not fits:
+        return [scaling]
+    return [scaling, FITS_TABLE.section(rows=tuple(fits))]
+
+
+def _fit_worst_cases(
+    worst_rows: Iterable[Row], rows: list[Row], fits: list[Row]
+) -> list[list[Row]]:
+    """Fit norm = c n^a to the worst cases: a fit for all lengths of a mode, head, mask and radius.
+
+    Args:
+        worst_rows: norms at worst-case tokens, a row for each length.
+        rows: gets these rows with the value of their fit.
+        fits: gets the rows of the fits.
+
+    Returns:
+        The groups of rows of mode ascent whose searches differ too much for a fit.
+    """
+    disagreeing: list[list[Row]] = []
     groups = group_values((_identify_fit(row), row) for row in worst_rows)
     for key, group in groups.items():
         law, fit_row = _fit_group(key, group)
@@ -257,15 +292,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
                 continue
             fit_row = widened
         fits.append(fit_row)
-    notes = [
-        *base.notes(parts),
-        *_note_data(rows, facts, options),
-        *_note_searches(rows, disagreeing),
-    ]
-    scaling = SCALING_TABLE.section(settings=options.model_dump(), rows=tuple(rows), notes=notes)
-    if not fits:
-        return [scaling]
-    return [scaling, FITS_TABLE.section(rows=tuple(fits))]
+    return disagreeing
 
 
 def _fit_curve(curve: NormCurve) -> tuple[list[Row], Row]:
@@ -317,7 +344,7 @@ def _fit_group(key: tuple[Any, ...], group: Sequence[Row]) -> tuple[PowerLaw, Ro
     return _fit_law(cells, lengths, norms)
 
 
-def _keep_longest(values: dict[str, Values]) -> tuple[dict[str, Values], int]:
+def _keep_longest(values: Arrays) -> tuple[Arrays, int]:
     """Return the arrays of the samples that reach the largest measured length.
 
     So the growth is fitted through the same samples at every length. The number of samples left
@@ -332,7 +359,7 @@ def _keep_longest(values: dict[str, Values]) -> tuple[dict[str, Values], int]:
 
 
 def _make_curves(
-    values: dict[str, Values], facts: Mapping[str, Any], options: ScalingOptions
+    values: Arrays, facts: Mapping[str, Any], options: ScalingOptions
 ) -> Iterator[NormCurve]:
     """Yield the norms over the length on data: of each layer, the requested heads and the model.
 
@@ -367,9 +394,7 @@ def _make_curves(
     yield NormCurve(cells={"mode": "real"}, n=n, norm=model, radius=np.full_like(model, np.nan))
 
 
-def _make_layer_curve(
-    cells: dict[str, Any], values: Mapping[str, Values], layer: int, heads: Values
-) -> NormCurve:
+def _make_layer_curve(cells: Cells, values: Arrays, layer: int, heads: Values) -> NormCurve:
     """Return the norms of a layer over the length, after W_O if it has one.
 
     Otherwise they are the norms of its heads side by side.
@@ -385,11 +410,10 @@ def _make_layer_curve(
     after_out = values["layer_exact_out"][layer]
     has_out = ~np.isnan(after_out)
     out_norm = np.where(has_out, values["out_norm"][layer], 1.0)
-    bounds = {}
-    for bound in list_bounds():
-        # ||W_O|| (sum_h b_h^2)^1/2 bounds the layer, b_h its heads.
-        squares = values[bound][heads] ** 2
-        bounds[bound] = out_norm * np.sqrt(squares.sum(0))
+    # ||W_O|| (sum_h b_h^2)^1/2 bounds the norm of the layer, with the bounds b_h of its heads.
+    bounds = {
+        bound: out_norm * np.sqrt((values[bound][heads] ** 2).sum(0)) for bound in list_bounds()
+    }
     return NormCurve(
         cells,
         n=values["tokens"][heads[0]],
@@ -415,9 +439,10 @@ def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
         norms = norms[~np.isnan(norms)]
         if not len(norms):
             continue
-        medians = {}
-        for name, values in curve.bounds.items():
-            medians[f"bound_{name}"] = base.reduce_known(values[:, i], np.median)
+        medians = {
+            f"bound_{name}": base.reduce_known(values[:, i], np.median)
+            for name, values in curve.bounds.items()
+        }
         row = SCALING_TABLE.row(
             **curve.cells,
             n=int(np.nanmax(curve.n[:, i])),
@@ -503,7 +528,7 @@ def _widen_error(fit: Row, rows: Sequence[Row]) -> Row | None:
 def _note_data(
     rows: Sequence[Row], facts: Mapping[str, Any], options: ScalingOptions
 ) -> Iterator[Note]:
-    """Yield notes on the norms on data: what was measured, and what was left out.
+    """Yield notes on the norms on data: what was measured, how exactly, and what was left out.
 
     Args:
         rows: all rows of the section `scaling`.
@@ -521,6 +546,19 @@ def _note_data(
         )
     yield Note.info("what-is-measured", text)
     yield from base.note_lower_estimates(facts["within"])
+    yield from _note_left_out(lengths, facts, options)
+
+
+def _note_left_out(
+    lengths: set[int], facts: Mapping[str, Any], options: ScalingOptions
+) -> Iterator[Note]:
+    """Warn of texts and of lengths of --lengths that were left out.
+
+    Args:
+        lengths: the measured numbers of tokens.
+        facts: facts of the run; `shorter` is the number of texts that were left out.
+        options: options of the measure.
+    """
     shorter = facts["shorter"]
     if shorter:
         text = (
@@ -553,9 +591,10 @@ def _note_searches(rows: Sequence[Row], disagreeing: Sequence[Sequence[Row]]) ->
         )
         yield Note.info("searched", text)
     if disagreeing:
-        heads = []
-        for first, *_ in disagreeing:
-            heads.append(f"head {first.layer}.{first.head} at R = {first.radius:.3g}")
+        heads = [
+            f"head {first.layer}.{first.head} at R = {first.radius:.3g}"
+            for first, *_ in disagreeing
+        ]
         text = (
             f"no exponent for the ascent of {', '.join(heads)}: independent searches differ by "
             f"more than {100 * (AGREED - 1):.2g}%"

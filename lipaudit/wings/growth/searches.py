@@ -449,10 +449,9 @@ class _Objective:
             norms = head_norms(heads, seeds=[seed] * len(x)).norm
         else:  # a closed form in the points and their numbers of copies
             heads = move_heads(self.head, points, causal=False)
-            of_searches = []
-            for i, counts in enumerate(copies):
-                of_searches.append(duplicated_norm(heads.row(i), counts))
-            norms = torch.cat(of_searches)
+            norms = torch.cat(
+                [duplicated_norm(heads.row(i), counts) for i, counts in enumerate(copies)]
+            )
         # Points in all D coordinates; norms are (searches, heads), with a single head.
         return Steepest(points @ basis, copies.long(), norms[:, 0])
 

@@ -121,16 +121,8 @@ def adversary(heads: Heads) -> Adversary | None:
     wk = to_k.weight[0]
     values, vectors = torch.linalg.eig(scale * (wq.mT @ wk))
     real = torch.where(values.imag == 0, values.real, 0.0)  # complex eigenvalues count as 0
-    # Token 1 is lead R u, and every other token is follow R u. Of the two choices take the one
-    # with the larger gamma, which is lambda_max / 8 or -lambda_min.
-    if real.max() > -8 * real.min():
-        index = int(real.argmax())
-        lead = 1.0
-        follow = 0.5
-    else:
-        index = int(real.argmin())
-        lead = -1.0
-        follow = 1.0
+    # Token 1 is lead R u, and every other token is follow R u.
+    index, lead, follow = _choose_eigenvalue(real)
     eigenvalue = float(real[index])
     if eigenvalue == 0:  # no real eigenvalue, or only 0
         return None
@@ -145,6 +137,24 @@ def adversary(heads: Heads) -> Adversary | None:
     if tilt < 0:  # -u is an eigenvector as well, and -u has a positive tilt
         u = -u
     return Adversary(u, eigenvalue, lead, follow, abs(tilt))
+
+
+def _choose_eigenvalue(real: Float[Tensor, " d"]) -> tuple[int, float, float]:
+    """Return the index of the eigenvalue with the larger gamma, and the factors of its tokens.
+
+    With the eigenvector u and the radius R, token 1 is lead R u, and every other token is
+    follow R u. The largest eigenvalue has (lead, follow) = (1, 1/2) and gamma = lambda_max / 8,
+    the smallest one (-1, 1) and gamma = -lambda_min.
+
+    Args:
+        real: the real eigenvalues.
+
+    Returns:
+        The index, lead and follow.
+    """
+    if real.max() > -8 * real.min():
+        return int(real.argmax()), 1.0, 0.5
+    return int(real.argmin()), -1.0, 1.0
 
 
 def move_heads(
@@ -317,8 +327,7 @@ def power_law(n: Float[Tensor, " points"], norm: Float[Tensor, " points"]) -> Po
     if total > 0:
         r2 = 1 - residual / total
     intercept = y.mean() - slope * x.mean()
-    constant = float(intercept.exp())
-    return PowerLaw(constant, slope, standard_error, r2)
+    return PowerLaw(float(intercept.exp()), slope, standard_error, r2)
 
 
 def affine_projections(heads: Heads) -> tuple[Projection, Projection, Projection]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,17 +67,15 @@ def train(
     # Without classes, because `load_options` would read a file of names for zero-shot classes.
     run = run.model_copy(update={"classes": None})
     options = replace(load_options(run), classes=classes)
-    settings = {"seed": run.seed, "batch_size": run.batch_size or recipe.batch_size}
-    recipe = recipe.model_copy(update=settings)
+    recipe = recipe.model_copy(
+        update={"seed": run.seed, "batch_size": run.batch_size or recipe.batch_size}
+    )
     check_outputs(output, forms=("lines", "record"))
     loop.check_target(out, resume=run.resume)
     with OnStderr(terminal) as observer:
         net = load_net(model, options)
         run.require_kind(net.kind)
-        spec = run.data
-        if net.source == "demo":
-            spec = spec or "demo:train"
-            held_out = held_out or "demo"
+        spec, held_out = _choose_data(net, run.data, held_out)
         data = _load_samples(spec, net, run, option="--data")
         test = None
         if held_out is not None:
@@ -104,6 +103,15 @@ def _read_classes(run: RunOptions) -> int | None:
     return int(classes)
 
 
+def _choose_data(
+    net: Net, spec: str | None, held_out: str | None
+) -> tuple[str | None, str | None]:
+    """Return DATA to train on and DATA to measure on: as given, else those of a demo model."""
+    if net.source == "demo":
+        return spec or "demo:train", held_out or "demo"
+    return spec, held_out
+
+
 def _spell_audit(out: Path, complete: bool, model: str, run: RunOptions, data: str | None) -> str:
     """Return the command that measures a trained model, on the data it was tested on.
 
@@ -123,8 +131,8 @@ def _spell_audit(out: Path, complete: bool, model: str, run: RunOptions, data: s
     else:
         path = out / "model.safetensors"
         given |= {"arch": run.arch or model}
-    words = ["lipaudit", "audit", str(path), *spell_options(given), "--data", str(data)]
-    return shlex.join(words)
+    options = spell_options(given)
+    return shlex.join(["lipaudit", "audit", str(path), *options, "--data", str(data)])
 
 
 def _run_epochs(
@@ -243,11 +251,8 @@ def watch(
         terminal.tell(f"reports: {run_dir}\npage:    {page}")
     if interruption is not None:
         raise interruption
-    if failures:  # the first one decides the exit code
-        reasons = "; ".join(f"{name}: {error.message}" for name, error in failures.items())
-        first = next(iter(failures.values()))
-        text = f"not every checkpoint was measured: {reasons}"
-        raise LipauditError(text, first.advice, first.exit_code)
+    if failures:
+        raise _join_failures(failures)
     if not reports:
         raise InputError(
             f"{folder} holds no checkpoint with a step in its name",
@@ -255,6 +260,14 @@ def watch(
         )
     again = "Delete its report to measure it again."
     require_whole({report.run.model.spec: report for report in reports}, again)
+
+
+def _join_failures(failures: Mapping[str, LipauditError]) -> LipauditError:
+    """Return one error that names all checkpoints that failed, and why; the first has its code."""
+    reasons = "; ".join(f"{name}: {error.message}" for name, error in failures.items())
+    first = next(iter(failures.values()))
+    text = f"not every checkpoint was measured: {reasons}"
+    return LipauditError(text, first.advice, first.exit_code)
 
 
 def _measure_pending(

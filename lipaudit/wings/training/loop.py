@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def train(
     recipe: Recipe,
     *,
     held_out: Batch | None = None,
-    state: Mapping[str, Any] | None = None,
+    state: CheckpointState | None = None,
 ) -> Iterator[Epoch]:
     """Fine-tune a classifier in place, and yield after every epoch.
 
@@ -184,7 +184,7 @@ class Training:
             "epochs": epochs,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> int:
+    def restore(self, state: CheckpointState) -> int:
         """Load the state of an interrupted training; return its number of finished epochs."""
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
@@ -474,7 +474,7 @@ class TrainingRecord:
         }
         self.epochs: list[dict[str, Any]] = []
 
-    def read_state(self) -> dict[str, Any] | None:
+    def read_state(self) -> CheckpointState | None:
         """Return the state of an interrupted run, None for a new one.
 
         Raises:

@@ -213,8 +213,7 @@ def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Te
             k > 1. g_1 bounds the norm of the softmax Jacobian; g_k is the same function of the
             k-th largest entry.
     """
-    rows = _Rows(bias, k)
-    return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(_Rows(bias, k), q, keys, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass(eq=False)
@@ -297,13 +296,10 @@ class SpecformerPenalty:
 
         sigma_1, the largest singular value, is estimated by one step of power iteration per call.
         """
-        values = []
-        vectors = []
-        for read_weight, start in zip(self._weights, self.vectors, strict=True):
-            value, vector = penalties.specformer(read_weight(), start)
-            values.append(value)
-            vectors.append(vector)
-        self.vectors = vectors
+        starts = zip(self._weights, self.vectors, strict=True)
+        # For each weight, the penalty and the next vector of the power iteration.
+        steps = [penalties.specformer(read_weight(), start) for read_weight, start in starts]
+        values, self.vectors = zip(*steps, strict=True)
         return torch.stack(values).sum()
 
 

@@ -272,8 +272,7 @@ def _name_step(report: Report, step: int) -> Report:
     """Return a report whose model is named with the step."""
     model = report.run.model
     model = model.model_copy(update={"spec": f"{model.spec}, step {step}"})
-    run = report.run.model_copy(update={"model": model})
-    return report.model_copy(update={"run": run})
+    return report.model_copy(update={"run": report.run.model_copy(update={"model": model})})
 
 
 def _get_module(model: Watched) -> nn.Module:

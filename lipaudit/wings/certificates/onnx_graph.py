@@ -134,9 +134,10 @@ def _read_attributes(node: Any) -> dict[str, Any]:
     """Return the attributes of an operator by name."""
     import onnx
 
-    attributes = {}
-    for attribute in node.attribute:
-        attributes[attribute.name] = _read_value(onnx.helper.get_attribute_value(attribute))
+    attributes = {
+        attribute.name: _read_value(onnx.helper.get_attribute_value(attribute))
+        for attribute in node.attribute
+    }
     if node.op_type == "Split":  # before version 18 the number of parts is only in the outputs
         attributes["num_outputs"] = len(node.output)
     return attributes

@@ -237,8 +237,7 @@ class CertifyOptions(MeasureOptions):
         Raises:
             UsageError: an attack or a norm does not suit the kind of model, or there is no radius.
         """
-        default_norm = "l2" if kind == "text" else "linf"
-        norm = self.counted or self.norm or default_norm
+        norm = self.counted or self.norm or ("l2" if kind == "text" else "linf")
         eps = self.eps
         if self.counted:
             # The unit of the radii becomes the norm: --eps 2words becomes --norm words --eps 2.

@@ -111,8 +111,7 @@ class Problem:
             e[:, : self.inputs] = of_inputs / size.clamp_min(tiny(coefficients.dtype))
         elif symbols.norm == "words":
             # The symbols -e at which -c . symbols is largest, and so c . symbols smallest.
-            lowest = symbols.find_best_words(-of_inputs.mT).mT
-            e[:, : self.inputs] = -lowest
+            e[:, : self.inputs] = -symbols.find_best_words(-of_inputs.mT).mT
         return e
 
     def to(self, dtype: torch.dtype) -> Problem:

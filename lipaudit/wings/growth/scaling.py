@@ -98,6 +98,8 @@ class ScalingOptions(MeasureOptions):
         return None
 
 
+# Facts of a run by name, beside its arrays.
+Facts = Mapping[str, Any]
 # What is kept of the measure bounds, per head and per layer.
 OF_HEADS = ("exact", "radius", "tokens")
 OF_LAYERS = ("layer_exact", "layer_exact_out", "out_norm")
@@ -278,8 +280,8 @@ def _fit_worst_cases(
     """
     disagreeing: list[list[Row]] = []
     groups = group_values((_identify_fit(row), row) for row in worst_rows)
-    for key, group in groups.items():
-        law, fit_row = _fit_group(key, group)
+    for group in groups.values():
+        law, fit_row = _fit_group(group)
         rows += [_add_fit(row, law) for row in group]
         if fit_row.exponent is None:  # too few lengths for a fit
             continue
@@ -325,12 +327,10 @@ def _identify_fit(row: Row) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _fit_group(key: tuple[Any, ...], group: Sequence[Row]) -> tuple[PowerLaw, Row]:
-    """Fit norm = c n^a to a group of rows, those for which theory expects a power law.
+def _fit_group(group: Sequence[Row]) -> tuple[PowerLaw, Row]:
+    """Fit norm = c n^a to those rows of a group for which theory expects a power law.
 
-    Args:
-        key: mode, layer, head, mask and radius, which all rows share (`_identify_fit`).
-        group: the rows.
+    All rows of the group share mode, layer, head, mask and radius (`_identify_fit`).
 
     Returns:
         The fit, and its row in the section `scaling.fit`.
@@ -340,7 +340,8 @@ def _fit_group(key: tuple[Any, ...], group: Sequence[Row]) -> tuple[PowerLaw, Ro
     fitted = [row for row in group if _expects_power_law(row)]
     lengths = np.array([row.n for row in fitted], dtype=np.float64)
     norms = np.array([row.norm for row in fitted], dtype=np.float64)
-    cells = dict(zip(OF_FIT, key, strict=True))  # cells of the row of the fit, by column
+    # Cells of the row of the fit, by column.
+    cells = dict(zip(OF_FIT, _identify_fit(group[0]), strict=True))
     return _fit_law(cells, lengths, norms)
 
 
@@ -358,9 +359,7 @@ def _keep_longest(values: Arrays) -> tuple[Arrays, int]:
     return {name: array[is_long] for name, array in values.items()}, int((~is_long).sum())
 
 
-def _make_curves(
-    values: Arrays, facts: Mapping[str, Any], options: ScalingOptions
-) -> Iterator[NormCurve]:
+def _make_curves(values: Arrays, facts: Facts, options: ScalingOptions) -> Iterator[NormCurve]:
     """Yield the norms over the length on data: of each layer, the requested heads and the model.
 
     Args:
@@ -476,7 +475,7 @@ def _add_fit(row: Row, law: PowerLaw) -> Row:
     return row.replace(fitted=law.constant * row.n**law.exponent)
 
 
-def _fit_law(description: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw, Row]:
+def _fit_law(description: Cells, n: Values, norm: Values) -> tuple[PowerLaw, Row]:
     """Fit norm = c n^a; return the fit, and its row in the section `scaling.fit`.
 
     Args:
@@ -525,9 +524,7 @@ def _widen_error(fit: Row, rows: Sequence[Row]) -> Row | None:
     return fit.replace(exponent_se=math.hypot(fit.exponent_se, largest))
 
 
-def _note_data(
-    rows: Sequence[Row], facts: Mapping[str, Any], options: ScalingOptions
-) -> Iterator[Note]:
+def _note_data(rows: Sequence[Row], facts: Facts, options: ScalingOptions) -> Iterator[Note]:
     """Yield notes on the norms on data: what was measured, how exactly, and what was left out.
 
     Args:
@@ -549,9 +546,7 @@ def _note_data(
     yield from _note_left_out(lengths, facts, options)
 
 
-def _note_left_out(
-    lengths: set[int], facts: Mapping[str, Any], options: ScalingOptions
-) -> Iterator[Note]:
+def _note_left_out(lengths: set[int], facts: Facts, options: ScalingOptions) -> Iterator[Note]:
     """Warn of texts and of lengths of --lengths that were left out.
 
     Args:

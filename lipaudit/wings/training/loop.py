@@ -35,7 +35,7 @@ from lipaudit.errors import EvaluationError, InputError, UsageError, is_out_of_m
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import has_converted_weights, seed_device
 from lipaudit.models.sources.saving import save_net
-from lipaudit.wings.training.penalty import SpecformerPenalty, attention_penalty
+from lipaudit.wings.training.penalty import Penalty, SpecformerPenalty, attention_penalty
 from lipaudit.wings.training.recipe import Recipe
 
 # Steps between two reads of the losses: each read makes an accelerator wait.
@@ -47,6 +47,8 @@ Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # Tensors, numbers, strings, and lists and dictionaries of them: `torch.load` reads no other
 # objects with `weights_only`.
 CheckpointState = dict[str, Any]
+# Values by name that JSON can hold, such as the record of a training or one of its epochs.
+Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -267,7 +269,7 @@ class Training:
             x = x + recipe.noise * torch.randn(x.shape, generator=self.rng).to(x)
         return x, target
 
-    def _watch_penalty(self, mask: Tensor | None) -> AbstractContextManager[Callable[[], Tensor]]:
+    def _watch_penalty(self, mask: Tensor | None) -> AbstractContextManager[Penalty]:
         """Return a context manager for the forward pass of a training step.
 
         The block gets a function that returns the penalty of the step, to be called after it:
@@ -461,7 +463,7 @@ class TrainingRecord:
         self.command = command
         self.notes = [note.text for note in net.notes + data.notes]
         # A run that is resumed must have the same identity: model, data and settings.
-        self.identity: dict[str, Any] = {
+        self.identity: Document = {
             "model": {
                 "spec": net.name,
                 "weights_sha256": net.weights_sha256,
@@ -472,7 +474,7 @@ class TrainingRecord:
             "held_out": None if held_out is None else _describe(held_out),
             "recipe": recipe.model_dump(mode="json"),
         }
-        self.epochs: list[dict[str, Any]] = []
+        self.epochs: list[Document] = []
 
     def read_state(self) -> CheckpointState | None:
         """Return the state of an interrupted run, None for a new one.
@@ -508,13 +510,12 @@ class TrainingRecord:
         self.out.mkdir(parents=True, exist_ok=True)
         figures = ("number", "loss", "penalty", "accuracy", "lr")
         self.epochs.append({name: getattr(epoch, name) for name in figures})
-        stored = {"run": self.identity, "epochs": self.epochs, "state": epoch.state}
         buffer = io.BytesIO()
-        torch.save(stored, buffer)
+        torch.save({"run": self.identity, "epochs": self.epochs, "state": epoch.state}, buffer)
         write(self.out / CHECKPOINT, buffer.getvalue())
         self.write_record(finished=False)
 
-    def write_record(self, *, finished: bool) -> dict[str, Any]:
+    def write_record(self, *, finished: bool) -> Document:
         """Write the record of the training (command, data, recipe, epochs), and return it."""
         record = {
             "schema": "lipaudit.wings.training",
@@ -532,7 +533,7 @@ class TrainingRecord:
         return record
 
 
-def _describe(samples: Samples) -> dict[str, Any]:
+def _describe(samples: Samples) -> Document:
     """Return what identifies the samples: DATA as typed, their number, and a hash of them."""
     return {"spec": samples.spec, "samples": len(samples.batch), "suite_id": samples.suite_id}
 

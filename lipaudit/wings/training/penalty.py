@@ -30,6 +30,8 @@ from lipaudit.models.net import Net
 from lipaudit.models.sources.loader import restore
 from lipaudit.theory import penalties
 
+# A function that returns the penalty of the current weights, or of the last forward pass.
+Penalty = Callable[[], Tensor]
 # Largest number of attention map entries in memory at a time.
 ENTRIES = 2**22
 
@@ -43,7 +45,7 @@ def attention_penalty(
     reduction: penalties.Reduction = "max",
     mask: Tensor | None = None,
     entries: int = ENTRIES,
-) -> Iterator[Callable[[], Tensor]]:
+) -> Iterator[Penalty]:
     """Compute the JaSMin penalty of a model while it runs inside the block.
 
     The model runs unmodified, also in train mode, under autocast, and in DistributedDataParallel.
@@ -143,8 +145,7 @@ class _PenaltyObserver:
             return is_counted
         self.masked = True  # the mask fits at least one layer
         by_sample = is_counted.reshape(batch, -1, tokens)
-        unpadded = by_sample & mask[:, None]
-        return unpadded.reshape(is_counted.shape)
+        return (by_sample & mask[:, None]).reshape(is_counted.shape)
 
     def take_total(self) -> Tensor:
         """Return the sum over the layers since the last call, and start again at 0."""

@@ -7,7 +7,7 @@ The worst case (`lengths.worst_case`) needs only a head's weights and the radius
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -15,7 +15,15 @@ from pydantic import Field
 
 from lipaudit.errors import InputError
 from lipaudit.measures import base, bounds, jacobian
-from lipaudit.measures.base import Arrays, Measure, MeasureOptions, NormOptions, Part, Values
+from lipaudit.measures.base import (
+    Arrays,
+    Facts,
+    Measure,
+    MeasureOptions,
+    NormOptions,
+    Part,
+    Values,
+)
 from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.settings.option import Need, option, repeat_option
@@ -98,8 +106,6 @@ class ScalingOptions(MeasureOptions):
         return None
 
 
-# Facts of a run by name, beside its arrays.
-Facts = Mapping[str, Any]
 # What is kept of the measure bounds, per head and per layer.
 OF_HEADS = ("exact", "radius", "tokens")
 OF_LAYERS = ("layer_exact", "layer_exact_out", "out_norm")

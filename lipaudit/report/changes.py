@@ -253,12 +253,12 @@ def _scale(value: float | None, verdict: Verdict) -> float | None:
     return 100 * value
 
 
-def draw_ranking(ranking: Ranking) -> list[Block]:
+def draw_ranking(ranking: Ranking) -> list[Forest]:
     """Draw how far every model is from the best one."""
     # The best model comes first, and has no difference.
     title = f"How far is each model from {ranking.models[0].model}?"
     changes = [(each.model, each.difference) for each in ranking.models if each.difference]
-    pictures: list[Block] = []
+    pictures = []
     for picture in draw_changes(changes, title):
         # Grey: the other colours of a page are those of its models.
         pictures.append(

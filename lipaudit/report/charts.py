@@ -15,7 +15,8 @@ from lipaudit.errors import visible
 from lipaudit.report import blocks, plots
 from lipaudit.report.axes import CATEGORIES, INK, MOST_NAMED
 from lipaudit.report.blocks import Forest, Heatmap, Picture
-from lipaudit.report.plots import Tip
+from lipaudit.report.plots import Span, Tip
+from lipaudit.tables.columns import group_values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +28,9 @@ HEIGHT = 3.3
 PIXELS = 96
 POINTS = 72
 STYLE: dict[Any, Any] = {
-    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color"), INK),
-    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(
+        ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK
+    ),
     **dict.fromkeys(("axes.spines.right", "axes.spines.top", "axes.unicode_minus"), False),
     **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9),
     "axes.facecolor": "none",
@@ -168,23 +170,9 @@ def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
             y, in the units of the axes. An area with equal ends is a point and becomes a circle;
             any other area becomes a rectangle.
     """
-    figure: Any = axes.get_figure(root=True)
-    scale = POINTS / figure.dpi
-    height = figure.get_figheight() * POINTS
-    texts: dict[str, list[str]] = {}
-    for text, x, y in tips:
-        corners = list(zip(x, y, strict=True))
-        # In points from the lower left corner; SVG counts from the upper left one.
-        (x0, y0), (x1, y1) = (axes.transData.transform(corners) * scale).tolist()
-        left = min(x0, x1)
-        top = height - max(y0, y1)
-        wide = abs(x1 - x0)
-        high = abs(y1 - y0)
-        # The element that shows the tooltip, without its brackets.
-        shape = f'rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}"'
-        if not wide and not high:
-            shape = f'circle cx="{left:.1f}" cy="{top:.1f}" r="5"'
-        texts.setdefault(shape, []).append(html.escape(visible(text), quote=False))
+    texts = group_values(
+        (_write_shape(axes, x, y), html.escape(visible(text), quote=False)) for text, x, y in tips
+    )
     if not texts:
         return ""
     marks = ""
@@ -193,3 +181,24 @@ def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
         title = "\n".join(lines)
         marks += f"<{shape}><title>{title}</title></{element}>"
     return f'<g class="marks">{marks}</g>'
+
+
+def _write_shape(axes: Axes, x: Span, y: Span) -> str:
+    """Return the SVG element of a tooltip's area without its brackets, such as `circle cx=...`.
+
+    Args:
+        axes: the axes, after the figure is drawn.
+        x: the two ends of the area along x, in the units of the axes.
+        y: the two ends along y. If both pairs are equal, the area is a point: a circle.
+    """
+    figure: Any = axes.get_figure(root=True)
+    corners = list(zip(x, y, strict=True))
+    # In points from the lower left corner; SVG counts from the upper left one.
+    (x0, y0), (x1, y1) = (axes.transData.transform(corners) * (POINTS / figure.dpi)).tolist()
+    left = min(x0, x1)
+    top = figure.get_figheight() * POINTS - max(y0, y1)
+    width = abs(x1 - x0)
+    height = abs(y1 - y0)
+    if not width and not height:
+        return f'circle cx="{left:.1f}" cy="{top:.1f}" r="5"'
+    return f'rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'

@@ -25,7 +25,7 @@ from lipaudit.report.sections import (
     show_sections,
 )
 from lipaudit.tables import Column, Note, Report, Section, model_labels, summary
-from lipaudit.tables.columns import finite, middle, wilson
+from lipaudit.tables.columns import finite, group_values, middle, wilson
 from lipaudit.tables.columns import order as order_values
 from lipaudit.tables.formats import CHARACTERS, STATUSES, describe_places, name_sample
 from lipaudit.tables.report import Example
@@ -118,21 +118,29 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
     for name, report in zip(names, reports, strict=True):
         for section in report.sections:
             measures.setdefault(section.measure, {})[name] = section
-    # The first headline of a measure decides its place: a dict keeps the last one, so the order
-    # is reversed. Parts of a measure (`jacobian.shares`) have the place of the measure.
-    places = {measure: headline.place for measure, headline in reversed(list_headlines())}
-    order = sorted(measures, key=lambda name: places.get(name.partition(".")[0], LAST))
-    for position, measure in enumerate(order):
+    for position, measure in enumerate(_sort_measures(measures)):
         sections = measures[measure]
         first = next(iter(sections.values()))
         if several:
             parts = [*show_sections(sections)]
-        elif measure == "jacobian.shares":
+        elif measure == "jacobian.shares":  # may also show the norms, which `bounds` has
             parts = _show_shares(first, bounds=reports[0].section("bounds"), shown=shown)
         else:
             parts = show_section(first, shown)
         folded = position > 0 and find_display(first).folded  # the first chapter is never folded
         yield Chapter(measure, name_chapter(first), parts, folded=folded)
+
+
+def _sort_measures(names: Iterable[str]) -> list[str]:
+    """Return names of measures in the order of their figures on the scorecard.
+
+    The first figure (headline) of a measure decides. A part of a measure, `jacobian.shares`, has
+    the place of the measure, `jacobian`. Measures without a figure come last.
+    """
+    places = dict[str, int]()
+    for measure, headline in list_headlines():
+        places.setdefault(measure, headline.place)  # the first headline of the measure
+    return sorted(names, key=lambda name: places.get(name.partition(".")[0], LAST))
 
 
 def _show_shares(shares: Section, bounds: Section | None, shown: Sequence[Note]) -> list[Block]:
@@ -163,7 +171,7 @@ def _make_brief(report: Report, main: Section) -> Document:
     """
     # The page begins with what is missing, if anything is.
     gaps = opening.describe_gaps(report)
-    start = opening.open_page(answer=None, gaps=gaps, facts=(), notes=())
+    start = opening.open_page(gaps=gaps)
     chapters: list[Chapter] = []
     for section in report.sections:
         if section is main or find_display(section).brief:
@@ -274,12 +282,10 @@ def list_warnings(reports: Sequence[Report]) -> list[Note]:
 
     A warning that only some reports have begins with the names of these reports.
     """
-    owners: dict[Note, list[str]] = {}
-    for name, report in zip(model_labels(reports), reports, strict=True):
-        for note in summary.list_warnings(report):
-            owners.setdefault(note, []).append(name)
+    named = zip(model_labels(reports), reports, strict=True)
+    pairs = ((note, name) for name, report in named for note in summary.list_warnings(report))
     warnings = []
-    for note, names in owners.items():
+    for note, names in group_values(pairs).items():
         if len(names) < len(reports):
             note = note.add_lead(", ".join(names))
         warnings.append(note)
@@ -570,7 +576,7 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
     facts["data"] = of_run["data"]
     gaps = opening.describe_gaps(report)
     notes = opening.list_top_notes(report)
-    start = opening.open_page(answer=None, gaps=gaps, facts=facts.items(), notes=notes)
+    start = opening.open_page(gaps=gaps, facts=facts.items(), notes=notes)
     return Document(f"lipaudit: {subject} of {report.run.model.spec}", (start, *chapters))
 
 

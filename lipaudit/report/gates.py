@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import get_args
 
@@ -97,7 +97,7 @@ def rank_verdict(judgement: Judgement, verdict: Verdict) -> int:
 
 
 def make_judgement_page(
-    judgement: Judgement, reports: Sequence[Report] = (), files: Sequence[str] = ()
+    judgement: Judgement, reports: Sequence[Report], files: Sequence[str]
 ) -> Document:
     """Return the page of a judgement of the gate: the answer, next steps and the verdicts.
 
@@ -120,24 +120,21 @@ def make_judgement_page(
         ("confidence", confidence),
     )
     warnings = [Note.warn(code="differs", text=warning) for warning in judgement.warnings]
+    opening = open_page(answer=Paragraph(answer, tone=tone), facts=facts, notes=warnings)
     explanation = (
         f"Verdicts: {confidence} confidence over all rules together. Limits: {confidence} "
         f"confidence for each figure alone{count_samples(judgement.verdicts)}."
     )
     if judgement.strict:
         explanation += " Rules that are not proven fail (--strict)."
-    return Document(
-        f"lipaudit gate {ending}{undecided}: {judgement.current} against {judgement.baseline}",
-        (
-            open_page(answer=Paragraph(answer, tone=tone), gaps="", facts=facts, notes=warnings),
-            *list_steps(suggest_after_judgement(judgement, reports, files)),
-            Chapter(
-                "verdicts",
-                "What is the verdict on each rule?",
-                [*_show_verdicts(judgement), Paragraph(explanation)],
-            ),
-        ),
+    verdicts = Chapter(
+        "verdicts",
+        "What is the verdict on each rule?",
+        [*_show_verdicts(judgement), Paragraph(explanation)],
     )
+    steps = list_steps(suggest_after_judgement(judgement, reports, files))
+    title = f"lipaudit gate {ending}{undecided}: {judgement.current} against {judgement.baseline}"
+    return Document(title, (opening, *steps, verdicts))
 
 
 def _describe_ending(judgement: Judgement) -> tuple[str, str, Tone]:
@@ -202,8 +199,9 @@ def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
     """
     if judgement.fails(verdict):
         return "✗"
-    # The status `pass` means a pass without proof. An absolute limit, such as a norm of at most 3,
-    # has no test: no proof is missing, and `proven` is true.
+    # Two kinds of verdict have the status `pass`. A rule on a change, such as at most +10%, whose
+    # test did not prove it: MARKS has a dot. A limit on the figure itself, such as a norm of at
+    # most 3: nothing is tested, so no proof is missing (`proven` is true), and it gets a tick.
     if verdict.status == "pass" and verdict.proven:
         return "✓"
     return MARKS.get(verdict.status, "~")
@@ -218,29 +216,45 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
         verdicts += listed
     verdicts.sort(key=lambda v: (rank_verdict(judgement, v), GRAVEST.index(v.status)))
     rows = list[Cells]()
-    notes = []  # (kind, text, command), as in `Points`; none has a command
     for verdict in verdicts:
         row = read_verdict(verdict)
         row["verdict"] = f"{_choose_mark(judgement, verdict)} {verdict.status}"
         row["figure"] = verdict.reason or verdict.subject
         rows.append(row)
-        if verdict.remark:
-            notes.append(("note", f"{verdict.subject}: {verdict.remark}", ""))
     for rule, _, passed in groups:
-        for status, names in group_values((v.status, v.row) for v in passed).items():
-            summed = {
-                "verdict": f"{MARKS[status]} {status}",
-                "rule": rule,
-                "figure": f"{len(names)} rows: {join_few(names, MOST)}",
-            }
-            rows.append(dict.fromkeys(TEXTS, "") | summed)  # all other cells are blank
+        rows += _sum_up(rule, passed)
     parts: list[Block] = [*draw_changes(((v.subject, v) for v in verdicts), words=IN_GATE)]
     if parts:
         parts.insert(0, Paragraph(OF_PAIRED))
-    parts += tabulate_rows(VERDICTS, rows)
-    notes += [("note", text, "") for text in judgement.notes]
+    return [*parts, *tabulate_rows(VERDICTS, rows), *_list_remarks(judgement, verdicts)]
+
+
+def _sum_up(rule: str, verdicts: Iterable[Verdict]) -> Iterator[Cells]:
+    """Yield a table row for each status of a rule's verdicts, with the names of their figures.
+
+    Args:
+        rule: the rule.
+        verdicts: its verdicts, all of a status that passes.
+    """
+    for status, names in group_values((v.status, v.row) for v in verdicts).items():
+        yield dict.fromkeys(TEXTS, "") | {  # all other cells are blank
+            "verdict": f"{MARKS[status]} {status}",
+            "rule": rule,
+            "figure": f"{len(names)} rows: {join_few(names, MOST)}",
+        }
+
+
+def _list_remarks(judgement: Judgement, verdicts: Iterable[Verdict]) -> Iterator[Points]:
+    """Yield a list: how predictions moved, remarks on verdicts, notes; nothing if all are empty.
+
+    Args:
+        judgement: the judgement of the gate.
+        verdicts: the verdicts of the table above the list.
+    """
+    points = []  # (kind, text, command); none has a command
     if judgement.predictions is not None:
-        notes.insert(0, ("predictions", write_movement(judgement.predictions), ""))
-    if notes:
-        parts.append(Points(notes))
-    return parts
+        points.append(("predictions", write_movement(judgement.predictions), ""))
+    remarks = [f"{verdict.subject}: {verdict.remark}" for verdict in verdicts if verdict.remark]
+    points += [("note", text, "") for text in (*remarks, *judgement.notes)]
+    if points:
+        yield Points(points)

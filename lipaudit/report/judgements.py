@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import chain
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, SampleChange
-from lipaudit.gate.ranking import Ranking
+from lipaudit.gate.ranking import Ranked, Ranking
 from lipaudit.gate.rules import find_words
-from lipaudit.gate.verdicts import Judgement
+from lipaudit.gate.verdicts import Judgement, Verdict
 from lipaudit.measures import find_column
 from lipaudit.report import blocks, gates
 from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph
@@ -114,7 +114,7 @@ OF_HEADS = "A proven change (column stands) has p (Holm), corrected over all hea
 
 
 def make_comparison_page(
-    comparison: Comparison, reports: Sequence[Report], files: Sequence[str] = (), *, short: bool
+    comparison: Comparison, reports: Sequence[Report], files: Sequence[str], *, short: bool
 ) -> Document:
     """Return the page of a comparison: what changed, then the reports side by side.
 
@@ -124,42 +124,51 @@ def make_comparison_page(
         files: the files of the reports; empty if unknown.
         short: whether the page has to fit one screen: short tables, and no sections of reports.
     """
-    # Each pair compares a new model with the same old model.
+    # Each pair compares a new model with the same old model, whose report is the first.
     pairs = comparison.pairs
-    old, *new = comparison.models
     several = len(pairs) > 1
     places = dict[str, str]()
     for report in reports:
         places |= describe_places(report)
-    report_of_model = dict(zip(comparison.models, reports, strict=True))
-    file_of_model = dict(zip(comparison.models, files, strict=False))  # `files` may be empty
-    # Every pair adds to each of these parts of the page.
-    answers = []
-    warnings = list_warnings(reports)
     chapters = []
     steps = list[Suggestion]()
     for number, pair in enumerate(pairs, 1):
-        answers.append(write_answer(pair))
-        for text in (*pair.warnings, *_list_excluded(pair)):
-            note = Note.warn(code="differs", text=text)
-            warnings.append(note.add_lead(pair.new if several else ""))
         for chapter in _list_chapters(pair, places, reports, short=short):
             if several:
                 chapter = _add_model(chapter, pair.new, number)
             chapters.append(chapter)
         if not short:
-            steps += suggest_after_comparison(pair, report_of_model, file_of_model)
+            two_files = [files[0], files[number]] if files else []
+            steps += suggest_after_comparison(pair, [reports[0], reports[number]], two_files)
     chapters[1:1] = blocks.list_steps(steps)  # after the first chapter: what changed
+    page = make_pages(reports, [_open_comparison(comparison, reports), *chapters], short=short)
+    which = f"{len(pairs)} models" if several else pairs[0].new
+    return replace(page, title=f"lipaudit: {which} against {pairs[0].old}")
+
+
+def _open_comparison(comparison: Comparison, reports: Sequence[Report]) -> Chapter:
+    """Return the opening of a comparison's page: the answer, models and data, and warnings.
+
+    Args:
+        comparison: the comparison. Each of its pairs compares a new model with the same old model.
+        reports: the compared reports.
+    """
+    pairs = comparison.pairs
+    answers = []
+    warnings = list_warnings(reports)
+    for pair in pairs:
+        answers.append(write_answer(pair))
+        for text in (*pair.warnings, *_list_excluded(pair)):
+            note = Note.warn(code="differs", text=text)
+            warnings.append(note.add_lead(pair.new if len(pairs) > 1 else ""))
     judged = chain.from_iterable(pair.verdicts for pair in pairs)
     answers.append(f"95% confidence for each figure alone{count_samples(judged)}.")
     answer = Paragraph(" ".join(answers), tone=choose_tone(pairs))
     # Each set of samples once: most comparisons have a single one.
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
-    facts = [("old", old), *(("new", name) for name in new), ("data", "; ".join(data))]
-    opening = open_page(answer=answer, gaps="", facts=facts, notes=warnings)
-    page = make_pages(reports, [opening, *chapters], short=short)
-    which = f"{len(pairs)} models" if several else new[0]
-    return replace(page, title=f"lipaudit: {which} against {old}")
+    models = [("old", pairs[0].old), *(("new", pair.new) for pair in pairs)]
+    facts = [*models, ("data", "; ".join(data))]
+    return open_page(answer=answer, facts=facts, notes=warnings)
 
 
 def _add_model(chapter: Chapter, model: str, number: int) -> Chapter:
@@ -485,28 +494,37 @@ def describe_ranking(ranking: Ranking) -> str:
     For example: "Best by robust accuracy (linf 4/255): A (64.8%). Behind the best: B (51.6%;
     difference -18.2 to -8.1 pp, 256 samples)."
     """
-    # The verdicts that compare each model with the best one; the best one itself has none. In
-    # each of them, the best model is the baseline.
+    # The verdict on the difference of each model from the best model, which itself has none.
     differences = [model.difference for model in ranking.models if model.difference]
-    outcomes = []
-    for model in ranking.models:
-        details = [model.reason]
-        if model.difference is not None:
-            texts = model.difference.texts
-            details = [texts["current"]]
-            if texts["limits"]:
-                details.append(f"difference {texts['limits']}, {texts['samples']} samples")
-        elif model.rank:  # a rank without a difference: the best model
-            details = [differences[0].texts["baseline"]]
-        text = model.model
-        if any(details):
-            text += f" ({'; '.join(details)})"
-        outcomes.append((model.outcome, text))
+    texts = group_values((m.outcome, _describe_ranked(m, differences)) for m in ranking.models)
     sentences = []
-    for outcome, models in group_values(outcomes).items():
-        lead = outcome.capitalize()
+    for outcome, models in texts.items():
+        start = outcome.capitalize()
         if outcome == "best" and differences:
-            lead += f" by {differences[0].subject}"
+            start += f" by {differences[0].subject}"
         if outcome:  # empty without a ranking
-            sentences.append(f"{lead}: {', '.join(models)}.")
+            sentences.append(f"{start}: {', '.join(models)}.")
     return " ".join(sentences)
+
+
+def _describe_ranked(model: Ranked, differences: Sequence[Verdict]) -> str:
+    """Return a model with its figure: "A (64.8%)", or "B (51.6%; difference -18.2 to ...)".
+
+    A model that is not ranked has the reason in place of a figure, if there is one.
+
+    Args:
+        model: the model.
+        differences: the verdicts on the differences of all other models from the best model. In
+            each verdict, the best model is the baseline.
+    """
+    details = [model.reason]
+    if model.difference is not None:
+        texts = model.difference.texts
+        details = [texts["current"]]
+        if texts["limits"]:
+            details.append(f"difference {texts['limits']}, {texts['samples']} samples")
+    elif model.rank:  # a rank without a difference: this is the best model, every baseline
+        details = [differences[0].texts["baseline"]]
+    if any(details):
+        return f"{model.model} ({'; '.join(details)})"
+    return model.model

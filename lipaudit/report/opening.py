@@ -114,7 +114,10 @@ def list_common_notes(report: Report) -> list[Note]:
 
 
 def open_page(
-    answer: Paragraph | None, gaps: str, facts: Iterable[tuple[str, str]], notes: Iterable[Note]
+    answer: Paragraph | None = None,
+    gaps: str = "",
+    facts: Iterable[tuple[str, str]] = (),
+    notes: Iterable[Note] = (),
 ) -> Chapter:
     """Return the opening of a page: the answer, what is missing, facts, warnings and notes."""
     blocks: list[Block] = []

@@ -21,9 +21,10 @@ from lipaudit.report.rows import (
     read_rows,
     tabulate_rows,
 )
-from lipaudit.tables import Column, Row, Section
+from lipaudit.tables import Array, Column, Row, Section
 from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, wilson
 from lipaudit.tables.plugins import collect, load_object, make_package_error
+from lipaudit.tables.report import Attended
 from lipaudit.tables.trials import WORST, find_layer, is_repeat
 
 VISIBLE = 0.005
@@ -39,8 +40,7 @@ them, all other points would lie on one line."""
 def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
     """Plot every bound of every head over the norm of the head.
 
-    A valid bound is never below the line y = x. The table of the picture lists how many times each
-    bound is above the norm, for every model.
+    The table of the picture lists how many times each bound is above the norm, for every model.
     """
     columns = find_columns(sections)
     rows = read_rows(sections)
@@ -60,19 +60,31 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
     title = "How many times ‖J‖ is each bound?"
     names = ("bound", "status", "model", "holds", "heads", "median", "largest")
     (table,) = tabulate_rows(cells.pick_columns(*names), lines, title, folded=bool(series))
-    if not series:
+    if series:
+        yield _plot_bounds(series, far, norm=columns["exact"], table=table)
+    else:
         yield table
-        return
+
+
+def _plot_bounds(
+    series: Sequence[blocks.Series], far: Sequence[str], norm: Column, table: Table
+) -> Curve:
+    """Return the plot of bounds over norms, with the line y = x that no valid bound is below.
+
+    Args:
+        series: for each bound, the points (norm, bound) of all heads.
+        far: labels of bounds that are too large to be drawn.
+        norm: the column of the norms.
+        table: the table of the plot.
+    """
     norms = list(chain.from_iterable(points.x for points in series))
     ends = (min(norms), max(norms))
-    series.append(blocks.Series("y = x", x=ends, y=ends, guide=True))
+    lines = [*series, blocks.Series("y = x", x=ends, y=ends, guide=True)]
     limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
     title = "How far is each bound above ‖J‖?"
     if far:
         title += f" Not drawn, over {FAR} times the largest norm: {', '.join(far)}"
-    yield Curve(
-        title, x=columns["exact"], y=limit, series=series, log=True, joined=False, table=table
-    )
+    return Curve(title, x=norm, y=limit, series=lines, log=True, joined=False, table=table)
 
 
 def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
@@ -343,49 +355,66 @@ def draw_attention(sections: Sections) -> Iterator[blocks.Heatmap | blocks.Passa
         for name, array in section.arrays.items():
             if name.startswith("map@") and array.data:
                 head = name.removeprefix("map@")
-                yield from _draw_map(label, section, head)
+                attended = section.attended.get(name)  # the text, if the map is of one
+                yield _draw_map(label, section, head, attended)
+                if attended:
+                    yield _shade_received(label, array, head, attended)
 
 
 def _draw_map(
-    label: str, section: Section, head: str
-) -> Iterator[blocks.Heatmap | blocks.Passage]:
-    """Draw the attention map of a head. For a text, also shade tokens by the attention received.
+    label: str, section: Section, head: str, attended: Attended | None
+) -> blocks.Heatmap:
+    """Return the attention map of a head: a cell for each query and key, or for blocks of them.
 
     Args:
         label: name of the model, if several are shown.
-        section: the section with the map and, of a text, its tokens.
+        section: the section with the map.
         head: LAYER.HEAD.
+        attended: the text of the map; None for an image, whose tokens are numbered.
     """
     values = section.arrays[f"map@{head}"].numpy()  # (queries, keys)
-    attended = section.attended.get(f"map@{head}")  # the id and the tokens of the text
     # The map of many tokens is stored as means over square blocks: an entry is the mean over
     # `block` queries and `block` keys. The last block may be narrower.
-    tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
-    block = math.ceil(int(tokens) / max(values.shape))
+    queries, keys = section.arrays[f"map_tokens@{head}"].numpy()
+    block = math.ceil(int(max(queries, keys)) / max(values.shape))
     if attended:
         where = f"sample {attended.sample[:12]}"
-        rows = attended.tokens
-        columns = attended.tokens
+        rows = columns = attended.tokens
     else:
         where = "first sample"
-        rows = tuple(str(block * i) for i in range(values.shape[0]))
-        columns = tuple(str(block * i) for i in range(values.shape[1]))
+        # The number of the first token of each block.
+        rows, columns = (tuple(str(block * i) for i in range(size)) for size in values.shape)
     title = f"Attention map of head {head}, {where}"
     if block > 1:
         title += f", means of {block} x {block} tokens"
-    column = cells.HEADINGS["P"]
-    axes = ("query", "key")
-    title = add_model(label, title)
-    yield blocks.Heatmap(
-        title, values.tolist(), rows=rows, columns=columns, column=column, axes=axes, square=True
+    return blocks.Heatmap(
+        add_model(label, title),
+        values.tolist(),
+        rows=rows,
+        columns=columns,
+        column=cells.HEADINGS["P"],
+        axes=("query", "key"),
+        square=True,
     )
-    if attended:
-        title = f"How much attention each token receives from head {head} (mean), {where}"
-        received = values.mean(0).tolist()  # over the queries
-        column = cells.HEADINGS["mean P"]
-        yield blocks.Passage(
-            add_model(label, title), tokens=attended.tokens, shares=received, column=column
-        )
+
+
+def _shade_received(label: str, array: Array, head: str, attended: Attended) -> blocks.Passage:
+    """Return a text whose tokens are shaded by the attention that they receive from a head.
+
+    Args:
+        label: name of the model, if several are shown.
+        array: the attention map of the head, (queries, keys).
+        head: LAYER.HEAD.
+        attended: the id and the tokens of the text.
+    """
+    received = array.numpy().mean(0).tolist()  # over the queries
+    title = (
+        f"How much attention each token receives from head {head} (mean), "
+        f"sample {attended.sample[:12]}"
+    )
+    title = add_model(label, title)
+    column = cells.HEADINGS["mean P"]
+    return blocks.Passage(title, tokens=attended.tokens, shares=received, column=column)
 
 
 def draw_rows(sections: Sections) -> Iterator[blocks.Heatmap]:

@@ -81,6 +81,22 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
         rasterized=embedded,
     )
     _draw_colours(axes, mesh, block.column, log=scale.log)
+    _name_cells(axes, block, height, width)
+    if not embedded and width <= 20:
+        _write_numbers(axes, block, mesh)
+    if values.size <= MOST_TIPS:
+        yield from _list_cell_tips(block)
+
+
+def _name_cells(axes: Axes, block: Heatmap, height: int, width: int) -> None:
+    """Set the ends of a map's axes, their labels, and the names of its rows and columns.
+
+    Args:
+        axes: the axes. Row i lies between i - 0.5 and i + 0.5; y grows downwards.
+        block: the map.
+        height: number of rows.
+        width: number of columns.
+    """
     ylabel, xlabel = block.axes
     axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xlabel=xlabel, ylabel=ylabel)
     most = 16  # largest number of names along an axis
@@ -90,10 +106,6 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
             most = MOST_NAMED
     frames.name_ticks(axes.xaxis, block.columns, most)
     frames.name_ticks(axes.yaxis, block.rows, most)
-    if not embedded and width <= 20:
-        _write_numbers(axes, block, mesh)
-    if values.size <= MOST_TIPS:
-        yield from _list_cell_tips(block)
 
 
 def _write_numbers(axes: Axes, block: Heatmap, mesh: Any) -> None:

@@ -16,6 +16,7 @@ from lipaudit.report.blocks import (
     Series,
     compute_scale,
 )
+from lipaudit.tables.columns import group_values
 
 
 def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> list[Chapter]:
@@ -27,11 +28,10 @@ def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> list[C
     """
     chapters = list(chapters)
     # The maps of layers and heads by their unit. Square maps (of attention) each keep their scale.
-    maps: dict[str, list[Heatmap]] = {}
-    for block in chain.from_iterable(chapter.blocks for chapter in chapters):
-        if isinstance(block, Heatmap) and not block.square:
-            maps.setdefault(_name_unit(block), []).append(block)
-    scales = {unit: _pool_scale(group) for unit, group in maps.items()}
+    contents = chain.from_iterable(chapter.blocks for chapter in chapters)
+    maps = [block for block in contents if isinstance(block, Heatmap) and not block.square]
+    units = group_values((_name_unit(block), block) for block in maps)
+    scales = {unit: _pool_scale(group) for unit, group in units.items()}
     colours = {name: index for index, name in enumerate(models)}
     result = []
     for chapter in chapters:

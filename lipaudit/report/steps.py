@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lipaudit.gate.comparison import Pair
@@ -40,7 +40,7 @@ class Suggestion(NamedTuple):
 
 
 def suggest_after_comparison(
-    pair: Pair, reports: Mapping[str, Report], files: Mapping[str, str]
+    pair: Pair, reports: Sequence[Report], files: Sequence[str]
 ) -> Iterator[Suggestion]:
     """Yield what to do after a comparison of two models.
 
@@ -49,8 +49,8 @@ def suggest_after_comparison(
 
     Args:
         pair: the comparison of two models.
-        reports: the reports by the names of the models.
-        files: the files of the reports by the names of the models; empty if unknown.
+        reports: the reports of the old and of the new model.
+        files: the files of these reports; empty if unknown.
     """
     leading = find_leading(pair.verdicts)  # on the main figure, such as robust accuracy
     unproven = [
@@ -69,11 +69,10 @@ def suggest_after_comparison(
                 verdict.samples_needed or 0,
             ),
         )
-        yield from _suggest_samples(chosen, (reports[pair.old], reports[pair.new]))
+        yield from _suggest_samples(chosen, reports)
     if not files:
         return
-    old = files[pair.old]
-    new = files[pair.new]
+    old, new = files
     for sample in pair.samples[:1]:  # samples that got worse come first, if there are any
         if sample.lost:
             command = _write("inspect", new, sample.id[:CHARACTERS])

@@ -199,7 +199,7 @@ def list_keys(columns: Mapping[str, Column]) -> list[str]:
     >>> list_keys({"layer": layer, "module": text, "norm": norm, "tokens": layer})
     ['layer', 'module']
     """
-    keys: list[str] = []
+    keys = []
     for name, column in columns.items():
         if column.format not in ("d", "s"):
             break

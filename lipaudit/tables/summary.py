@@ -33,9 +33,9 @@ LAST = 100
 def read_rows(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield a figure of the summary for every row of a section.
 
-    Figures of several rows need different names. A row of a ball is named by the ball
-    (`read_row`). Other rows are named by their leading columns, such as layer and head, which are
-    added to the name of the figure and to its metric.
+    Figures of several rows need different names. `read_row` names rows of a ball by the ball.
+    Other rows are named by their leading columns, such as layer and head. The row of layer 3 and
+    head 5 becomes the figure "norm, 3 5" with the metric `bounds.exact@layer=3,head=5`.
 
     Args:
         headline: the column of the figure, and how it is shown.
@@ -43,15 +43,16 @@ def read_rows(headline: Headline, section: Section, report: Report) -> Iterator[
         report: unused; other functions for `Headline.read` need the report.
     """
     for row in section.rows:
-        cells = {}
-        if len(section.rows) > 1 and row.key is None:  # several rows, not of balls
+        names = {}  # replace the texts of `read_row`; empty: they stay
+        # `row.key` is the ball of a row; rows of heads, layers and the like have none.
+        if len(section.rows) > 1 and row.key is None:
             keys = {name: row[name] for name in list_keys(section.columns)}
             words = [format_value(key, section.columns[name]) for name, key in keys.items()]
             selector = ",".join(f"{name}={key}" for name, key in keys.items())
-            cells["figure"] = f"{headline.label}, {' '.join(words)}"
-            cells["metric"] = f"{section.measure}.{headline.column}@{selector}"
+            names["figure"] = f"{headline.label}, {' '.join(words)}"
+            names["metric"] = f"{section.measure}.{headline.column}@{selector}"
         for figure in read_row(headline, section, row):
-            yield figure.replace(**cells)
+            yield figure.replace(**names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,11 @@ class Headline:
         return SUMMARY.row(**(row | cells))
 
 
+def describe_texts(**meanings: str) -> dict[str, Column]:
+    """Return a column of text for each name, with its meaning."""
+    return {name: Column.text(name, meaning) for name, meaning in meanings.items()}
+
+
 UPPER_LIMIT = "at most: not all attacks ran"
 """What follows a figure that has an upper limit alone."""
 DESCRIPTION = ("meaning", "unit", "format", "better", "domain", "status")
@@ -150,23 +156,27 @@ SUMMARY = Layout(
     title="Scorecard",
     fixed={
         "name": Column.text("name", "The name of the figure.", needed=True),
-        "metric": Column.text("metric", "Its section and column, as rules of the gate name them."),
-        "figure": Column.text("figure", "Its name on a scorecard."),
-        "norm": Column.text("norm", "Norm of its ball."),
-        "radius": Column.text("radius", "Radius of its ball, as typed."),
-        "ball": Column.text("ball", "Its ball in words."),
+        **describe_texts(
+            metric="Its section and column, as rules of the gate name them.",
+            figure="Its name on a scorecard.",
+            norm="Norm of its ball.",
+            radius="Radius of its ball, as typed.",
+            ball="Its ball in words.",
+        ),
         "value": Column("value", "The figure.", domain=""),
         "low": Column("low", "Lower 95% limit.", domain=""),
         "high": Column("high", "Upper 95% limit.", domain=""),
         "samples": Column.count("samples", "Number of samples."),
-        "text": Column.text("text", "Its limits, samples or heads in words."),
-        "sentence": Column.text("sentence", "The figure in the answer of a page."),
-        "meaning": Column.text("meaning", "The meaning of the figure."),
-        "unit": Column.text("unit", "Unit of the figure."),
-        "format": Column.text("format", "Format of the figure, as Python specifies it."),
-        "better": Column.text("better", "Its better direction; empty: it has none."),
-        "domain": Column.text("domain", "Where the figure holds."),
-        "status": Column.text("status", "How far the figure is proven."),
+        **describe_texts(
+            text="Its limits, samples or heads in words.",
+            sentence="The figure in the answer of a page.",
+            meaning="The meaning of the figure.",
+            unit="Unit of the figure.",
+            format="Format of the figure, as Python specifies it.",
+            better="Its better direction; empty: it has none.",
+            domain="Where the figure holds.",
+            status="How far the figure is proven.",
+        ),
     },
 )
 
@@ -250,11 +260,16 @@ def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> I
     elif high is not None:  # an upper limit alone: not all attacks ran
         remarks = (UPPER_LIMIT, *remarks)
     text = join_texts(remarks)
-    figure = headline.row(
-        section, value=row[name], trial=row.key, limits=limits, text=text, samples=samples
+    # `limits` are both or none; `high` may be an upper limit alone.
+    yield headline.row(
+        section,
+        value=row[name],
+        trial=row.key,
+        limits=limits,
+        text=text,
+        samples=samples,
+        high=high,
     )
-    # `limits` are both or none: an upper limit alone is added here.
-    yield figure.replace(high=high)
 
 
 def read_worst(headline: Headline, section: Section, report: Report) -> Iterator[Row]:

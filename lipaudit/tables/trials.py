@@ -110,20 +110,22 @@ def parse_range(text: str) -> tuple[Radius, ...]:
     """
     if ":" not in text:
         return (parse_budget(text),)
-    start: Radius | None = None
-    stop: Radius | None = None
-    count = 0
     match = re.fullmatch(r"([^:]*):([^:]*):\s*(\d{1,4})\s*", text)
     if match is not None:
         start = _read_radius(match[1])
         stop = _read_radius(match[2])
         count = int(match[3])
-    if not (start and stop and start.value < stop.value and 2 <= count <= _MOST):
-        raise UsageError(
-            f"{text!r} is not a range of radii",
-            "Write it as START:STOP:COUNT, for example 0:8/255:9, with START below STOP and a "
-            f"COUNT from 2 to {_MOST}.",
-        )
+        if start and stop and start.value < stop.value and 2 <= count <= _MOST:
+            return _space_evenly(start, stop, count)
+    raise UsageError(
+        f"{text!r} is not a range of radii",
+        "Write it as START:STOP:COUNT, for example 0:8/255:9, with START below STOP and a "
+        f"COUNT from 2 to {_MOST}.",
+    )
+
+
+def _space_evenly(start: Radius, stop: Radius, count: int) -> tuple[Radius, ...]:
+    """Return evenly spaced radii (at least two), from `start` to `stop`, as exact fractions."""
     step = (stop.value - start.value) / (count - 1)
     inside = []
     for i in range(1, count - 1):

@@ -24,7 +24,6 @@ from lipaudit.measures import AuditOptions, option_types
 from lipaudit.models.sources import demo_names, timm_names
 from lipaudit.schema import json_schema
 from lipaudit.settings import RunOptions
-from lipaudit.settings.option import Settings
 from lipaudit.tables.columns import group_values
 from lipaudit.tables.plugins import collect, explain_missing, load_wings
 from lipaudit.theory.bounds.record import SYMBOLS
@@ -42,7 +41,7 @@ def list_explanations() -> tuple[Topic, ...]:
     from lipaudit.report.topics import list_options, list_topics
 
     # The groups of options by name: of measures, of wings (plug-ins), and of many commands.
-    groups: dict[str, type[Settings]] = {**option_types(), **collect(type, name="options")}
+    groups = {**option_types(), **collect(type, name="options")}
     groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
     return (*list_topics(), *list_options(groups))
 

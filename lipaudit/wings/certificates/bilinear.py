@@ -31,7 +31,7 @@ from torch import Tensor
 from lipaudit.wings.certificates import affine, rearrangements
 from lipaudit.wings.certificates.curves import RECIPROCAL, relax
 from lipaudit.wings.certificates.error_blocks import ErrorBlock, join_blocks
-from lipaudit.wings.certificates.form import Form, NoRuleError
+from lipaudit.wings.certificates.form import Coefficients, Form, NoRuleError
 from lipaudit.wings.certificates.remainders import Bilinear, Remainder, bound_remainder
 from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, cast_up, round_up, tiny
 from lipaudit.wings.certificates.symbols import Symbols
@@ -241,7 +241,7 @@ def _add_rounding(
     return round_up(slack, roundings=terms + 16)
 
 
-def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
+def _multiply_matrices(x: Form, y: Form) -> Coefficients:
     """Return the coefficients of dx @ c_y + c_x @ dy: dense (symbols, *shape), and blocks.
 
     The forms are x = c_x + dx and y = c_y + dy, around shifted centres. A form has a dense stack
@@ -263,19 +263,23 @@ def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
     return longer, blocks
 
 
-def _multiply_entries(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
+def _multiply_entries(x: Form, y: Form) -> Coefficients:
     """Return the coefficients of dx c_y + c_x dy, entry by entry: dense, and blocks.
 
-    The forms are x = c_x + dx and y = c_y + dy, around shifted centres. Blocks store error
-    coefficients sparsely; `align_blocks` stores errors of both forms in the same way.
+    The forms are x = c_x + dx and y = c_y + dy. Their shifted centres c are the centre plus the
+    middle of the range of the quadratic part. A form has a dense stack of coefficients, one row
+    per symbol. Blocks store further coefficients of errors sparsely.
     """
     x_centre = x.shifted_centre.to(x.symbols.dtype)
     y_centre = y.shifted_centre.to(x.symbols.dtype)
+    # In place: errors that are dense in one form become dense in the other, too. This changes how
+    # a form is stored, and not what it bounds.
     affine.align_blocks(x, y)
     x_blocks = [block.map_coefficients(lambda t: t * y_centre) for block in x.blocks]
     y_blocks = [block.map_coefficients(lambda t: t * x_centre) for block in y.blocks]
-    # Row i of `dense` belongs to symbol i, and the form that was made first has fewer rows. Let x
-    # be the form with more rows: those of y are added to its first rows.
+    # The blocks are done; now the dense coefficients. Row i belongs to symbol i, and the form that
+    # was made first has fewer rows. The forms swap their names if needed, so that x has more rows:
+    # those of y are added to its first rows.
     if len(x.dense) < len(y.dense):
         x, y = y, x
         x_centre, y_centre = y_centre, x_centre
@@ -287,19 +291,19 @@ def _multiply_entries(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
 def _average_values(x: Form, y: Form) -> Form | None:
     """Return x @ y for attention weights x and values y at order 1; None if it does not pay off.
 
-    Entry x_ij is in m_ij +- r_ij, and c is the centre of y:
+    Let c be the centre of y, and m and r the middle and half the width of the range of x:
     x y = m y + (x - m) c + (x - m) (y - c).
-    The first two terms are linear in one form. In the last, with y_j - c_j = sum_s g_sj e_s and
-    x_ij - m_ij = r_ij eta, each r_ij g_sj is multiplied by eta e_s. The unknowns eta and e_s are
-    in [-1, 1], and so are their products: the largest get a new symbol, for all channels of a row.
-    `_add_product_symbols` decides whether new symbols pay off.
+    The first two terms are linear in one form. The last is a sum of r_ij g_sj times an unknown in
+    [-1, 1]: the product of (x_ij - m_ij) / r_ij and the symbol e_s of y - c = sum_s g_s e_s. The
+    largest r_ij g_sj get a new symbol for this unknown, in all channels of row i. The others
+    become slack.
     """
     keys = x.shape[-1]
     low, high = x.range()
     m = (low + high) / 2
     r = round_up(torch.maximum(high - m, m - low))
     # A bound of |(x - m) (y - c)|. If its entries have a sum below `worthwhile`, a small share of
-    # the product, new symbols do not pay off.
+    # the product, new symbols do not pay off, and `product_symbols` is None.
     radius = round_up(r @ (y.symbol_radius + y.slack), roundings=keys)
     worthwhile = _WORTHWHILE_SHARE * (m @ y.centre.abs()).sum()
     product_symbols = _add_product_symbols(
@@ -307,7 +311,8 @@ def _average_values(x: Form, y: Form) -> Form | None:
     )
     if product_symbols is None:
         return None
-    block, slack = product_symbols  # together they bound (x - m) (y - c)
+    # (x - m) (y - c) is in block +- slack: new symbols, and all products without a symbol.
+    block, slack = product_symbols
     # m y and (x - m) c. Roundings: one per key, and one for the cast of m or c.
     of_values = affine.linear_map(y, lambda t, w: w @ t, m, roundings=keys + 1)
     of_weights = affine.linear_map(
@@ -366,7 +371,7 @@ def _add_product_symbols(
     layers = _count_product_symbols(symbols, pairs, radius, worthwhile)
     if not layers:
         return None
-    products = _choose_products(pairs, layers, dtype)
+    products = _choose_products(pairs, layers)
     block = symbols.add_row_errors(products.reshape(layers, *radius.shape))
     radius_of_block = block.coefficients.to(DOUBLE).abs().sum(0)
     slack = (radius - radius_of_block).clamp_min(0.0)  # of the products without a symbol
@@ -416,7 +421,7 @@ def _count_product_symbols(
     return count
 
 
-def _choose_products(pairs: FactorPairs, layers: int, dtype: torch.dtype) -> Tensor:
+def _choose_products(pairs: FactorPairs, layers: int) -> Tensor:
     """Return the `layers` largest products r_ij g_sj of each row i, (layers, heads, i, d).
 
     In O = P V, an error of weight P_ij, at most r_ij, is multiplied by symbol s of value j, with
@@ -427,7 +432,6 @@ def _choose_products(pairs: FactorPairs, layers: int, dtype: torch.dtype) -> Ten
         pairs: one or two pairs of radii r, (*b, i, j), of the weights of keys j, and coefficients
             g, (symbols, *b, j, d), of their values; *b are the heads.
         layers: number of products.
-        dtype: dtype of the products.
     """
     # A product of the first pair has the number s * keys + j, for symbol s and key j. Numbers of
     # the second pair follow. Example with 3 keys, and 2 symbols in the first pair: number 4 is
@@ -437,7 +441,7 @@ def _choose_products(pairs: FactorPairs, layers: int, dtype: torch.dtype) -> Ten
     stacks = []
     for radius, coefficients in pairs:
         heads = radius.shape[:-2].numel()
-        r = cast_up(radius, dtype).reshape(heads, *radius.shape[-2:])  # (heads, i, j)
+        r = cast_up(radius, coefficients.dtype).reshape(heads, *radius.shape[-2:])  # (heads, i, j)
         stack = coefficients.movedim(0, -3)
         g = stack.reshape(heads, *stack.shape[-3:])  # (heads, symbols, j, d)
         # The size of a product is a sum over channels, r_ij sum_d |g_sjd|: (heads, i, symbols, j).
@@ -529,9 +533,8 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     )
     # Every product and sum may underflow.
     slack = slack + 2 * x.symbol_count * keys * tiny(dtype) * (1 + magnitude)
-    return Form(
-        centre, product.dense, round_up(slack, roundings=keys + 8), product.symbols, blocks=blocks
-    )
+    slack = round_up(slack, roundings=keys + 8)
+    return Form(centre, product.dense, slack, product.symbols, blocks=blocks)
 
 
 def einsum(equation: str, *operands: Any) -> Any:
@@ -543,12 +546,7 @@ def einsum(equation: str, *operands: Any) -> Any:
     """
     if isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
-    inputs, arrow, result_axes = equation.replace(" ", "").partition("->")
-    x_axes, comma, y_axes = inputs.partition(",")
-    is_complete = bool(arrow and comma) and len(operands) == 2
-    has_no_repeats = all(len(set(axes)) == len(axes) for axes in (x_axes, y_axes, result_axes))
-    if not is_complete or not has_no_repeats or set(result_axes) - set(x_axes + y_axes):
-        raise NoRuleError(f"einsum of {equation}")
+    x_axes, y_axes, result_axes = _read_equation(equation, len(operands))
     # Axes that only one operand has, and not the result, are summed first. The rest is a matmul.
     x, x_axes = _sum_out(operands[0], x_axes, y_axes + result_axes)
     y, y_axes = _sum_out(operands[1], y_axes, x_axes + result_axes)
@@ -566,6 +564,21 @@ def einsum(equation: str, *operands: Any) -> Any:
     order = batch + rows + columns
     product = product.reshape([sizes[axis] for axis in order])
     return product.permute([order.index(axis) for axis in result_axes])
+
+
+def _read_equation(equation: str, operands: int) -> tuple[str, str, str]:
+    """Return the letters of x, y and the result: "ij, jk -> ik" gives "ij", "jk" and "ik".
+
+    Refused are other numbers of operands than two, equations without "->", repeated axes (also
+    "...", which repeats a dot), and a result with an axis that no operand has.
+    """
+    inputs, arrow, result_axes = equation.replace(" ", "").partition("->")
+    x_axes, comma, y_axes = inputs.partition(",")
+    is_complete = bool(arrow and comma) and operands == 2
+    has_no_repeats = all(len(set(axes)) == len(axes) for axes in (x_axes, y_axes, result_axes))
+    if not is_complete or not has_no_repeats or set(result_axes) - set(x_axes + y_axes):
+        raise NoRuleError(f"einsum of {equation}")
+    return x_axes, y_axes, result_axes
 
 
 def _sum_out(t: Any, axes: str, others: str) -> tuple[Any, str]:
@@ -599,7 +612,7 @@ def addmm(
     """Return the form of beta input + alpha mat1 @ mat2; at least one argument is a form."""
     # If both matrices are constants, one becomes a form: its slack covers the product's rounding.
     mat1, mat2 = rearrangements.lift_first_constant(input, mat1, mat2)
-    product: Any = mat1 @ mat2
+    product = mat1 @ mat2
     if alpha != 1:
         product = product * alpha
     if beta != 1:

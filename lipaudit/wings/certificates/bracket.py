@@ -109,20 +109,9 @@ class Bracket:
         if not self.correct:
             return
         largest = self._find_largest_radius()
-
-        # Each search knows two limits. For attacks: the largest radius that no attack broke, and
-        # the smallest broken radius. For proofs: the largest proven radius, and the smallest
-        # radius that is broken or was not proven.
-        def read_attacks() -> tuple[float, float]:
-            return self.unbroken_radius, self.adversarial_radius
-
-        def read_proofs() -> tuple[float, float]:
-            unproven = [eps for eps, each in self.certificates.items() if not each.certified]
-            return max(self.certified_radius, 0.0), min([self.adversarial_radius, *unproven])
-
         _search_radius(
             examine=self._attack_and_approach,
-            read_limits=read_attacks,
+            read_limits=lambda: (self.unbroken_radius, self.adversarial_radius),
             first=ATTACK_SHARE * largest,
             largest=largest,
             tol=tol,
@@ -131,11 +120,16 @@ class Bracket:
         largest = min(self.adversarial_radius, largest)
         _search_radius(
             examine=self.prove,
-            read_limits=read_proofs,
+            read_limits=self._read_proof_limits,
             first=PROOF_SHARE * largest,
             largest=largest,
             tol=tol,
         )
+
+    def _read_proof_limits(self) -> tuple[float, float]:
+        """Return the largest proven radius, or 0, and the smallest broken or unproven radius."""
+        unproven = [eps for eps, each in self.certificates.items() if not each.certified]
+        return max(self.certified_radius, 0.0), min([self.adversarial_radius, *unproven])
 
     def _find_largest_radius(self) -> float:
         """Return the largest radius to search.

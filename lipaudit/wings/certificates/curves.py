@@ -38,10 +38,14 @@ from lipaudit.wings.certificates.rounding import (
     round_up,
     tiny,
 )
+from lipaudit.wings.certificates.symbols import Interval
 
 GRID_POINTS = 65
 
 Function = Callable[[Tensor], Tensor]
+
+DerivativeBound = Callable[[Tensor, Tensor], Tensor]
+"""Takes the ends l, u of ranges and returns a bound of |f''| or |f'''| on [l, u]."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,8 @@ class SmoothFunction:
     """
 
     value: Function
-    second: Callable[[Tensor, Tensor], Tensor]
-    third: Callable[[Tensor, Tensor], Tensor]
+    second: DerivativeBound
+    third: DerivativeBound
     offset: Function = torch.zeros_like
 
     def find_derivatives(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +80,7 @@ def relax(
     z: Form,
     f: SmoothFunction,
     *,
-    known_range: tuple[float, float] | tuple[Tensor, Tensor] = (-math.inf, math.inf),
+    known_range: tuple[float, float] | Interval = (-math.inf, math.inf),
     positive: bool = False,
 ) -> Form:
     """Return a form of f(z), entry by entry: a parabola in z plus a bounded difference.
@@ -194,7 +198,7 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _bound_at_points(
     c: Tensor, f: SmoothFunction, low: Tensor, high: Tensor, parabola: Parabola
-) -> tuple[Tensor, Tensor]:
+) -> Interval:
     """Return bounds of the least and largest f(x) - a (x - c) - b (x - c)^2 at grid points.
 
     The points are spread evenly on [low, high]; the bounds include the rounding of each value.
@@ -281,7 +285,7 @@ def bound_square_rest(linear: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
     return round_up(2 * linear * rest), round_up(rest.square())
 
 
-def _constant(value: float) -> Callable[[Tensor, Tensor], Tensor]:
+def _constant(value: float) -> DerivativeBound:
     """Return a function of the ends (low, high) of a range that is always `value`.
 
     `SmoothFunction` needs such functions as bounds of its second and third derivative.
@@ -394,7 +398,7 @@ COS = SmoothFunction(torch.cos, _constant(1.0), _constant(1.0))
 def make_monomial(n: int) -> SmoothFunction:
     """Return the function x^n, n > 2, with bounds of its second and third derivative."""
 
-    def make_bound(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def make_bound(k: int) -> DerivativeBound:
         """Return a function that bounds the k-th derivative of x^n on a range [low, high].
 
         The derivative is n (n - 1) ... (n - k + 1) x^(n - k).

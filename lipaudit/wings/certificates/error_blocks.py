@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+Rearrangement = Callable[[Tensor], Sequence[Tensor]]
+"""Moves the entries of a tensor (*shape), and returns one or several tensors, such as chunk."""
+
 
 @dataclass(frozen=True)
 class ErrorBlock:
@@ -52,7 +55,7 @@ class ErrorBlock:
         group = self.group[..., :1].expand(coefficients.shape[1:])
         return replace(self, coefficients=coefficients, group=group)
 
-    def rearrange(self, move: Callable[[Tensor], Sequence[Tensor]]) -> list[ErrorBlock]:
+    def rearrange(self, move: Rearrangement) -> list[ErrorBlock]:
         """Return a block for each result of a rearrangement: one for transpose, several for chunk.
 
         `move` takes a tensor (*shape) and returns the results. It is applied to each layer of
@@ -144,7 +147,7 @@ def join_blocks(
     return list(joined.values())
 
 
-def move_stack(move: Callable[[Tensor], Sequence[Tensor]], stack: Tensor) -> Sequence[Tensor]:
+def move_stack(move: Rearrangement, stack: Tensor) -> Sequence[Tensor]:
     """Apply a rearrangement of entries to each row of a stack (symbols, *shape).
 
     `move` takes a tensor (*shape) and returns one or several tensors.

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lipaudit.errors import EvaluationError, InputError
 from lipaudit.wings.certificates.error_blocks import ErrorBlock
 from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, cast_up, round_up, tiny
-from lipaudit.wings.certificates.symbols import PartRadii, Symbols
+from lipaudit.wings.certificates.symbols import Interval, PartRadii, Symbols
 
 PARTS = ("centre", "dense", "blocks", "slack")
 """Attributes that a pending quotient does not have yet."""
@@ -112,6 +112,10 @@ VIEWS = frozenset(
 """Operations whose result may share memory with their argument."""
 
 
+Coefficients = tuple[Tensor, list[ErrorBlock]]
+"""Coefficients of a form: the dense stack (symbols, *shape), and blocks, which are sparse."""
+
+
 def find_name(function: Callable[..., Any]) -> str:
     """Return the name of a function, operator, method or attribute of tensors."""
     name = function.__name__
@@ -206,7 +210,7 @@ class Form(Tensor):
     seen_writes: int
     # Only of attention weights, entries >= 0 that sum to one along the last axis: a lower and an
     # upper bound of each entry, often tighter than `range`.
-    weights: tuple[Tensor, Tensor] | None = None
+    weights: Interval | None = None
 
     @staticmethod
     def __new__(
@@ -268,7 +272,7 @@ class Form(Tensor):
         numerator x inverse + constant until its numbers are needed: a linear layer that follows
         gets tighter bounds from the quotient than from the product.
         """
-        quotient: Quotient | None = self.__dict__.get("quotient")
+        quotient = self.__dict__.get("quotient")
         # PARTS are the attributes that a pending quotient lacks: centre, coefficients and slack.
         if name not in PARTS or quotient is None:
             raise AttributeError(name)
@@ -331,7 +335,7 @@ class Form(Tensor):
         self.blocks = tuple(blocks)
         return self
 
-    def map_coefficients(self, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[ErrorBlock]]:
+    def map_coefficients(self, op: Callable[[Tensor], Tensor]) -> Coefficients:
         """Return dense coefficients and blocks after a linear operation on each entry.
 
         Blocks store coefficients of error symbols sparsely. After `split_by_row` the operation may
@@ -359,7 +363,7 @@ class Form(Tensor):
         return self.radii.total
 
     @cached_property
-    def quadratic_range(self) -> tuple[Tensor, Tensor]:
+    def quadratic_range(self) -> Interval:
         """Return the least and the largest value of the quadratic part; zeros at order 1."""
         return self.symbols.quadratic_range(self.dense)
 
@@ -401,7 +405,7 @@ class Form(Tensor):
         quadratic = torch.maximum(high - shift, shift - low)
         return round_up(quadratic + self.radii.errors + self.slack)
 
-    def range(self) -> tuple[Tensor, Tensor]:
+    def range(self) -> Interval:
         """Return a lower and an upper bound of every entry on the ball, (*shape) each, float64.
 
         A form is centre + linear part + quadratic part + errors +- slack. The bounds of the parts
@@ -555,7 +559,7 @@ def _make_shell(like: Tensor, symbols: Symbols) -> Form:
     A form is a tensor without numbers, so that torch accepts it in place of a tensor of the model.
     Attributes such as the centre and the coefficients are set by the caller.
     """
-    shell: Form = Tensor._make_wrapper_subclass(
+    shell = Tensor._make_wrapper_subclass(
         Form, like.shape, dtype=symbols.model_dtype, device=like.device
     )
     # `memory` counts writes, and views share it. `seen_writes` is the count when a view was made:

@@ -41,6 +41,7 @@ from torch import Tensor
 from lipaudit.wings.certificates import affine, curves, rearrangements
 from lipaudit.wings.certificates.form import Form, NoRuleError, require_finite
 from lipaudit.wings.certificates.rounding import DOUBLE, LIBRARY_ULPS, bound_rounding, round_up
+from lipaudit.wings.certificates.symbols import Interval
 from lipaudit.wings.certificates.vector_lengths import Lengths, bound_lengths
 
 _MASKED_GAP = 1000.0
@@ -129,11 +130,11 @@ def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) ->
         log_p, _ = _log_softmax(rows)
         return _log_sum(rows, log_p)
 
-    result: Any = _apply_along(input, dim, sum_rows)
+    result = _apply_along(input, dim, sum_rows)
     return cast("Form", result if keepdim else result.squeeze(dim))
 
 
-def _bound_logarithms(log_p: Form, is_masked: Tensor) -> tuple[Tensor, Tensor]:
+def _bound_logarithms(log_p: Form, is_masked: Tensor) -> Interval:
     """Return lower and upper bounds of the logarithm of each attention weight, (*shape) each.
 
     A form bounds a tensor for all inputs of a ball: centre + coefficients . symbols +- slack. Two
@@ -231,19 +232,8 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     # 2 LIBRARY_ULPS roundings each. The sum over the keys, the shift by the largest score, and the
     # quotient have at most 2 per key.
     error = bound_rounding(4 * LIBRARY_ULPS + 2 * s.shape[-1], DOUBLE)
-    d = _subtract_mean(s, p)
-    r = round_up(d.radii.linear + d.nonlinear_radius)  # |d_j| <= r_j on the ball
-    # In exact arithmetic sum_j p_j d_j = 0. p and the mean of ds are rounded: so the sum is within
-    # +-mean_error, a share of sum p r and of the radius of this mean.
-    mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), roundings=s.shape[-1])
-    mean_error = round_up(error * (_sum_row(p * r) + mean_radius), roundings=s.shape[-1])
-    deviation = Deviation(
-        form=d,
-        p=p,
-        radius=r,
-        lengths=bound_lengths(d, axis=-1, weight=p.sqrt()),  # of sqrt(p) d
-        mean_error=mean_error,
-    )
+    deviation = _describe_deviation(s, p, error)
+    d = deviation.form
     rho = _bound_log_mean(deviation)
     require_finite(rho.slack)
     # log softmax(c) + d; the slack also covers the rounding of log softmax(c). This is a share of
@@ -255,17 +245,67 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     return affine.add(shifted, affine.neg(rho)), is_masked
 
 
+def _describe_deviation(s: Form, p: Tensor, error: float) -> Deviation:
+    """Return the deviations of scores s from their weighted mean in each row, and their bounds.
+
+    Args:
+        s: the scores, (*rows, keys).
+        p: their softmax weights.
+        error: the relative rounding error of p.
+    """
+    keys = s.shape[-1]
+    d = _subtract_mean(s, p)
+    r = round_up(d.radii.linear + d.nonlinear_radius)  # |d_j| <= r_j on the ball
+    # In exact arithmetic sum_j p_j d_j = 0. p and the mean of ds are rounded: so the sum is within
+    # +-mean_error, a share of sum p r and of the radius of this mean.
+    mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), roundings=keys)
+    return Deviation(
+        form=d,
+        p=p,
+        radius=r,
+        lengths=bound_lengths(d, axis=-1, weight=p.sqrt()),  # of sqrt(p) d
+        mean_error=round_up(error * (_sum_row(p * r) + mean_radius), roundings=keys),
+    )
+
+
 def _bound_log_mean(deviation: Deviation) -> Form:
     """Return the form of rho = log sum_j p_j e^(d_j), one number near 0 per row.
 
     p are softmax weights, and d_j is the deviation of score j from the weighted mean of its row.
     By Taylor, sum p e^d = 1 + y with y = sum p d + q / 2 + C and q = sum p d^2. The first term is
-    only rounding, and C is the sum of all terms from the third order on. Below, `second` bounds q,
-    `third` bounds |C|, and `top` bounds y.
+    only rounding (`mean_error`), and C is the sum of all terms from the third order on. Below,
+    `second` bounds q, `third` bounds |C|, and `top` bounds y.
     """
-    d, p, r, lengths, mean_error = deviation
+    symbols = deviation.form.symbols
+    mean_error = deviation.mean_error
+    second, third = _bound_taylor_terms(deviation)
+    top = round_up(mean_error + second / 2 + third)
+    rho = _bound_log_mean_order1(deviation, top)
+    if symbols.order == 1:
+        return rho
+    # At order 2 (forms with products of symbols) rho = q / 2 +- error may be tighter. With
+    # t = mean_error, y is in q / 2 +- (t + third), and rho = log(1 + y) in [y - y^2 / 2 - t, y].
+    # So rho - q / 2 is at least -(t + third) - top^2 / 2 - t, and at most t + third.
+    error = third + 2 * mean_error + top.square() / 2
+    quadratic = _bound_log_mean_order2(deviation, error)
+    # Each row takes the form with the smaller slack. `rho` is a constant: in its rows the
+    # coefficients are 0.
+    is_better = rho.slack < quadratic.slack
+    centre = torch.where(is_better, rho.centre, quadratic.centre)
+    slack = torch.minimum(rho.slack, quadratic.slack)
+    return Form(centre, quadratic.dense * ~is_better, slack, symbols)
+
+
+def _bound_taylor_terms(deviation: Deviation) -> tuple[Tensor, Tensor]:
+    """Return bounds of q = sum p d^2 and of |C| in each row, (*rows, 1) each.
+
+    p are softmax weights, and d_j is the deviation of score j from the weighted mean of its row.
+    C is the sum of all terms from the third order on in Taylor's formula
+    sum p e^d = 1 + sum p d + q / 2 + C.
+    """
+    _, p, r, lengths, _ = deviation
     keys = p.shape[-1]
-    squared_length = round_up((lengths.linear + lengths.rest).square())
+    squared_length = round_up((lengths.linear + lengths.rest).square())  # of sqrt(p) d
     squares = p * r.square()
     # Roundings: one per key, and 2 LIBRARY_ULPS for each function of the library. `second` has two
     # of them: exp of a key and of all keys, in the softmax p. `third` also has expm1, in g; one
@@ -278,21 +318,7 @@ def _bound_log_mean(deviation: Deviation) -> Form:
     third_by_length = _bound_excess(r.amax(-1, keepdim=True)) * squared_length
     third = torch.minimum(third_by_key, third_by_length)
     third = round_up(third / 2, roundings=8 * LIBRARY_ULPS + keys)
-    top = round_up(mean_error + second / 2 + third)
-    rho = _bound_log_mean_order1(deviation, top)
-    if d.symbols.order == 1:
-        return rho
-    # At order 2 (forms with products of symbols) rho = q / 2 +- error may be tighter. With
-    # t = mean_error, y is in q / 2 +- (t + third), and rho = log(1 + y) in [y - y^2 / 2 - t, y].
-    # So rho - q / 2 is at least -(t + third) - top^2 / 2 - t, and at most t + third.
-    error = third + 2 * mean_error + top.square() / 2
-    quadratic = _bound_log_mean_order2(deviation, error)
-    # Each row takes the form with the smaller slack. `rho` is a constant: in its rows the
-    # coefficients are 0.
-    is_better = rho.slack < quadratic.slack
-    centre = torch.where(is_better, rho.centre, quadratic.centre)
-    slack = torch.minimum(rho.slack, quadratic.slack)
-    return Form(centre, quadratic.dense * ~is_better, slack, d.symbols)
+    return second, third
 
 
 def _mask_negligible_keys(s: Form) -> tuple[Form, Tensor]:
@@ -352,19 +378,22 @@ def _bound_log_mean_order1(deviation: Deviation, top: Tensor) -> Form:
 
     p are softmax weights, and d_j is the deviation of score j from the weighted mean of its row.
     |d_j| <= r_j (the radius), and |sum p d| <= t (`mean_error`, rounding only). By Jensen's
-    inequality rho >= -t. The upper end is the least of three bounds of rho: `top`, a bound by
-    Taylor's formula; Hoeffding's, t + max(r)^2 / 2; and t + the bound by chords of exp.
+    inequality rho >= sum p d >= -t. The upper end is the least of three bounds of rho: `top` by
+    Taylor's formula, Hoeffding's, and one by chords of exp.
 
     Args:
         deviation: d, p, r and t of the rows.
         top: (*rows, 1), an upper bound of sum p e^d - 1, and so of rho.
     """
     d, p, r, _, mean_error = deviation
+    # Hoeffding's lemma: for d in [-w, w] with mean 0, log of the mean of e^d is at most
+    # (2 w)^2 / 8 = w^2 / 2.
     widest = r.amax(-1, keepdim=True)
     hoeffding = round_up(widest.square() / 2)
     high = torch.minimum(torch.minimum(_bound_by_chords(p, r), hoeffding), top)
     no_rows = d.dense.new_zeros(0, *high.shape)  # no coefficients
-    # [-t, high + t] is high / 2 +- (high / 2 + t).
+    # Chords and Hoeffding assume sum p d = 0, so t is added to `high`. (`top` contains t already.)
+    # rho is in [-t, high + t], which is high / 2 +- (high / 2 + t).
     return Form(high / 2, no_rows, round_up(high / 2 + mean_error), d.symbols)
 
 
@@ -416,16 +445,7 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     n = symbols.inputs
     dtype = symbols.dtype
     keys = p.shape[-1]
-    # Two pairs of bounds: by the radii of L and R at each key, or (Cauchy-Schwarz:
-    # |sum p L R| <= ||sqrt(p) L|| ||sqrt(p) R||) by the lengths of these vectors.
-    cross_by_key, square_by_key = curves.bound_square_rest(d.radii.linear, d.nonlinear_radius)
-    cross = _sum_row(p * cross_by_key)
-    square = _sum_row(p * square_by_key)
-    cross_by_length, square_by_length = curves.bound_square_rest(*lengths)
-    # Each row takes the pair with the smaller radius.
-    is_less = cross_by_length + square_by_length / 2 < cross + square / 2
-    cross = torch.where(is_less, cross_by_length, cross)
-    square = torch.where(is_less, square_by_length, square)
+    cross, square = _bound_rest_of_squares(d, p, lengths)
     slack = cross / 2 + square / 4 + error
     # Rounding as a share of sum p d^2: sums over the keys, in the coefficients and in the softmax
     # p, and two exp in p, 2 LIBRARY_ULPS roundings each. It is counted twice: for the coefficients
@@ -442,9 +462,44 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     return Form(square / 4, coefficients, slack, symbols)
 
 
+def _bound_rest_of_squares(d: Form, p: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    """Return bounds of |sum p 2 L R| and of sum p R^2 in each row of d = L + R, (*rows, 1) each.
+
+    L is linear in the input symbols and R is the rest. There are two pairs of bounds: by the radii
+    of L and R at each key; or by the lengths of vectors, because
+    |sum p L R| <= ||sqrt(p) L|| ||sqrt(p) R|| (Cauchy-Schwarz).
+
+    Args:
+        d: the deviations of scores from their mean, (*rows, keys).
+        p: the weights of the keys, (*rows, keys).
+        lengths: bounds of ||sqrt(p) L|| and ||sqrt(p) R||.
+    """
+    cross_by_key, square_by_key = curves.bound_square_rest(d.radii.linear, d.nonlinear_radius)
+    cross = _sum_row(p * cross_by_key)
+    square = _sum_row(p * square_by_key)
+    cross_by_length, square_by_length = curves.bound_square_rest(*lengths)
+    # 2 L R + R^2 is in [-cross, cross + square], with the radius cross + square / 2. Each row
+    # takes the pair with the smaller radius.
+    is_less = cross_by_length + square_by_length / 2 < cross + square / 2
+    cross = torch.where(is_less, cross_by_length, cross)
+    square = torch.where(is_less, square_by_length, square)
+    return cross, square
+
+
 def _sum_row(t: Tensor) -> Tensor:
     """Return the sum over the last axis, as an axis of size 1."""
     return t.sum(-1, keepdim=True)
+
+
+def _compute_scores(query: Any, key: Any, scale: float) -> Any:
+    """Return the form of scale q k^T, where q or k is a form.
+
+    The scale is multiplied with a form, either q or the scores. The product with a constant q
+    would be rounded, and a constant has no slack for the rounding error.
+    """
+    if isinstance(query, Form):
+        return (query * scale) @ key.mT
+    return (query @ key.mT) * scale
 
 
 def scaled_dot_product_attention(
@@ -477,14 +532,7 @@ def scaled_dot_product_attention(
     # If only v depends on the input, q and k are constants, and their product is rounded. q is
     # then made a form, whose slack can hold the rounding error.
     query, key = rearrangements.lift_first_constant(value, query, key)
-    # The scale is multiplied with a form, either q or the scores. The product with a constant q
-    # would be rounded, and a constant has no slack for the rounding error.
-    is_query_form = isinstance(query, Form)
-    if is_query_form:
-        query = query * scale
-    scores: Any = query @ key.mT
-    if not is_query_form:
-        scores = scores * scale
+    scores = _compute_scores(query, key, scale)
     if attn_mask is not None and attn_mask.dtype is torch.bool:  # True for visible keys
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:

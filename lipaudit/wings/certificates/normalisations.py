@@ -122,34 +122,48 @@ def _mean_square(y: Form) -> Form:
     """
     symbols = y.symbols
     n = y.shape[-1]
-    dtype = symbols.dtype
     # mean(c^2)
     centre = _average_row(y.centre.square())
     # 2 mean(c dy) is linear in dy: its coefficients.
-    gradient = (y.centre * (2 / n)).to(dtype)
+    gradient = (y.centre * (2 / n)).to(symbols.dtype)
     dense, blocks = y.split_by_row().map_coefficients(
         lambda t: (t * gradient).sum(-1, keepdim=True)
     )
     # mean(dy^2): coefficients of products for the squares that are kept, and shift +- radius.
     y_radius = round_up(y.symbol_radius + y.slack)
-    y_size = y.centre.abs()
     shift, radius, keeps_squares = _bound_squares(y, y_radius)
     if symbols.order == 2:
         linear = y.dense[: symbols.inputs] * keeps_squares
         products = symbols.sum_products(linear / n, linear)
         dense[symbols.inputs : symbols.first_error] += products
-    # Rounding. Coefficients, in their dtype: two sums of n products, their weights, and the sum of
-    # both. The centre, in float64: a sum of n squares. 16 and 8 leave room. Underflow: a
-    # coefficient has fewer than 8 n products.
+    centre = centre + shift
+    # The slack of 2 mean(c dy), and the radius of mean(dy^2).
+    slack = _average_row(2 * y.centre.abs() * y.slack) + radius
+    slack = _add_square_rounding(slack, y, y_radius, centre)
+    return Form(centre, dense, slack, symbols, blocks=blocks)
+
+
+def _add_square_rounding(slack: Tensor, y: Form, y_radius: Tensor, centre: Tensor) -> Tensor:
+    """Return the slack of mean(y^2) plus bounds of all rounding errors of its computation.
+
+    Args:
+        slack: (*rows, 1), without rounding.
+        y: the form whose squares are averaged, (*rows, n).
+        y_radius: how far y is from its centre, (*rows, n).
+        centre: centre of the result, (*rows, 1).
+    """
+    n = y.shape[-1]
+    dtype = y.symbols.dtype
+    y_size = y.centre.abs()
+    # Coefficients, in their dtype: two sums of n products, their weights, and the sum of both. The
+    # centre, in float64: a sum of n squares. 16 and 8 leave room. Underflow: a coefficient has
+    # fewer than 8 n products.
     radius_of_square = 2 * y_size * y_radius + y_radius.square()
     of_symbols = bound_rounding(2 * n + 16, dtype) * _average_row(radius_of_square)
-    of_centre = bound_rounding(n + 8, DOUBLE) * (centre + shift)
+    of_centre = bound_rounding(n + 8, DOUBLE) * centre
     underflow = 8 * n * y.symbol_count * tiny(dtype) * (1 + y_size.amax())
-    # The slack of 2 mean(c dy), and the radius of mean(dy^2). The slack itself is rounded, too: a
-    # mean of n terms, and fewer than 16 single steps.
-    slack = _average_row(2 * y_size * y.slack) + radius
-    slack = round_up(slack + of_symbols + of_centre + underflow, roundings=n + 16)
-    return Form(centre + shift, dense, slack, symbols, blocks=blocks)
+    # The slack itself is rounded, too: a mean of n terms, and fewer than 16 single steps.
+    return round_up(slack + of_symbols + of_centre + underflow, roundings=n + 16)
 
 
 class SquareBound(NamedTuple):

@@ -41,13 +41,7 @@ def relu(input: Form, inplace: bool = False) -> Form:
     """
     symbols = input.symbols
     dtype = symbols.dtype
-    low, high = input.range()
-    require_finite(low, high)
-    is_mixed = (low < 0) & (high > 0)
-    chord = round_to(high / (high - low), dtype).clamp(0, 1)
-    a = torch.where(is_mixed, chord, (low >= 0).to(DOUBLE))
-    m = round_up(torch.maximum(-a * low, (1 - a) * high) / 2)
-    m = cast_up(m * is_mixed, dtype)
+    a, m = _choose_lines(*input.range(), dtype)
     is_mixed = m > 0  # as in `add_errors` and `_record_relus`, should a tiny m become 0
     slope = a.to(dtype)
     dense, blocks = input.map_coefficients(lambda t: t * slope)
@@ -63,6 +57,21 @@ def relu(input: Form, inplace: bool = False) -> Form:
     rounding = rounding + bound_rounding(1, dtype) * a * input.symbol_radius * is_mixed
     slack = round_up(a * input.slack + rounding + symbols.count * tiny(dtype) * is_mixed)
     return Form(centre, dense, slack, symbols, blocks=blocks)
+
+
+def _choose_lines(low: Tensor, high: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a and m such that max(z, 0) is between the lines a z and a z + 2 m on [low, high].
+
+    If low < 0 < high, a is the slope of the chord, high / (high - low). Otherwise max(z, 0) is z
+    or 0: a is 1 or 0, and m = 0. Both are numbers of `dtype`; a is stored in float64.
+    """
+    require_finite(low, high)
+    is_mixed = (low < 0) & (high > 0)
+    chord = round_to(high / (high - low), dtype).clamp(0, 1)
+    a = torch.where(is_mixed, chord, (low >= 0).to(DOUBLE))
+    # The distance of max(z, 0) from a z is largest at the ends, -a low and (1 - a) high.
+    m = round_up(torch.maximum(-a * low, (1 - a) * high) / 2)
+    return a, cast_up(m * is_mixed, dtype)
 
 
 def _record_relus(z: Form, a: Tensor, m: Tensor) -> None:
@@ -225,8 +234,7 @@ def max_pool2d(
         step = size
     else:
         step = as_pair(stride)
-    pad = as_pair(padding)
-    gap = as_pair(dilation)
+    options: Any = {"stride": step, "padding": as_pair(padding), "dilation": as_pair(dilation)}
     # To find the pixels of every window, an image of the numbers 1, 2, ... of its pixels is
     # unfolded. Padding has the number 0. It is replaced by another pixel of the same window, which
     # does not change the maximum.
@@ -234,12 +242,10 @@ def max_pool2d(
     numbers = torch.arange(1.0, height * width + 1, dtype=DOUBLE, device=input.device)
     numbers = numbers.view(1, 1, height, width)
     # (windows, pixels of a window)
-    windows = F.unfold(numbers, size, dilation=gap, padding=pad, stride=step)[0].mT.long()
+    windows = F.unfold(numbers, size, **options)[0].mT.long()
     another = windows.amax(-1, keepdim=True)
     pixels = torch.where(windows > 0, windows, another) - 1
     flat: Any = input.flatten(2)
     pooled: Any = find_largest(flat[..., pixels])
     # The rows and columns of the result are those of torch's function.
-    return pooled.unflatten(
-        -1, F.max_pool2d(numbers, size, stride=step, padding=pad, dilation=gap).shape[-2:]
-    )
+    return pooled.unflatten(-1, F.max_pool2d(numbers, size, **options).shape[-2:])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.wings.certificates.error_blocks import move_stack
+from lipaudit.wings.certificates.error_blocks import Rearrangement, move_stack
 from lipaudit.wings.certificates.form import REARRANGEMENTS, Form, NoRuleError, Quotient
 from lipaudit.wings.certificates.rounding import DOUBLE
 from lipaudit.wings.certificates.symbols import PartRadii
@@ -83,16 +83,23 @@ def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]
         quotient = x.pending_quotient
         if quotient is None:
             return rearrange(x, lambda t: method(t, *args, **kwargs))
-        moved = []
+        parts = []
         for part in vars(quotient).values():  # numerator, inverse, square and constant
-            moved.append(move(broadcast(part, x.shape), *args, **kwargs))
-        if isinstance(moved[0], Form):
-            return Form.from_quotient(Quotient(*moved))
-        # The method has several results, such as those of chunk.
-        results = zip(*moved, strict=True)
-        return tuple(Form.from_quotient(Quotient(*parts)) for parts in results)
+            parts.append(move(broadcast(part, x.shape), *args, **kwargs))
+        return _join_quotients(parts)
 
     return move
+
+
+def _join_quotients(parts: list[Any]) -> Any:
+    """Return the pending quotient of four forms: numerator, inverse, square and constant.
+
+    If each of the four is a tuple of forms (the results of chunk), return a tuple of quotients.
+    """
+    if isinstance(parts[0], Form):
+        return Form.from_quotient(Quotient(*parts))
+    quotients = zip(*parts, strict=True)
+    return tuple(Form.from_quotient(Quotient(*forms)) for forms in quotients)
 
 
 def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
@@ -111,7 +118,7 @@ def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
     return tuple(_rearrange_all(x, move))
 
 
-def _rearrange_all(x: Form, move: Callable[[Tensor], Sequence[Tensor]]) -> list[Form]:
+def _rearrange_all(x: Form, move: Rearrangement) -> list[Form]:
     """Return a form for each result of `move`, which rearranges entries of tensors (*shape).
 
     A form is centre + coefficients . symbols +- slack: centre, coefficients and slack are all

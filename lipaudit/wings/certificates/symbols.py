@@ -29,6 +29,9 @@ from lipaudit.wings.certificates.rounding import (
 
 Norm = Literal["linf", "l2", "words"]
 
+Interval = tuple[Tensor, Tensor]
+"""The least and the largest value of every entry, (*shape) each."""
+
 SLACK_SHARE = 5e-5
 """If the slack exceeds this share of a radius, it becomes symbols before an operation mixes it."""
 
@@ -237,7 +240,7 @@ class Symbols:
         largest = torch.stack([group.amax(0) for group in groups])
         return groups, largest.clamp_min(0)
 
-    def quadratic_range(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+    def quadratic_range(self, coefficients: Tensor) -> Interval:
         """Return bounds of the least and the largest value of the quadratic part e^T Q e.
 
         `coefficients` (symbols, *shape) has those of the products e_i e_j, i <= j: the entries of

@@ -35,13 +35,11 @@ Number = int | float
 GREY = (0.299, 0.587, 0.114)
 
 
-def corrupt_image(
-    x: Float[np.ndarray, "channels height width"], name: str, severity: int, seed: int
-) -> Float[np.ndarray, "channels height width"]:
+def corrupt_image(x: np.ndarray, name: str, severity: int, seed: int) -> np.ndarray:
     """Return a corrupted copy of an image.
 
     Args:
-        x: pixels in [0, 1].
+        x: (channels, height, width), pixels in [0, 1].
         name: a key of `CORRUPTIONS`.
         severity: 1 (mild) to 5 (strong).
         seed: seed of the sample, at least 0. The random numbers depend only on the seed, the name
@@ -79,8 +77,8 @@ def add_impulse_noise(x: Pixels, rng: Generator, share: Number) -> Pixels:
     return np.where(is_replaced, is_one, x)
 
 
-def _square_distances(reach: int) -> Float[np.ndarray, "size size"]:
-    """Return x^2 + y^2 for whole x and y from -reach to reach."""
+def _square_distances(reach: int) -> np.ndarray:
+    """Return x^2 + y^2 for whole x and y from -reach to reach, as a matrix."""
     line = np.arange(-reach, reach + 1, dtype=float)
     return line**2 + line[:, None] ** 2
 
@@ -256,12 +254,11 @@ def add_snow(
     return whitened + flakes + turned
 
 
-def draw_plasma(rng: Generator, size: int, decay: Number) -> Float[np.ndarray, "size size"]:
-    """Draw a cloud in [0, 1] by the diamond-square algorithm.
+def draw_plasma(rng: Generator, size: int, decay: Number) -> np.ndarray:
+    """Draw a cloud (size, size) in [0, 1] by the diamond-square algorithm.
 
-    The known points are the corners of a grid of squares. Each round halves the squares: a new
-    point is the mean of its four neighbours plus noise, and the noise gets weaker. At an edge, the
-    neighbours are at the opposite side.
+    The known points are the corners of a grid of squares. Each refinement halves the squares: a
+    new point is the mean of its four neighbours plus noise, and the noise gets weaker.
 
     Args:
         rng: source of random numbers.
@@ -272,27 +269,43 @@ def draw_plasma(rng: Generator, size: int, decay: Number) -> Float[np.ndarray, "
     step = size  # between corners
     noise = 100.0
     while step >= 2:
-        half = step // 2
         count = size // step
         # Noise up to noise^2, as in the published scripts.
-        in_middle, on_rows, on_columns = noise * rng.uniform(-noise, noise, (3, count, count))
-        corners = field[::step, ::step]
-        # Sums of each corner and the corner below, and of each corner and the corner to its right.
-        down = corners + np.roll(corners, -1, axis=0)
-        right = corners + np.roll(corners, -1, axis=1)
-        # Diamond step: the point in the middle of four corners.
-        middle = (down + np.roll(down, -1, axis=1)) / 4 + in_middle
-        field[half::step, half::step] = middle
-        # Square step: the point between two corners of a row, or of a column. The two other
-        # neighbours of this point are points of the diamond step.
-        above = np.roll(middle, 1, axis=0)
-        field[::step, half::step] = (middle + above + right) / 4 + on_rows
-        left = np.roll(middle, 1, axis=1)
-        field[half::step, ::step] = (middle + left + down) / 4 + on_columns
-        step = half
+        _halve_squares(field, step, noise * rng.uniform(-noise, noise, (3, count, count)))
+        step //= 2
         noise = noise / decay
     field -= field.min()
     return field / field.max()
+
+
+def _halve_squares(field: np.ndarray, step: int, noise: np.ndarray) -> None:
+    """Set the points of a cloud that halve its squares, in place.
+
+    A new point is the mean of its four neighbours plus noise. At an edge, the neighbours are at
+    the opposite side.
+
+    Args:
+        field: (size, size), the cloud. Known points are every `step`-th of every `step`-th row:
+            the corners of the squares.
+        step: distance of the corners.
+        noise: (3, size / step, size / step), of the points in the middle of squares, on their rows
+            and on their columns.
+    """
+    half = step // 2
+    in_middle, on_rows, on_columns = noise
+    corners = field[::step, ::step]
+    # Sums of each corner and the corner below, and of each corner and the corner to its right.
+    down = corners + np.roll(corners, -1, axis=0)
+    right = corners + np.roll(corners, -1, axis=1)
+    # Diamond step: the point in the middle of four corners.
+    middle = (down + np.roll(down, -1, axis=1)) / 4 + in_middle
+    field[half::step, half::step] = middle
+    # Square step: the point between two corners of a row, or of a column. The two other
+    # neighbours of this point are points of the diamond step.
+    above = np.roll(middle, 1, axis=0)
+    field[::step, half::step] = (middle + above + right) / 4 + on_rows
+    left = np.roll(middle, 1, axis=1)
+    field[half::step, ::step] = (middle + left + down) / 4 + on_columns
 
 
 def add_fog(x: Pixels, rng: Generator, weight: Number, decay: Number) -> Pixels:
@@ -334,10 +347,11 @@ def lower_contrast(x: Pixels, _: Generator, share: Number) -> Pixels:
     return share * x + (1 - share) * mean
 
 
-def _interpolate(x: Pixels, positions: Float[np.ndarray, "2 height width"], mode: str) -> Pixels:
+def _interpolate(x: Pixels, positions: np.ndarray, mode: str) -> Pixels:
     """Return the pixels at positions (row, column), interpolated linearly between whole positions.
 
-    `mode` says how the image continues beyond its border, as in scipy.
+    `positions` are (2, height, width). `mode` says how the image continues beyond its border, as
+    in scipy.
     """
     channels = []
     for channel in np.moveaxis(x, 2, 0):

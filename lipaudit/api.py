@@ -282,10 +282,10 @@ def audit(
     if not models:
         raise UsageError("no model was given", "Give one model or a list of models.")
     demo = is_demo(*models)
-    requests = []
-    for name in name_models(*models):
-        request = audit_request(name, measures, options, demo=demo, command="lipaudit.audit()")
-        requests.append(request)
+    requests = [
+        audit_request(name, measures, options, demo=demo, command="lipaudit.audit()")
+        for name in name_models(*models)
+    ]
     if requests[0].run.shard and len(models) == 1:  # some of the samples: no report yet
         with open_job(models[0], requests[0], data, input_shape=input_shape) as job:
             run_shard(job, observer)
@@ -335,9 +335,10 @@ def run_audits(
         raise UsageError(
             "shards and folders of parts are of one model", "Audit the models one by one."
         )
-    outlines = []
-    for model, request in zip(models, requests, strict=True):
-        outlines.append(_outline_model(open_model(model, request), request.model))
+    outlines = [
+        _outline_model(open_model(model, request), request.model)
+        for model, request in zip(models, requests, strict=True)
+    ]
     require_shared(outlines)
     # `run_job` removes the parts of its model when its context ends: here, with the contexts of
     # all models, at the end of this block.
@@ -384,12 +385,9 @@ def _report_failure(outline: Outline, error: Exception) -> Report:
     Every section has the reason in place of figures.
     """
     failure = describe_failure(error)
-    sections = []
-    for name, options in outline.request.measures.items():
-        sections.append(make_failed(name, options, failure))
-    return Report(
-        status="partial", run=outline.run, samples=outline.samples, sections=tuple(sections)
-    )
+    measures = outline.request.measures
+    sections = tuple(make_failed(name, options, failure) for name, options in measures.items())
+    return Report(status="partial", run=outline.run, samples=outline.samples, sections=sections)
 
 
 @contextmanager
@@ -422,18 +420,29 @@ def open_job(
     # Arrays: the shape of the samples x helps to load a model that declares no input.
     if data is not None:
         options = replace(options, forms=lambda: list_forms(_split_data(data)[0]))
+    with _add_hints(), ExitStack() as opened:
+        if request.place is not None:  # before anything that takes long
+            opened.enter_context(join_processes(request.place))
+        net = opened.enter_context(_open_net(model, options, input_shape))
+        if samples is None and data is not None:
+            count = max(request.count(name) for name in request.measures)
+            x, labels = _split_data(data)
+            samples = draw_tensors(x, labels, net, data_options(request.run, count))
+        yield prepare(request, net=net, samples=samples)
+
+
+@contextmanager
+def _add_hints() -> Iterator[None]:
+    """Turn exceptions inside the block into errors with a hint, except for bugs of lipaudit.
+
+    A bug keeps its type and traceback.
+
+    Raises:
+        LipauditError: the model, the data or the machine failed.
+    """
     try:
-        with ExitStack() as opened:
-            if request.place is not None:  # before anything that takes long
-                opened.enter_context(join_processes(request.place))
-            net = opened.enter_context(_open_net(model, options, input_shape))
-            if samples is None and data is not None:
-                count = max(request.count(name) for name in request.measures)
-                x, labels = _split_data(data)
-                samples = draw_tensors(x, labels, net, data_options(request.run, count))
-            yield prepare(request, net=net, samples=samples)
+        yield
     except Exception as error:
-        # A bug keeps its type and traceback; any other failure is an error with a hint.
         user_error = errors.find_user_error(error)
         if user_error is None or user_error is error:
             raise

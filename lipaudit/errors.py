@@ -6,11 +6,15 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from traceback import extract_tb
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
 class ExitCode(IntEnum):
@@ -280,10 +284,9 @@ def explain_failure(what: str, advice: str, *kinds: type[BaseException]) -> Iter
 @cache
 def find_unmet_requirement() -> tuple[str, str] | None:
     """Return message and advice on a package that is missing or too old; None if none is."""
-    from importlib.metadata import PackageNotFoundError, requires, version
+    from importlib.metadata import PackageNotFoundError, requires
 
     from packaging.requirements import Requirement
-    from packaging.version import Version
 
     try:
         needed = [Requirement(text) for text in requires("lipaudit") or ()]
@@ -293,19 +296,31 @@ def find_unmet_requirement() -> tuple[str, str] | None:
         # Packages of an extra, and of another platform or Python, are not needed.
         if package.marker is not None and not package.marker.evaluate({"extra": ""}):
             continue
-        found = "is not installed"
-        with suppress(PackageNotFoundError):
-            installed = version(package.name)
-            # A vendor's build (2.8.0a0+nv25.8) counts as the release that it precedes.
-            if package.specifier.contains(Version(installed).base_version, prereleases=True):
-                continue
-            found = f"{installed} is installed"
+        misfit = _find_misfit(package)
+        if not misfit:
+            continue
         wanted = f"{package.name}{package.specifier}"
         advice = f"pip install '{wanted}'"
         if package.name == "torchvision":  # its operators fit one build of torch
             advice += " from the index that torch was installed from"
-        return f"{package.name} {found}, and lipaudit needs {wanted}", advice
+        return f"{package.name} {misfit}, and lipaudit needs {wanted}", advice
     return None
+
+
+def _find_misfit(package: Requirement) -> str:
+    """Return why an installed package does not fit, such as `1.0 is installed`; "" if it fits."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from packaging.version import Version
+
+    try:
+        installed = version(package.name)
+    except PackageNotFoundError:
+        return "is not installed"
+    # A vendor's build (2.8.0a0+nv25.8) counts as the release that it precedes.
+    if package.specifier.contains(Version(installed).base_version, prereleases=True):
+        return ""
+    return f"{installed} is installed"
 
 
 def list_causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -345,18 +360,20 @@ def find_user_error(error: BaseException) -> LipauditError | None:
         message, advice = find_unmet_requirement() or unknown
         return InputError(message, advice)
     if isinstance(error, OSError):
-        file = ""
-        if error.filename:
-            file = f"{error.filename}: "
-        reason = f"{file}{error.strerror or said}"
-        return EvaluationError(
-            f"the operating system refused: {reason}",
-            "Check the path, its permissions and the space left.",
-        )
+        return _explain_os_error(error)
     if is_machine_error(error):
         advice = "Look at the device (lipaudit env), or try --device cpu."
         return EvaluationError(f"the device failed: {said}", advice)
     return None
+
+
+def _explain_os_error(error: OSError) -> LipauditError:
+    """Return an error of the operating system, such as a full disk, with the file and a hint."""
+    file = f"{error.filename}: " if error.filename else ""
+    return EvaluationError(
+        f"the operating system refused: {file}{error.strerror or first_line(error)}",
+        "Check the path, its permissions and the space left.",
+    )
 
 
 def explain_error(error: BaseException) -> LipauditError:

@@ -77,15 +77,25 @@ def heads(
             layer = _add_bias(layer, name, bias)
     logit_bias = None
     if mask is not None:
-        logit_bias = _read_numbers("mask", mask, least=0, most=4)
-        shape = (*layer.q.shape[:3], layer.q.shape[2])  # (batch, heads, tokens, tokens)
-        fits = all(n in (1, full) for n, full in zip(logit_bias.shape, shape, strict=True))
-        _require_shape(fits, "mask", logit_bias, f"that broadcasts to {shape}")
+        logit_bias = _read_mask(mask, layer)
     if scale is None:
         scales = layer.scale  # 1 / sqrt(d)
     else:
         scales = tokens.new_full((1, 1), scale)
     return replace(layer, scale=scales, bias=logit_bias, causal=causal)
+
+
+def _read_mask(mask: ArrayLike, layer: Heads) -> Tensor:
+    """Return a mask with four axes that broadcasts to the logits, (batch, heads, tokens, tokens).
+
+    Raises:
+        UsageError: its shape does not fit the heads.
+    """
+    logit_bias = _read_numbers("mask", mask, least=0, most=4)
+    shape = (*layer.q.shape[:3], layer.q.shape[2])  # (batch, heads, tokens, tokens)
+    fits = all(n in (1, full) for n, full in zip(logit_bias.shape, shape, strict=True))
+    _require_shape(fits, "mask", logit_bias, f"that broadcasts to {shape}")
+    return logit_bias
 
 
 def _add_bias(layer: Heads, name: str, values: ArrayLike) -> Heads:

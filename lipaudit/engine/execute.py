@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 
 from lipaudit.data.batch import Batch, ProcessBatches
 from lipaudit.engine import results, shards
@@ -37,7 +36,7 @@ from lipaudit.measures.base import (
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
-from lipaudit.tables import Note, Report, Section
+from lipaudit.tables import Note, Notes, Report, Section
 from lipaudit.tables.report import Failure
 
 
@@ -185,6 +184,15 @@ class Findings:
     failures: dict[str, Failure] = field(default_factory=dict)
     remainder: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def add_failure(
+        self, name: str, options: MeasureOptions, error: Exception, notes: Notes
+    ) -> None:
+        """Show that a measure failed, and add a section with the reason in place of figures."""
+        self.observer.fails(name, error)
+        failure = results.describe_failure(error)
+        self.failures[name] = failure
+        self.sections.append(results.make_failed(name, options, failure, notes))
+
 
 @contextmanager
 def _explain_resuming(job: Job, findings: Findings) -> Iterator[None]:
@@ -213,7 +221,9 @@ def _explain_resuming(job: Job, findings: Findings) -> Iterator[None]:
 
 
 def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
-    """Run the measures of a job one after the other.
+    """Run the measures of a job one after the other, and describe its shard.
+
+    The description is stored with the parts (`--parts`): before the run, and again after it.
 
     Args:
         job: the job.
@@ -226,40 +236,13 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     Raises:
         Exception: the first failure, if no partial report is wanted or if all measures failed.
     """
-    request = job.request
-    observer = findings.observer
     planned = shards.describe_shard(job)
+    request = job.request
     folder = request.run.parts  # where the parts of a shard are stored; None: only in the cache
     if folder is not None:
         shards.save_shard(planned, folder)
-    errors = []
-    for name, options in request.measures.items():
-        # `leave_out_layers` below makes a smaller job: the measures that it left out do not run.
-        if name not in job.request.measures:
-            continue
-        try:
-            _add_findings(job, name, options, findings)
-        except Exception as error:
-            if not request.partial:
-                raise
-            # A model without attention layers: leave out the optional measures of attention.
-            smaller = leave_out_layers(job, error)
-            if smaller is not None:
-                job = smaller
-                observer.note(job.notes[-1])
-                continue
-            observer.fails(name, error)
-            errors.append(error)
-            failure = results.describe_failure(error)
-            findings.failures[name] = failure
-            findings.sections.append(results.make_failed(name, options, failure, job.notes))
-    # A report without any figures is useless: raise the first error.
-    if len(errors) == len(job.request.measures):
-        raise errors[0]
-    # The traceback of an error refers to the frames of its measure, and so keeps the model alive.
-    errors.clear()
+    job = _run_measures(job, findings)
     left_out = tuple(name for name in request.measures if name not in job.request.measures)
-    # Stored again, now with the results: the shard is finished.
     shard = planned.model_copy(
         update={
             "notes": job.notes,
@@ -272,6 +255,42 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     if folder is not None:
         shards.save_shard(shard, folder)
     return job, shard
+
+
+def _run_measures(job: Job, findings: Findings) -> Job:
+    """Run the measures of a job; return the job without measures that its model does not allow.
+
+    Args:
+        job: the job.
+        findings: receives the results and the failures.
+
+    Raises:
+        Exception: the first failure, if no partial report is wanted or if all measures failed.
+    """
+    errors = []
+    for name, options in job.request.measures.items():
+        # `leave_out_layers` below makes a smaller job: the measures that it left out do not run.
+        if name not in job.request.measures:
+            continue
+        try:
+            _add_findings(job, name, options, findings)
+        except Exception as error:
+            if not job.request.partial:
+                raise
+            # A model without attention layers: leave out the optional measures of attention.
+            smaller = leave_out_layers(job, error)
+            if smaller is not None:
+                job = smaller
+                findings.observer.note(job.notes[-1])
+                continue
+            errors.append(error)
+            findings.add_failure(name, options, error, job.notes)
+    # A report without any figures is useless: raise the first error.
+    if len(errors) == len(job.request.measures):
+        raise errors[0]
+    # The traceback of an error refers to the frames of its measure, and so keeps the model alive.
+    errors.clear()
+    return job
 
 
 def _add_findings(job: Job, name: str, options: MeasureOptions, findings: Findings) -> None:
@@ -369,7 +388,7 @@ def run_measure(
         text = f"results are not saved for --resume: {progress.journal.refusal}"
         observer.note(Note.info("not-kept", text))
     observer.ends(name)
-    unmeasured = _list_ids(progress.list_unfinished(batches))
+    unmeasured = sample_ids(progress.list_unfinished(batches))
     # Texts are batched by length: their parts come in another order.
     return results.in_order([*progress.parts.values()], job.samples.batch.ids), unmeasured
 
@@ -422,7 +441,7 @@ def _measure_in_memory(
             # The largest remaining batch may be smaller than `size`: halve the smaller of the two.
             size = max(1, min(size, max(map(len, remaining))) // 2)
             if measure.chunk is None:
-                remaining = list(chain.from_iterable(batch.split(size) for batch in remaining))
+                remaining = [half for batch in remaining for half in batch.split(size)]
             first = first[:size].trim()
 
 
@@ -458,11 +477,6 @@ def _measure_batches(
                 return
 
 
-def _list_ids(batches: Iterable[Batch]) -> tuple[str, ...]:
-    """Return the ids of the samples of batches in order."""
-    return tuple(chain.from_iterable(batch.ids for batch in batches))
-
-
 def _note_cost(
     observer: Observer, name: str, total: int, passes: int, seconds: float, unit: str
 ) -> None:
@@ -496,7 +510,7 @@ def _open_journal(
     progress = _Progress(name, findings.observer, journal)
     if not job.continues:
         return progress
-    ids = _list_ids(batches)
+    ids = sample_ids(batches)
     parts = journal.read_parts(ids)
     if parts:
         finished = sample_ids(select_complete(parts))

@@ -150,26 +150,15 @@ def gather(value: T, place: Place) -> list[T]:
 
 
 def _connect(place: Place) -> None:
-    """Create the process group that gathers the shards over sockets."""
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
+    """Create the process group that gathers the shards over sockets.
 
-    url = f"tcp://{place.host}:{place.port}?rank={place.rank}&world_size={place.size}"
+    Raises:
+        EvaluationError: the other processes cannot be reached.
+    """
     end = time.monotonic() + CLOSING
     while True:
         try:
-            store, *_ = next(rendezvous(url, timeout=JOIN))
-            # A launcher's store outlives a command, so each command uses keys with its number.
-            # `add` counts the processes of all commands so far.
-            command_number = (store.add("joined", 1) - 1) // place.size
-            store = PrefixStore(f"lipaudit-{command_number}", store)
-            store.set(f"{place.rank}", "here")
-            store.wait([f"{rank}" for rank in range(place.size)], JOIN)
-            # gloo runs everywhere, and a few kilobytes at the end need no speed.
-            dist.init_process_group(
-                "gloo", store=store, rank=place.rank, world_size=place.size, timeout=MEASURING
-            )
+            _join_group(place)
         except RuntimeError as error:
             # While the store of a previous command closes, the port is taken and connections are
             # cut off: try again until `end`.
@@ -183,6 +172,30 @@ def _connect(place: Place) -> None:
             time.sleep(PAUSE)
         else:
             return
+
+
+def _join_group(place: Place) -> None:
+    """Wait until all processes of this command have connected to rank 0, and make them a group.
+
+    Raises:
+        RuntimeError: the connection fails, or a process does not arrive in time.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    url = f"tcp://{place.host}:{place.port}?rank={place.rank}&world_size={place.size}"
+    store, *_ = next(rendezvous(url, timeout=JOIN))
+    # A launcher's store outlives a command, so each command uses keys with its number. `add`
+    # counts the processes of all commands so far.
+    command_number = (store.add("joined", 1) - 1) // place.size
+    store = PrefixStore(f"lipaudit-{command_number}", store)
+    store.set(f"{place.rank}", "here")
+    store.wait([f"{rank}" for rank in range(place.size)], JOIN)
+    # gloo runs everywhere, and a few kilobytes at the end need no speed.
+    dist.init_process_group(
+        "gloo", store=store, rank=place.rank, world_size=place.size, timeout=MEASURING
+    )
 
 
 @contextmanager

@@ -72,15 +72,10 @@ def require_shared(outlines: Sequence[Outline]) -> None:
         if other.model in names:
             raise UsageError(f"{other.model} is named twice", "Name each model once.")
         names.add(other.model)
-        other_data = other.run.data
-        # Ids differ where two models read one file at two sizes: then the places are equal.
-        places = first.samples.get("place")
-        has_same_places = places and places == other.samples.get("place")
-        is_shared = data.suite_id == other_data.suite_id or has_same_places
-        if first.kind != other.kind or not is_shared:
+        if not _have_same_samples(first, other):
             raise InputError(
                 f"{first.model} ({first.kind}, {data.spec}) and {other.model} ({other.kind}, "
-                f"{other_data.spec}) do not read the same samples",
+                f"{other.run.data.spec}) do not read the same samples",
                 "Give --data for both: images or a table of texts. Random samples fit one model.",
             )
         reason = _compare_classes(first, other)
@@ -89,6 +84,17 @@ def require_shared(outlines: Sequence[Outline]) -> None:
                 f"{reason}, so the labels of {data.spec} cannot fit both",
                 "Use class names in the data that both models know, or audit them separately.",
             )
+
+
+def _have_same_samples(first: Outline, other: Outline) -> bool:
+    """Return whether two models read the same samples as the same kind of input."""
+    if first.kind != other.kind:
+        return False
+    if first.run.data.suite_id == other.run.data.suite_id:
+        return True
+    # Ids differ where two models read one file at two sizes: then the places are equal.
+    places = first.samples.get("place")
+    return bool(places) and places == other.samples.get("place")
 
 
 def _compare_classes(first: Outline, other: Outline) -> str:

@@ -440,10 +440,8 @@ def data_options(run: RunOptions, samples: int) -> DataOptions:
     `scored`: the samples are prompts with continuations, whose probability a language model
     scores (--score).
     """
-    values = _select_options(DataOptions, run)
-    values["samples"] = samples
-    values["scored"] = run.score is not None
-    return DataOptions(**values)
+    counted = {"samples": samples, "scored": run.score is not None}
+    return DataOptions(**_select_options(DataOptions, run) | counted)
 
 
 def load_options(run: RunOptions) -> LoadOptions:

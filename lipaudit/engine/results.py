@@ -29,7 +29,7 @@ from lipaudit.tables.weakest import find_worst
 if TYPE_CHECKING:
     from lipaudit.data.hub import Commit
     from lipaudit.engine.prepare import Job
-    from lipaudit.models.net import ModelSpec
+    from lipaudit.models.net import ModelSpec, Net
 
 PACKAGES = ("torch", "timm", "transformers", "numpy", "pyautoattack")
 
@@ -111,15 +111,7 @@ def describe_run(job: Job) -> Run:
         device=device,
         dtype=str(net.dtype).removeprefix("torch."),
         versions=versions(),
-        model=Model(
-            spec=net.name,
-            source=net.source,
-            architecture=net.architecture,
-            parameters=net.parameters,
-            weights_sha256=net.weights_sha256,
-            quantised=net.quantised,
-            **_describe_commit(net.commit),
-        ),
+        model=_describe_model(net),
         data=Data(
             spec=samples.spec,
             samples=len(samples.batch),
@@ -130,6 +122,19 @@ def describe_run(job: Job) -> Run:
         preprocess=dict(net.preprocess),
         options=request.run.reading(),
         device_map=dict(net.device_map),
+    )
+
+
+def _describe_model(net: Net) -> Model:
+    """Return what a report says about its model: name, origin, architecture and weights."""
+    return Model(
+        spec=net.name,
+        source=net.source,
+        architecture=net.architecture,
+        parameters=net.parameters,
+        weights_sha256=net.weights_sha256,
+        quantised=net.quantised,
+        **_describe_commit(net.commit),
     )
 
 
@@ -193,7 +198,7 @@ def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
     Figures of the whole part, such as its seconds, then belong to the part of its first sample.
     """
     position = {name: i for i, name in enumerate(ids)}
-    pieces: list[Part] = []
+    pieces = []
     for part in parts:
         first = position[part.ids[0]]
         neighbours = ids[first : first + len(part.ids)]

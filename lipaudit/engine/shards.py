@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import load_measures
 from lipaudit.measures.base import MeasureOptions, Part, sample_ids, select_complete
 from lipaudit.schema import to_json_values
-from lipaudit.tables import Notes, Report, Run, Section
+from lipaudit.tables import Notes, Report, Run
 from lipaudit.tables.columns import Cell, Frozen
 from lipaudit.tables.report import Failure, require_aligned
 
@@ -216,8 +216,8 @@ def join_shards(
     _require_one_run(shards)
     first = shards[0]
     left_out = {name for shard in shards for name in shard.left_out}
-    notes = tuple(dict.fromkeys(chain.from_iterable(shard.notes for shard in shards)))
-    sections: list[Section] = []
+    notes = tuple(dict.fromkeys(note for shard in shards for note in shard.notes))
+    sections = []
     for name, plan in first.measures.items():
         if name in left_out:  # an optional measure that the model does not allow
             continue
@@ -230,14 +230,18 @@ def join_shards(
             sections.append(make_failed(name, options, failures[0], notes))
         else:
             sections += summarise(name, in_order(parts[name], ids), options, notes, len(missing))
-    run = first.run.model_copy(
+    return make_report(_join_runs(shards, command), sections, first.places)
+
+
+def _join_runs(shards: Sequence[Shard], command: str) -> Run:
+    """Return the run of the first shard with a new command, the time now and all devices."""
+    return shards[0].run.model_copy(
         update={
             "command": command,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": ", ".join(dict.fromkeys(shard.run.device for shard in shards)),
         }
     )
-    return make_report(run, sections, first.places)
 
 
 def _read_shards(folders: Sequence[Path]) -> list[Shard]:
@@ -363,9 +367,9 @@ def _require_whole(shards: Sequence[Shard], parts: Mapping[str, Sequence[Part]])
     first = shards[0]
     unfinished = _list_unfinished(shards)
     for name, plan in first.measures.items():
-        explained: set[str] = set()  # samples that a shard left out for a reason
+        explained = set[str]()  # samples that a shard left out for a reason
         for shard in shards:
-            explained.update(shard.remainder.get(name, ()))
+            explained |= {*shard.remainder.get(name, ())}
             if name in shard.failures or name in shard.left_out:
                 explained.update(shard.ids)
         ids = first.ids[: plan.samples]

@@ -101,7 +101,7 @@ def _reduce_section(section: Section) -> Section:
     for column in section.columns.values():
         reduction = column.reduction
         if reduction is not None:
-            kept.update((reduction.values, reduction.per, reduction.weights))
+            kept |= {reduction.values, reduction.per, reduction.weights}
     arrays = {name: array for name, array in section.arrays.items() if name in kept}
     rows = section.rows
     if "seconds" in section.columns:
@@ -328,8 +328,8 @@ def _read_conditions(report: Report) -> dict[str, object]:
     }
     for name, value in sorted(schema.to_json_values(run.preprocess).items()):
         found[f"preprocess {name}"] = value
-    found.update(sorted(run.options.items()))
-    found.update(sorted(run.versions.items()))
+    found |= sorted(run.options.items())
+    found |= sorted(run.versions.items())
     classes: dict[int, str] = {}
     for section in report.sections:
         classes |= section.classes

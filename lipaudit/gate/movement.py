@@ -32,7 +32,7 @@ def describe_movement(current: Report, baseline: Report) -> Movement | None:
     """
     for old in baseline.sections:
         new = current.section(old.measure)
-        if new is None or not all("predicted" in section.samples for section in (new, old)):
+        if new is None or "predicted" not in new.samples or "predicted" not in old.samples:
             continue
         try:  # the indices of the shared samples in both sections, however few (`least`)
             indices = pairing.find_shared(old.measure, new.ids, known=old.ids, least=0.0)
@@ -67,10 +67,11 @@ def _compare_sections(
     known = ~np.isnan(right_before) & ~np.isnan(right_after)  # samples with a label
     labelled = int(known.sum())
     if labelled:
-        was_right = right_before[known] == 1
-        is_right = right_after[known] == 1
-        moved = ~equal[known]
-        fields |= _count_moves(was_right, is_right, moved)
+        fields |= _count_moves(
+            was_right=right_before[known] == 1,
+            is_right=right_after[known] == 1,
+            moved=~equal[known],
+        )
     fields |= _measure_divergence(new, old, new_indices, old_indices)
     return Movement(labelled=labelled, **fields)
 

@@ -134,11 +134,12 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
         # No two models can be compared: they keep the given order, some with the reason.
         refused = {i: fields for i, fields in entries.items() if "reason" in fields}
         entries = {i: refused.get(i, {}) for i in indices}
-    models = []
-    for i, fields in entries.items():
-        models.append(Ranked(model=names[i], summary=summarise(reports[i]), **fields))
-    notes = (Note.info("paired-by-place", text) for text in by_place.values())
-    return Ranking(models=tuple(models), notes=tuple(notes), **about_ranking)
+    models = tuple(
+        Ranked(model=names[i], summary=summarise(reports[i]), **fields)
+        for i, fields in entries.items()
+    )
+    notes = tuple(Note.info("paired-by-place", text) for text in by_place.values())
+    return Ranking(models=models, notes=notes, **about_ranking)
 
 
 def _describe_criterion(criterion: Criterion) -> dict[str, str]:

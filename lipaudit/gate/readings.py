@@ -583,18 +583,16 @@ def find_unconverged(sections: Iterable[Section], column: str = "") -> tuple[set
         for name, cells in section.samples.items():  # per-sample columns
             ids = _name_samples(section, len(cells))
             if name == "converged":
-                samples.update(ids[i] for i, flag in enumerate(cells) if not flag)
+                samples |= {ids[i] for i, flag in enumerate(cells) if not flag}
             elif trials.parse_column(name)[0] == column:
-                without_value = {ids[i] for i, cell in enumerate(cells) if not _is_number(cell)}
+                without_value = {
+                    ids[i] for i, cell in enumerate(cells) if not isinstance(cell, int | float)
+                }
                 # A misclassified sample has no stored radius: it counts as 0, which is a value.
                 if column == RADIUS.column:
                     without_value -= _list_wrong(section)
                 samples |= without_value
     return rows, samples
-
-
-def _is_number(cell: object) -> bool:
-    return isinstance(cell, int | float)
 
 
 def _list_wrong(section: Section) -> set[str]:

@@ -151,8 +151,7 @@ def _find_table(metric: str, sections: Iterable[Section]) -> Layout | Section:
     Raises:
         UsageError: no table has the metric.
     """
-    tables: dict[str, Layout | Section] = {**layouts()}
-    tables |= {section.measure: section for section in sections}
+    tables = layouts() | {section.measure: section for section in sections}
     known = list_metrics(tables)
     if metric not in known:
         raise UsageError(f"unknown metric {metric!r}", suggestion(metric, known))
@@ -227,8 +226,8 @@ def list_metrics(tables: Mapping[str, Layout | Section] | None = None) -> tuple[
     of_rows = []
     of_samples = []
     for measure, table in tables.items():
-        of_rows.extend(_name_metrics(measure, table.columns))
-        of_samples.extend(_name_metrics(measure, table.sample_columns))
+        of_rows += _name_metrics(measure, table.columns)
+        of_samples += _name_metrics(measure, table.sample_columns)
     return tuple(dict.fromkeys(of_rows + of_samples))
 
 

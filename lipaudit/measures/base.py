@@ -346,8 +346,8 @@ def join_arrays(parts: Sequence[Part], besides: Collection[str] = ()) -> Arrays:
     return {name: join_parts(parts, name) for name in common if name not in besides}
 
 
-def sample_ids(parts: Iterable[Part]) -> tuple[str, ...]:
-    """Return the ids of all parts in order."""
+def sample_ids(parts: Iterable[Part | Batch]) -> tuple[str, ...]:
+    """Return the ids of the samples of parts or batches in order."""
     return tuple(i for part in parts for i in part.ids)
 
 

@@ -368,7 +368,7 @@ class Linearization:
             x by paths around the inner tensor.
         """
         leaf, value = self._graph
-        stop: set[Node] = set()  # the walk back from the output stops at the inner tensor
+        stop = set()  # the walk back from the output stops at the inner tensor
         if inner.grad_fn is not None:
             stop.add(inner.grad_fn)
         reached_leaves, reached_stops = leaves(value, stop)

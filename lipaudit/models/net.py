@@ -438,7 +438,7 @@ class Net(ModelSpec):
 
     def embedding(self, batch: Batch) -> Tensor:
         """Return the output of the embedding module on a batch, with samples first (detached)."""
-        outputs: list[Tensor] = []
+        outputs = []
         # The hook copies the output, because some models scale their embeddings in place.
         with torch.no_grad(), self._watch_entry(lambda out: outputs.append(out.clone())):
             self.call(batch.x, batch.mask)

@@ -350,7 +350,7 @@ def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) 
     Raises:
         Exception: the model fails on every sample; the exception on the first sample is raised.
     """
-    probe: Probe | None = None
+    probe = None
     failures = []
     for x in samples:
         try:

@@ -98,7 +98,7 @@ def _switch_tf32_off(stack: ExitStack) -> None:
     """
     backends: Any = torch.backends
     cudnn, onednn = backends.cudnn, backends.mkldnn
-    settings: list[Any] = []  # objects with `fp32_precision`: backends before their operations
+    settings = []  # objects with `fp32_precision`: backends before their operations
     if hasattr(cudnn, "conv"):  # torch 2.9 and later
         settings = [backends, cudnn, onednn, backends.cuda.matmul, onednn.matmul]
         settings += [cudnn.conv, cudnn.rnn, onednn.conv, onednn.rnn]

@@ -159,7 +159,7 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     if len(batch) < 2:
         return
     pair = batch.rows(torch.tensor([0, len(batch) - 1])).to(net.device, net.dtype)
-    alone: Tensor | None = None
+    alone = None
 
     def run_alone() -> Tensor:
         """Return the outputs of both samples, of which each runs alone."""

@@ -103,7 +103,7 @@ def find_blocks(additions: Sequence[Addition], starts: Collection[int]) -> list[
     Returns:
         A pair of indices of additions for each block.
     """
-    blocks: list[tuple[int, int]] = []
+    blocks = []
     order = sorted(starts)
     ends = [*order[1:], len(additions)]  # a block ends where the next one begins
     for first, end in zip(order, ends, strict=False):
@@ -193,7 +193,7 @@ def _find_between(later: Node, earlier: Node) -> set[Node] | None:
     None if no path connects the two nodes, or if some path between them has no linear map.
     """
     # Each node is visited with a flag: whether the way from `later` to the node has a linear map.
-    seen: set[tuple[Node, bool]] = set()
+    seen = set()
     todo = [(later, False)]
     is_connected = False
     while todo:

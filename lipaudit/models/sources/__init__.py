@@ -30,7 +30,7 @@ def timm_names() -> tuple[str, ...]:
     package = find_spec("timm")
     if package is None:
         return ()
-    names: set[str] = set()
+    names = set()
     for folder in package.submodule_search_locations or ():
         for path in Path(folder, "models").rglob("*.py"):
             source = path.read_text(encoding="utf-8")

@@ -98,7 +98,7 @@ def _read_state(path: Path, peft: Any) -> Mapping[str, Tensor]:
     ):
         if not any((path / f"adapter_model.{end}").is_file() for end in ("safetensors", "bin")):
             raise FileNotFoundError("adapter_model.safetensors")
-        state: Mapping[str, Tensor] = peft.utils.load_peft_weights(str(path), device="cpu")
+        state = peft.utils.load_peft_weights(str(path), device="cpu")
     return state
 
 

@@ -292,8 +292,8 @@ def plan_placement(module: nn.Module, device_map: str, dtype: torch.dtype | None
         accelerator = torch.accelerator.current_accelerator()
         if accelerator:
             kind = accelerator.type
-    places: dict[str, str] = {}
-    devices: dict[str, torch.device] = {}
+    places = {}
+    devices = {}
     advice = f"Choose another --device-map than {device_map}."
     for name, place in plan.items():
         device_name = str(place)
@@ -332,7 +332,7 @@ def _plan_by_accelerate(module: nn.Module, dtype: torch.dtype | None) -> dict[st
     if dtype is not None:
         floating = [name for name, p in module.named_parameters() if p.is_floating_point()]
         dtypes = dict.fromkeys(floating, dtype)
-    rules: dict[str, Any] = {"no_split_module_classes": sorted(blocks), "special_dtypes": dtypes}
+    rules = {"no_split_module_classes": sorted(blocks), "special_dtypes": dtypes}
     memory = get_balanced_memory(module, **rules)
     return dict(infer_auto_device_map(module, max_memory=memory, **rules))
 

@@ -387,7 +387,7 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
     """
     parts = dict(module.named_modules(remove_duplicate=False))
     formats = Counter[str]()  # number of weights of each number format
-    weights: dict[int, nn.Parameter] = {}  # float weights by the id of the quantised weight
+    weights = {}  # float weights by the id of the quantised weight
     part: Any
     for path, part in parts.items():
         for name, p in [*part._parameters.items()]:

@@ -86,7 +86,7 @@ def _choose_weights(module: nn.Module, how: str) -> tuple[list[LinearWeight], li
         InputError: there is no weight to round.
     """
     fixed = _find_fixed(module)  # ids of the parameters that are not rounded
-    weights: dict[int, LinearWeight] = {}
+    weights = {}
     unchanged = []
     for weight in list_linear_weights(module):
         if id(weight.parameter) in fixed:
@@ -135,7 +135,7 @@ def _require_whole_groups(weights: Iterable[LinearWeight], group: int, how: str)
     Raises:
         UsageError: the size does not divide the inputs of a layer; the message names the layer.
     """
-    inputs: dict[str, int] = {}
+    inputs = {}
     for name, p, is_transposed in weights:
         inputs[name] = p.shape[0 if is_transposed else 1]
     undivided = [name for name, count in inputs.items() if count % group]
@@ -185,7 +185,7 @@ def _find_fixed(module: Any) -> set[int]:
     outside of its `base_model`, such as the layers of a classifier.
     """
     # Modules whose parameters are not rounded. An output layer may be None: the model has none.
-    parts: list[Any] = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    parts = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     for get in HEADS:
         if not hasattr(module, get):
             continue

@@ -40,7 +40,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
     (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
     # Models of timm keep facts about their trained weights: classes, normalisation, resizing.
     pretrained_cfg = getattr(module, "pretrained_cfg", None)
-    facts: dict[str, Any] = {}
+    facts = {}
     if isinstance(module, DigitsViT):  # a demo: timm has an equal architecture
         architecture, arguments = AS_TIMM
     elif pretrained_cfg is not None:

@@ -289,7 +289,7 @@ def find_text_config(config: Any) -> Any:
 
 def find_pad(config: Any) -> int | None:
     """Return the padding id of a configuration; None if it is not in the vocabulary."""
-    pad: int | None = getattr(config, "pad_token_id", None)
+    pad = getattr(config, "pad_token_id", None)
     if pad is None or not 0 <= pad < config.vocab_size:
         return None
     return pad

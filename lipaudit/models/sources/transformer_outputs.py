@@ -69,7 +69,7 @@ def describe_classes(module: Any) -> dict[str, Any]:
     name = type(module).__name__
     has_classes = is_classifier(module)
     problem = str(getattr(module.config, "problem_type", None))
-    facts: dict[str, Any] = {"architecture": name, "classifier": has_classes}
+    facts = {"architecture": name, "classifier": has_classes}
     if has_classes and problem in UNDECIDED:
         return facts | {
             "classifier": False,
@@ -138,7 +138,7 @@ def read_tower(result: Any, mask: Tensor | None) -> Tensor:
     These are `pooler_output` of `get_image_features` and `get_text_features`. If a result has no
     `pooler_output`, the features are the mean of the last hidden state, without the mask.
     """
-    pooled: Tensor | None = getattr(result, "pooler_output", None)
+    pooled = getattr(result, "pooler_output", None)
     if pooled is None:
         return mean_pooling(result, mask=None)
     return pooled
@@ -152,7 +152,7 @@ def select_tower(module: Any, tower: str | None) -> Callable[..., Any]:
         tower: "image" or "text"; None for a model without towers.
     """
     if tower is None:
-        run: Callable[..., Any] = module
+        run = module
     else:
         run = getattr(module, f"get_{tower}_features")
     return run

@@ -140,7 +140,7 @@ def _choose_state(content: Any, path: Path) -> tuple[State, Notes]:
     """
     notes: Notes = ()
     state = _find_tensors(content)  # weights at the top of the file
-    states: dict[str, State] = {}  # sets of weights inside of a checkpoint, by their keys
+    states = {}  # sets of weights inside of a checkpoint, by their keys
     if isinstance(content, Mapping):
         for key, part in content.items():
             tensors = _find_tensors(part)
@@ -238,7 +238,7 @@ def _read_pickle(path: Path) -> Any:
             raise
         # The classes and functions in the file that torch does not regard as safe. torch lists
         # them for zip archives only. For a bare pickle it raises an error, and the list is empty.
-        names: list[str] = []
+        names = []
         with suppress(Exception):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
         reason = f"is not a complete PyTorch file ({summarise_error(error)})"
@@ -367,7 +367,7 @@ def guess_arguments(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]
         """Return the first of some names that the module's class takes, else the usual one."""
         return next((name for name in names if name in parameters), names[0])
 
-    guesses: dict[str, int] = {}
+    guesses = {}
     classifier = ""
     # Most norm layers have the width of the model. So count the norm layers of each pair of widths
     # (in the model, in the file), and compare the most frequent pair.

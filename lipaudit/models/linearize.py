@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from lipaudit.errors import (
     EvaluationError,
@@ -83,7 +82,7 @@ def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     if isinstance(reference, Tensor):  # not converted
         return NotImplemented
     # x W^T: False says that W is not transposed (`apply` takes no keywords).
-    product: Tensor = _StoredProduct.apply(input, reference, False)
+    product = _StoredProduct.apply(input, reference, False)
     if bias is None:
         return product
     return product + bias

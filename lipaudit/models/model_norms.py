@@ -198,8 +198,7 @@ def _compute_largest_row_sum(linear: Linearization) -> JacobianNorms:
             f"Use --norm 2, or an output of at most {MOST_ROWS} entries.",
         )
     sums = [_compute_rows(linear, i).abs().sum(1, dtype=torch.float64) for i in range(m)]
-    largest = torch.stack(sums, 1).amax(1)
-    return _make_exact(linear, largest, products=m, method="rows")
+    return _make_exact(linear, torch.stack(sums, 1).amax(1), products=m, method="rows")
 
 
 def _decompose_dense(
@@ -448,7 +447,7 @@ def make_gram_products(linear: Linearization) -> Products:
     """
     few_outputs = linear.outputs <= linear.inputs
     # `outer` returns J J^T u, and `inner` returns J^T J u.
-    product: Products = linear.outer if few_outputs else linear.inner
+    product = linear.outer if few_outputs else linear.inner
     shape = (linear.output if few_outputs else linear.x).shape
 
     def apply(u: Tensor) -> Tensor:

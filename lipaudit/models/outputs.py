@@ -180,8 +180,7 @@ def convert_outputs(
         output = read_scores(watched.result)
         # If the model returns the output of that function, the logits come from its input.
         if output is watched.probabilities:
-            logits: Tensor = watched.logits()
-            return logits
+            return watched.logits()
         # Otherwise compute the logits from p. Limits avoid infinite logits if p is 0 or 1.
         limits = torch.finfo(output.dtype)
         if form == "sigmoids":

@@ -67,7 +67,7 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
         # importing it here would take a second.
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        mha: Any = torch.backends.mha
+        mha = torch.backends.mha
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
         # On a CPU, torch's gradient of both functions is wrong for a single sample if the incoming

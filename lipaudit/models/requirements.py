@@ -89,8 +89,7 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
         InputError: the model is random, or its first sample depends on the second one.
     """
     with torch.no_grad():
-        repeated = net.output(batch)
-        if not agree(output, repeated, each=0):
+        if not agree(output, net.output(batch), each=0):
             raise InputError(
                 "the model is random: two forward passes over the same samples differ", REPEAT
             )
@@ -177,9 +176,9 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
         # will name the sample. Also accept it if samples are measured one at a time.
         if alone is None or singly:
             return
-        reason = summarise_error(error)
         raise InputError(
-            f"{net.architecture} runs on one sample but fails on a batch of two ({reason})",
+            f"{net.architecture} runs on one sample but fails on a batch of two "
+            f"({summarise_error(error)})",
             "Use --batch-size 1, or fix the model.",
         ) from error
     if len(together) != len(pair) or together.shape != alone.shape:
@@ -452,8 +451,7 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
             behind = net.forward(x - h * u, batch)
         difference = (ahead - behind) * w
         quotient = difference.flatten(1).sum(1) / (2 * h)  # D(h)
-        error = _compare_slopes(quotient, slope, usual_slope, rounding / h)
-        errors = torch.minimum(errors, error)
+        errors = torch.minimum(errors, _compare_slopes(quotient, slope, usual_slope, rounding / h))
         if (errors <= DIFFERS).all():  # no sample differs: no further step is needed
             break
     return errors

@@ -33,9 +33,8 @@ def timm_names() -> tuple[str, ...]:
     names = set()
     for folder in package.submodule_search_locations or ():
         for path in Path(folder, "models").rglob("*.py"):
-            source = path.read_text(encoding="utf-8")
             # Functions that are decorated with @register_model.
-            names.update(_REGISTERED.findall(source))
+            names.update(_REGISTERED.findall(path.read_text(encoding="utf-8")))
     return tuple(sorted(names))
 
 

@@ -49,12 +49,7 @@ def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str,
             f"{path / CONFIG} names no base model",
             f"Write its folder or hf name into base_model_name_or_path, or {MERGE}",
         )
-    with explain_failure(
-        f"{path} holds an adapter, such as LoRA, which needs the library `peft`",
-        f"pip install peft. Or {MERGE}",
-        ImportError,
-    ):
-        import peft
+    peft = _import_peft(path)
     if options.device_map is not None:
         raise InputError(
             f"{path} holds an adapter, and --device-map places the weights of whole models only",
@@ -62,11 +57,6 @@ def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str,
         )
     state = _read_state(path, peft)
     base = _find_base(str(name), config.get("revision"), path)
-    if Path(base).resolve() == path.resolve():
-        raise InputError(
-            f"{path / CONFIG} names its own folder as the base model",
-            "Write the folder of the whole model into base_model_name_or_path.",
-        )
     # Merging adds an update to the base weights. In half precision the sum would be rounded, and
     # the result would be another model. So the base is converted to float32 on loading.
     options = replace(options, weights="converted")
@@ -90,6 +80,21 @@ def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str,
     return source, replace(spec, notes=(note, *kept))
 
 
+def _import_peft(path: Path) -> Any:
+    """Import and return the library that reads the adapter in a folder.
+
+    Raises:
+        InputError: peft is not installed.
+    """
+    with explain_failure(
+        f"{path} holds an adapter, such as LoRA, which needs the library `peft`",
+        f"pip install peft. Or {MERGE}",
+        ImportError,
+    ):
+        import peft
+    return peft
+
+
 def _read_state(path: Path, peft: Any) -> Mapping[str, Tensor]:
     """Read the weights of an adapter; pickled files may hold tensors only."""
     with explain_failure(
@@ -98,16 +103,23 @@ def _read_state(path: Path, peft: Any) -> Mapping[str, Tensor]:
     ):
         if not any((path / f"adapter_model.{end}").is_file() for end in ("safetensors", "bin")):
             raise FileNotFoundError("adapter_model.safetensors")
-        state = peft.utils.load_peft_weights(str(path), device="cpu")
-    return state
+        return peft.utils.load_peft_weights(str(path), device="cpu")
 
 
 def _find_base(name: str, revision: str | None, path: Path) -> str:
     """Return the MODEL argument of a base model: a folder, or a repository of the Hub.
 
     A folder may be relative to the working directory or to the adapter at `path`.
+
+    Raises:
+        InputError: the name is that of the adapter's own folder.
     """
     for folder in (Path(name), path / name):
+        if folder.resolve() == path.resolve():
+            raise InputError(
+                f"{path / CONFIG} names its own folder as the base model",
+                "Write the folder of the whole model into base_model_name_or_path.",
+            )
         if folder.is_dir():
             return str(folder)
     return f"hf:{name}@{revision}" if revision else f"hf:{name}"

@@ -159,8 +159,9 @@ def make_zero_shot(
         ),
         *spec.notes,
     )
-    preprocess = {**spec.preprocess, "zero-shot": facts}
-    return replace(spec, read=read, preprocess=preprocess, notes=notes)
+    return replace(
+        spec, read=read, preprocess={**spec.preprocess, "zero-shot": facts}, notes=notes
+    )
 
 
 def _tokenize(module: Any, texts: Sequence[str], path: Path | None) -> dict[str, Tensor]:
@@ -212,8 +213,7 @@ def _embed_texts(module: Any, ids: dict[str, Tensor], dtype: torch.dtype) -> Ten
         chunk = {key: value[start : start + TEXTS] for key, value in ids.items()}
         output = module.get_text_features(**chunk)
         features.append(transformer_outputs.read_tower(output, mask=None))
-    embeddings = torch.cat(features).to(dtype)
-    return F.normalize(embeddings, dim=-1)
+    return F.normalize(torch.cat(features).to(dtype), dim=-1)
 
 
 def _require_cosines(

@@ -115,8 +115,9 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
         # If another number of classes is requested, the classifier is new, and a note says so.
         loader, head_notes = _choose_loader(config, options.classes)
         if options.pretrained:
-            is_new = bool(head_notes)
-            module, quantised, notes = _load_checkpoint(loader, path, config, options, is_new)
+            module, quantised, notes = _load_checkpoint(
+                loader, path, config, options, has_new_classifier=bool(head_notes)
+            )
         else:
             module = _build(loader, config)
             quantised = ""

@@ -33,7 +33,7 @@ def import_library(name: str) -> None:
     # Substitute 1: `torch._dynamo.utils.is_compile_supported`, in a module of our own.
     sys.modules.setdefault(UTILITIES, _Utilities(UTILITIES))
     # Substitute 2: `torch.compiler.disable`.
-    compiler: Any = torch.compiler
+    compiler = torch.compiler
     disable = compiler.disable
     compiler.disable = partial(_disable_later, disable)
     try:

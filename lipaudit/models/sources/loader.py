@@ -126,6 +126,15 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
         return _load_directory(path, options)
     if path.is_file():
         return "file", _load_file(path, options)
+    raise InputError(
+        f"no model {model!r}: there is no such file or directory",
+        f"{_suggest_models(model)}MODEL is one of: {FORMS}.",
+    )
+
+
+def _suggest_models(model: str) -> str:
+    """Return a question that names models of a similar name, or nothing: "Did you mean ...? "."""
+    path = Path(model)
     suggestions = []
     if ".py:" in model:
         suggestions.append(f"py:{model}")
@@ -133,13 +142,9 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     suggestions += similar_models(model)
     if path.suffix not in SUFFIXES and re.fullmatch(r"\w[\w.-]*[/-][\w.-]+", model):
         suggestions.append(f"hf:{model}")  # ORG/NAME
-    hint = ""
-    if suggestions:
-        hint = f"Did you mean {' or '.join(suggestions[:3])}? "
-    raise InputError(
-        f"no model {model!r}: there is no such file or directory",
-        f"{hint}MODEL is one of: {FORMS}.",
-    )
+    if not suggestions:
+        return ""
+    return f"Did you mean {' or '.join(suggestions[:3])}? "
 
 
 def _load_file(path: Path, options: LoadOptions) -> ModelSpec:
@@ -172,7 +177,7 @@ def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
     if (path / adapters.CONFIG).is_file():
         return adapters.load_adapter(path, options, _load_spec)
     config_file = path / "config.json"
-    config: Any = {}
+    config = {}
     if config_file.is_file():
         config = read_json(config_file)
     if isinstance(config, dict):
@@ -265,8 +270,12 @@ def _prepare_module(spec: ModelSpec, options: LoadOptions, name: str) -> tuple[M
     if options.dtype == "float64":
         for config, _ in huggingface.list_expert_settings(module):
             setattr(config, huggingface.EXPERTS, "eager")
-    architecture = spec.architecture or type(module).__name__
-    spec = replace(spec, module=module, quantised=quantised, architecture=architecture)
+    spec = replace(
+        spec,
+        module=module,
+        quantised=quantised,
+        architecture=spec.architecture or type(module).__name__,
+    )
     return spec, digest
 
 
@@ -504,22 +513,31 @@ def borrow(
     if input_shape is None or isinstance(model, ModelSpec):
         spec = own.describe(model, options)
     else:
-        axes = 0  # of an input that is no shape, such as a number: refused below
-        if isinstance(input_shape, Sequence):
-            axes = len(input_shape)
-        if axes not in own.KINDS:
-            raise UsageError(
-                f"input_shape {input_shape} is not the shape of a sample",
-                "Give (channels, height, width), (tokens, width), (samples,), or the four axes of "
-                "a volume or video.",
-            )
-        spec = ModelSpec(own.unwrap(model), tuple(input_shape), kind=own.KINDS[axes])
+        spec = _describe_by_shape(model, input_shape)
     name = type(spec.module).__name__
     if options.device == "auto":
         first = next(spec.module.parameters(), torch.empty(0))
         options = replace(options, device=str(first.device))
     with restore(spec.module):
         yield assemble(spec, options, name=name, source=OWN)
+
+
+def _describe_by_shape(model: nn.Module, input_shape: Sequence[int]) -> ModelSpec:
+    """Describe a module by the shape of one sample: its number of axes says what a sample is.
+
+    Raises:
+        UsageError: this is not the shape of a sample.
+    """
+    axes = 0  # of an input that is no shape, such as a number: refused below
+    if isinstance(input_shape, Sequence):
+        axes = len(input_shape)
+    if axes not in own.KINDS:
+        raise UsageError(
+            f"input_shape {input_shape} is not the shape of a sample",
+            "Give (channels, height, width), (tokens, width), (samples,), or the four axes of a "
+            "volume or video.",
+        )
+    return ModelSpec(own.unwrap(model), tuple(input_shape), kind=own.KINDS[axes])
 
 
 @contextmanager

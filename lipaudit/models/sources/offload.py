@@ -285,18 +285,13 @@ def plan_placement(module: nn.Module, device_map: str, dtype: torch.dtype | None
         plan = _plan_by_accelerate(module, dtype)
     else:
         plan = _read_device_map(module, device_map)
-    # Accelerate names an accelerator by its number, and a file may do so, too: 0 is cuda:0.
-    kind = "cuda"
-    # Count accelerators first: a torch built for CUDA names CUDA also on machines without a GPU.
-    if torch.accelerator.device_count():
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator:
-            kind = accelerator.type
+    kind = _find_accelerator()
     places = {}
     devices = {}
     advice = f"Choose another --device-map than {device_map}."
     for name, place in plan.items():
         device_name = str(place)
+        # Accelerate names an accelerator by its number, and a file may do so, too: 0 is cuda:0.
         if isinstance(place, int):
             device_name = f"{kind}:{place}"
         places[name] = device_name
@@ -305,16 +300,35 @@ def plan_placement(module: nn.Module, device_map: str, dtype: torch.dtype | None
             # "cuda" means the current one of several devices. The device of a tensor has its
             # number, such as cuda:0.
             devices[device_name] = torch.empty(0, device=device).device
-    # Samples start on the device of the first parameter, the embedding. If this parameter is on
-    # the CPU or the disk, samples start on the first accelerator; without one, on the CPU.
     first_parameter, _ = next(module.named_parameters())
     embedding = first_parameter.rpartition(".")[0]
-    main = torch.device(CPU)
-    for device_name in (_look_up(places, embedding), *devices):
-        if device_name in devices and devices[device_name].type != CPU:
-            main = devices[device_name]
-            break
-    return Placement(places, devices, main)
+    return Placement(places, devices, _choose_main(devices, _look_up(places, embedding)))
+
+
+def _find_accelerator() -> str:
+    """Return the kind of the accelerator of this machine, such as "cuda" (also without any)."""
+    # Count accelerators first: a torch built for CUDA names CUDA also on machines without a GPU.
+    if torch.accelerator.device_count():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator:
+            return accelerator.type
+    return "cuda"
+
+
+def _choose_main(devices: Mapping[str, torch.device], first: str) -> torch.device:
+    """Return the device on which samples start.
+
+    It is that of the first parameter, the embedding. If this is on the CPU or the disk, samples
+    start on the first accelerator; without one, on the CPU.
+
+    Args:
+        devices: the devices of a model's weights by name.
+        first: the name of the place of the first parameter; the disk has no device.
+    """
+    for name in (first, *devices):
+        if name in devices and devices[name].type != CPU:
+            return devices[name]
+    return torch.device(CPU)
 
 
 def _plan_by_accelerate(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -409,6 +423,5 @@ def _map_weight(values: Tensor, path: Path) -> Tensor:
             f"weights cannot be written to disk in {path.parent} ({error.strerror})",
             "Set TMPDIR to a folder with more room.",
         ) from error
-    count = values.numel()
-    mapped = torch.from_file(str(path), shared=False, size=count, dtype=values.dtype)
+    mapped = torch.from_file(str(path), shared=False, size=values.numel(), dtype=values.dtype)
     return mapped.view(values.shape)

@@ -137,7 +137,7 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "")
         UsageError: the input is unknown, or the shape of the data has several readings that all
             fit the values.
     """
-    module: Any = model
+    module = model
     if isinstance(model, ModelSpec):
         module = model.module
     module = unwrap(module)

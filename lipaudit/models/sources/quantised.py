@@ -78,9 +78,8 @@ def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool
     # GPTQ and AWQ store their files in several layouts.
     layout = ""
     if method in LAYOUTS:
-        default = LAYOUTS[method][0]
         layout = str(
-            settings.get("checkpoint_format") or settings.get("version") or default
+            settings.get("checkpoint_format") or settings.get("version") or LAYOUTS[method][0]
         ).lower()
     _require_known_method(method, layout, settings, path)
     # If all tensors of the files are floats, there are no codes: config.json is wrong.
@@ -230,13 +229,7 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
             f"{layer} of {path} cannot be dequantised as {layout}",
             "Copy or download it again, or give a dequantised copy.",
         ):
-            groups = range(len(parts["scales"]))
-            if "g_idx" in parts and not set(parts["g_idx"].tolist()).issubset(groups):
-                raise ValueError("g_idx names a group without a scale")
-            # Dequantise on the meta device, without values: this gives the shape of the weight. It
-            # raises an error if shapes do not fit, before the model is built.
-            blank = {part: value.to("meta") for part, value in parts.items()}
-            shape = dequantise_codes(layout, **blank).shape
+            shape = _find_shape(layout, parts)  # also checks the tensors, before loading
         # `qweight` packs its codes into words of 32 bits.
         bits = 32 * parts["qweight"].numel() // shape.numel()
         formats[f"{layout} int{bits}"] += 1
@@ -246,6 +239,24 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
         count += shape.numel()
     share = count / sum(v.shape.numel() for v in state.values())
     return _describe_quantised(formats, share), state
+
+
+def _find_shape(layout: str, parts: Mapping[str, Tensor]) -> torch.Size:
+    """Return the shape of the weight that the tensors of a quantised layer give.
+
+    Args:
+        layout: gptq, gptq_v2 or awq.
+        parts: the other arguments of `dequantise_codes`, by name.
+
+    Raises:
+        Exception: the tensors do not fit one another.
+    """
+    groups = range(len(parts["scales"]))
+    if "g_idx" in parts and not set(parts["g_idx"].tolist()).issubset(groups):
+        raise ValueError("g_idx names a group without a scale")
+    # Dequantise on the meta device, without values.
+    blank = {part: value.to("meta") for part, value in parts.items()}
+    return dequantise_codes(layout, **blank).shape
 
 
 def transpose_codes(module: Any, state: dict[str, Any]) -> None:
@@ -409,21 +420,30 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
             weight = weights[id(p)]
             if library == "torchao":
                 part._parameters[name] = weight
-                continue
-            # A layer of bitsandbytes multiplies its codes itself. So an nn.Linear with the float
-            # weight takes its place in the parent module.
-            linear: Any = nn.Linear(part.in_features, part.out_features, device="meta")
-            linear.weight = weight
-            linear.bias = part.bias
-            parent_path, _, key = path.rpartition(".")
-            parent = parts[parent_path]
-            # A new table of submodules, so that `loader.restore` can put the old one back.
-            parent._modules = {**parent._modules, key: linear}
+            else:  # a layer of bitsandbytes multiplies its codes itself, so it is replaced
+                parent, _, key = path.rpartition(".")
+                _replace_linear(parts[parent], key, weight)
     if not formats:
         return ""
     count = sum(weight.numel() for weight in weights.values())
     share = count / sum(p.numel() for p in module.parameters())
     return _describe_quantised(formats, share)
+
+
+def _replace_linear(parent: Any, key: str, weight: nn.Parameter) -> None:
+    """Replace a linear layer of a module by an nn.Linear with another weight and the same bias.
+
+    Args:
+        parent: the module.
+        key: the name of the layer in it.
+        weight: the weight of the new layer.
+    """
+    layer = parent._modules[key]
+    linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
+    linear.weight = weight
+    linear.bias = layer.bias
+    # A new table of submodules, so that `loader.restore` can put the old one back.
+    parent._modules = {**parent._modules, key: linear}
 
 
 def _describe_quantised(formats: Mapping[str, int], share: float) -> str:

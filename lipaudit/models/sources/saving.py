@@ -32,7 +32,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
-    module: Any = net.module
+    module = net.module
     if hasattr(module, "save_pretrained"):
         _save_transformers(module, folder)
         return True

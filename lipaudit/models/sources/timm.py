@@ -61,16 +61,9 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
 
     if not options.pretrained:
         return describe_timm(_create(name, options.building), options, notes=(RANDOM,))
-    config: Any = timm.models.get_pretrained_cfg(name)
+    config = timm.models.get_pretrained_cfg(name)
     hub_id = getattr(config, "hf_hub_id", None)
-    url = getattr(config, "url", None)
-    # Advice if the weights cannot be downloaded.
-    advice = f"give a weights file with --arch timm:{name.partition('.')[0]}"
-    if hub_id:
-        advice += f" (of {hub_id})"
-    elif url:
-        advice += f" ({url})"
-    advice += ". --model-kwargs pretrained=false uses random weights (to check memory and time)."
+    advice = _advise_on_download(name, hub_id, url=getattr(config, "url", None))
     if not hub_id:
         raise InputError(f"the Hub has no weights of timm for {name}", advice)
     repository = Repository(hub_id)
@@ -89,6 +82,34 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
             f"{error.advice} Or {advice}",
         ) from error
     commit.record_revision()
+    _require_trained_classifier(module, name)
+    return replace(describe_timm(module, options), commit=commit)
+
+
+def _advise_on_download(name: str, hub_id: str | None, url: str | None) -> str:
+    """Return what to do if the pretrained weights of a model cannot be downloaded.
+
+    Args:
+        name: the model in timm.
+        hub_id: the repository of the Hub that has its weights, if any.
+        url: another address of the weights, if any.
+    """
+    advice = f"give a weights file with --arch timm:{name.partition('.')[0]}"
+    if hub_id:
+        advice += f" (of {hub_id})"
+    elif url:
+        advice += f" ({url})"
+    return (
+        f"{advice}. --model-kwargs pretrained=false uses random weights (to check memory and "
+        "time)."
+    )
+
+
+def _require_trained_classifier(module: Any, name: str) -> None:
+    """Refuse a pretrained model that was loaded with another number of classes than its weights.
+
+    timm then makes a new classifier with random weights.
+    """
     classes = module.num_classes
     trained_classes = module.pretrained_cfg["num_classes"]
     if classes not in (0, trained_classes):  # 0: features, without a classifier
@@ -98,7 +119,6 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
             "Leave num_classes out, train a new classifier with `lipaudit train --classes`, or "
             "give your own weights file with --arch.",
         )
-    return replace(describe_timm(module, options), commit=commit)
 
 
 def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
@@ -319,8 +339,7 @@ def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
     subset = timm.data.infer_imagenet_subset(module)
     if not subset:
         return None, {}
-    info = timm.data.ImageNetInfo(subset)
-    return tuple(info.label_descriptions()), list_synsets(subset)
+    return tuple(timm.data.ImageNetInfo(subset).label_descriptions()), list_synsets(subset)
 
 
 def list_synsets(subset: str = "imagenet-1k") -> dict[str, int]:
@@ -435,7 +454,7 @@ class DigitsViT(nn.Module):
         The shape is (1, 1 + patches, width), with the class token first. For another size of image
         than in training, the embeddings are interpolated on the grid of patches.
         """
-        positions: Tensor = self.pos_embed
+        positions = self.pos_embed
         if patches + 1 == positions.shape[1]:
             return positions
         old_side = SIZE // PATCH

@@ -123,7 +123,7 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
 
 def _read_next_token(result: Any, mask: Tensor | None) -> Tensor:
     """Return the logits of the token after each text, (samples, vocabulary)."""
-    logits: Tensor = result.logits
+    logits = result.logits
     if mask is None:
         return logits[:, -1]
     # Texts are padded behind their last tokens.
@@ -181,8 +181,9 @@ def _read_classes(result: Any, mask: Tensor | None) -> Tensor:
 
     If the configuration asks for tuples (`return_dict`), the logits are the first item.
     """
-    logits: Tensor = result.logits if hasattr(result, "logits") else result[0]
-    return logits
+    if hasattr(result, "logits"):
+        return result.logits
+    return result[0]
 
 
 def choose_pooling(path: Path | None) -> Pooling:

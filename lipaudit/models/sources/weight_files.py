@@ -120,7 +120,7 @@ def read_weights(path: Path) -> tuple[State, Notes]:
             f"{path} is not a complete safetensors file",
             "Copy or download it again.",
         ):
-            content: Any = load_file(path)
+            content = load_file(path)
     else:
         content = _read_pickle(path)
     state, notes = _choose_state(content, path)
@@ -179,9 +179,7 @@ def _find_tensors(content: Any) -> State:
 def _apply_scales(state: State, path: Path) -> tuple[State, Notes]:
     """Multiply int8 and float8 weights by their scales: one number, or one per output channel.
 
-    The scale of the weight NAME is stored as `NAME_scale`. For a square weight (n, n), a scale of
-    shape (n,) is refused. Some layers store their weights transposed, so the scale may belong to
-    the inputs.
+    The scale of the weight NAME is stored as `NAME_scale`.
 
     Raises:
         InputError: a scale has a shape that is not accepted.
@@ -196,22 +194,7 @@ def _apply_scales(state: State, path: Path) -> tuple[State, Notes]:
             # A float8 weight may be a plain cast, without a scale. Integers are refused later, if
             # the model has floats under this name.
             continue
-        outputs = len(weight)
-        column = (outputs, *[1] * (weight.ndim - 1))  # (outputs, 1, ...): a scale per output
-        accepted = [column]
-        if outputs != weight.shape[1]:
-            accepted.append((outputs,))
-        fits = scale.numel() == 1 or tuple(scale.shape) in accepted
-        if not fits or not scale.is_floating_point():
-            raise InputError(
-                f"{name} of {path} is {join_few(name_dtypes([weight.dtype]))} of shape "
-                f"{tuple(weight.shape)}, with a {join_few(name_dtypes([scale.dtype]))} scale of "
-                f"{tuple(scale.shape)}",
-                f"Store {name}_scale with one number, or one per output channel: {column}; or "
-                "save float weights.",
-            )
-        factors = scale.float().reshape(-1, *column[1:])
-        values[name] = weight.float() * factors
+        values[name] = weight.float() * _arrange_scale(scale, weight, name, path)
         scaled_dtypes.add(weight.dtype)
     if not scaled_dtypes:
         return values, ()
@@ -219,6 +202,38 @@ def _apply_scales(state: State, path: Path) -> tuple[State, Notes]:
     return values, (
         Note.info("scaled-weights", f"weights stored in {dtypes} were multiplied by their scales"),
     )
+
+
+def _arrange_scale(scale: Tensor, weight: Tensor, name: str, path: Path) -> Tensor:
+    """Return the scale of a weight as a factor that broadcasts: (1, 1, ...) or (outputs, 1, ...).
+
+    For a square weight (n, n), a scale of shape (n,) is refused. Some layers store their weights
+    transposed, so the scale may belong to the inputs.
+
+    Args:
+        scale: the stored scale.
+        weight: the stored weight, (outputs, inputs, ...).
+        name: the name of the weight, for the message.
+        path: the file.
+
+    Raises:
+        InputError: the scale has a shape that is not accepted, or is no float.
+    """
+    outputs = len(weight)
+    column = (outputs, *[1] * (weight.ndim - 1))  # (outputs, 1, ...): a scale per output
+    accepted = [column]
+    if outputs != weight.shape[1]:
+        accepted.append((outputs,))
+    fits = scale.numel() == 1 or tuple(scale.shape) in accepted
+    if not fits or not scale.is_floating_point():
+        raise InputError(
+            f"{name} of {path} is {join_few(name_dtypes([weight.dtype]))} of shape "
+            f"{tuple(weight.shape)}, with a {join_few(name_dtypes([scale.dtype]))} scale of "
+            f"{tuple(scale.shape)}",
+            f"Store {name}_scale with one number, or one per output channel: {column}; or save "
+            "float weights.",
+        )
+    return scale.float().reshape(-1, *column[1:])
 
 
 def _read_pickle(path: Path) -> Any:
@@ -460,13 +475,8 @@ def match_names(state: State, module: nn.Module) -> tuple[State, Notes]:
     if not others or has_second_model or not is_complete:
         return renamed, ()
     matched = {name: value for name, value in renamed.items() if name not in others}
-    names = join_few(others)
-    return matched, (
-        Note.info(
-            "weights-beside",
-            f"weights beside the model {prefix.rstrip('.')!r} were left out: {names}",
-        ),
-    )
+    text = f"weights beside the model {prefix.rstrip('.')!r} were left out: {join_few(others)}"
+    return matched, (Note.info("weights-beside", text),)
 
 
 def _remove_prefix(state: State, prefix: str) -> State:
@@ -474,7 +484,7 @@ def _remove_prefix(state: State, prefix: str) -> State:
 
     A name keeps its prefix if another weight already has the name without it.
     """
-    renamed: State = {}
+    renamed = {}
     for name, value in state.items():
         short = name.removeprefix(prefix)
         if short in state:

@@ -422,7 +422,7 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
                 part._parameters[name] = weight
             else:  # a layer of bitsandbytes multiplies its codes itself, so it is replaced
                 parent, _, key = path.rpartition(".")
-                _replace_linear(parts[parent], key, weight)
+                _replace_layer(parts[parent], key, part, weight)
     if not formats:
         return ""
     count = sum(weight.numel() for weight in weights.values())
@@ -430,15 +430,15 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
     return _describe_quantised(formats, share)
 
 
-def _replace_linear(parent: Any, key: str, weight: nn.Parameter) -> None:
+def _replace_layer(parent: Any, key: str, layer: Any, weight: nn.Parameter) -> None:
     """Replace a linear layer of a module by an nn.Linear with another weight and the same bias.
 
     Args:
         parent: the module.
         key: the name of the layer in it.
+        layer: the layer.
         weight: the weight of the new layer.
     """
-    layer = parent._modules[key]
     linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
     linear.weight = weight
     linear.bias = layer.bias

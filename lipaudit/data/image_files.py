@@ -73,12 +73,7 @@ def list_pictures(folder: Path) -> tuple[list[Path], Notes]:
         elif entry.suffix.lower() not in SIDECARS and entry.is_file():  # not a text or table
             others.append(entry)
     if not pictures:
-        advice = (
-            f"Give a folder of {', '.join(SUFFIXES[:4])} ... files, or of one folder per class."
-        )
-        if deeper:
-            advice = f"Images are deeper, such as {deeper[0]}: try --data {deeper[0].parents[1]}."
-        raise InputError(f"{folder} holds no images, nor do its folders", advice)
+        raise _explain_no_pictures(folder, deeper)
     # {True} if all pictures are beside the sub-folders, {False} if all are inside of them.
     are_beside = {file.parent == folder for file in pictures}
     if len(are_beside) > 1:
@@ -89,6 +84,19 @@ def list_pictures(folder: Path) -> tuple[list[Path], Notes]:
     notes = _note_left_out("images in deeper folders", deeper, folder)
     notes += _note_left_out("files of other formats", others, folder)
     return pictures, notes
+
+
+def _explain_no_pictures(folder: Path, deeper: Sequence[Path]) -> InputError:
+    """Return the error on a folder without pictures; it names one that lies deeper, if any does.
+
+    Args:
+        folder: the folder.
+        deeper: pictures in folders inside of its sub-folders, which are not read.
+    """
+    advice = f"Give a folder of {', '.join(SUFFIXES[:4])} ... files, or of one folder per class."
+    if deeper:
+        advice = f"Images are deeper, such as {deeper[0]}: try --data {deeper[0].parents[1]}."
+    return InputError(f"{folder} holds no images, nor do its folders", advice)
 
 
 def _note_left_out(kind: str, files: Sequence[Path], folder: Path) -> Notes:

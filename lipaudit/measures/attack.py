@@ -20,7 +20,7 @@ from lipaudit.measures.attack_options import (
     AttackOptions,
     plan_attacks,
 )
-from lipaudit.measures.base import AuditRole, Measure, Part, Values
+from lipaudit.measures.base import Arrays, AuditRole, Measure, Part, Values
 from lipaudit.measures.rating import (
     FEWEST_OF_CLASS,
     FEWEST_RATED,
@@ -377,7 +377,7 @@ def _list_samples(
     parts: Sequence[Part],
     of_trials: Mapping[TrialKey, _Result],
     worst: Mapping[TrialKey, _Result],
-) -> dict[str, Values]:
+) -> Arrays:
     """Return the columns of the samples: without attack, by trial, and for each ball's worst case.
 
     Args:

@@ -17,7 +17,7 @@ from pydantic import field_validator
 from lipaudit.errors import UsageError, join_few
 from lipaudit.measures import attention_rows, base
 from lipaudit.measures.attention_rows import CSV, MEANS, NPZ, ROWS
-from lipaudit.measures.base import AuditRole, Measure, MeasureOptions, Part, Values
+from lipaudit.measures.base import Arrays, AuditRole, Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import option
 from lipaudit.settings.value_types import Layers, OneHead, read_head
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
@@ -508,9 +508,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     return [section]
 
 
-def _make_rows(
-    arrays: Mapping[str, Values], heads: Sequence[tuple[int, int, str]]
-) -> tuple[Row, ...]:
+def _make_rows(arrays: Arrays, heads: Sequence[tuple[int, int, str]]) -> tuple[Row, ...]:
     """Return the row of each head: means over all attention rows, and largest values.
 
     Args:
@@ -542,7 +540,7 @@ def _make_rows(
     )
 
 
-def _list_compared(total: Values, count: Values) -> dict[str, Values]:
+def _list_compared(total: Values, count: Values) -> Arrays:
     """Return the arrays, (samples, heads), from which two models are compared sample by sample.
 
     These are means of statistics over the rows of a sample. If samples differ in their number of
@@ -570,7 +568,7 @@ def _list_compared(total: Values, count: Values) -> dict[str, Values]:
     return compared
 
 
-def _note_short_rows(arrays: Mapping[str, Values]) -> Iterator[Note]:
+def _note_short_rows(arrays: Arrays) -> Iterator[Note]:
     """Note if most attention rows have too few keys to be called fragile, uniform or one-hot."""
     short = int(arrays["short"].sum())
     # `count`: how many rows have each statistic, (samples, heads, statistics). All rows have g1.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.measures.base import Part, Values
+from lipaudit.measures.base import Arrays, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,7 @@ def count_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Re
     return counts
 
 
-def join_counts(arrays: Mapping[str, Values], layers: Sequence[int]) -> dict[str, Values]:
+def join_counts(arrays: Arrays, layers: Sequence[int]) -> Arrays:
     """Return the histograms of the rows of each layer: their share in every class of `CLASSES`.
 
     They have the shape (classes, layers), by the name NAME@layers of an array.
@@ -145,7 +145,7 @@ def encode_rows(parts: Sequence[Part], suffix: str) -> bytes:
     return text.getvalue().encode()
 
 
-def _list_rows(part: Part) -> Iterator[dict[str, Values]]:
+def _list_rows(part: Part) -> Iterator[Arrays]:
     """Yield the rows of each layer of a part, by column; padded queries are left out."""
     import numpy as np
 
@@ -162,7 +162,7 @@ def _list_rows(part: Part) -> Iterator[dict[str, Values]]:
         yield columns | {"head": head, "window": window, "row": row}
 
 
-def _format_lines(columns: Mapping[str, Values]) -> Iterable[Sequence[Any]]:
+def _format_lines(columns: Arrays) -> Iterable[Sequence[Any]]:
     """Yield the cells of each line of a CSV: statistics with 9 digits, empty in place of NaN.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from statistics import median
 
@@ -48,15 +48,8 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
     if not rows:
         return
     first, *others = largest(rows, "exact", len(rows))
-    # `within` is the proven relative error of a norm: the true norm is at most exact (1 + within).
-    errors_of_ties = []
-    for row in others:
-        if finite([row.within]) and row.exact * (1 + row.within) >= first.exact:
-            errors_of_ties.append(row.within)
     name = f"{first.layer}.{first.head}"
-    ties = ""
-    if errors_of_ties:
-        ties = f" and {len(errors_of_ties)} more within {max(errors_of_ties):.1%}"
+    ties = _describe_ties(first, others)
     text = f"head {name}"
     shares = report.section("jacobian.shares")
     for row in shares.rows if shares else ():  # the measure of shares may not have run
@@ -75,6 +68,20 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
         norm += f", median of {len(section.ids)} samples"
     sentence = f"Steepest attention head: {name}{ties} ({norm})."
     yield headline.row(section, first.exact, text=text, sentence=sentence)
+
+
+def _describe_ties(steepest: Row, others: Iterable[Row]) -> str:
+    """Return " and 2 more within 1.5%" if the norms of two other heads may be as large; else "".
+
+    `within` is the proven relative error of a norm: the true norm is at most exact (1 + within).
+    """
+    errors = []
+    for row in others:
+        if finite([row.within]) and row.exact * (1 + row.within) >= steepest.exact:
+            errors.append(row.within)
+    if not errors:
+        return ""
+    return f" and {len(errors)} more within {max(errors):.1%}"
 
 
 def read_tightest(headline: Headline, section: Section, report: Report) -> Iterator[Row]:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lipaudit.measures import base
-from lipaudit.measures.base import AuditRole, Measure, NormOptions, Part, Values
+from lipaudit.measures.base import Arrays, AuditRole, Measure, NormOptions, Part, Values
 from lipaudit.measures.bound_tables import (
     BALLS_TABLE,
     BOUNDS_TABLE,
@@ -131,9 +131,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     return sections
 
 
-def _make_head_section(
-    parts: Sequence[Part], measured: Mapping[str, Values], options: BoundsOptions
-) -> Section:
+def _make_head_section(parts: Sequence[Part], measured: Arrays, options: BoundsOptions) -> Section:
     """Make the section `bounds`: a row per head, with its norm and the bounds on it.
 
     `measured` has the arrays of all samples, (samples, heads or layers, ...).
@@ -172,7 +170,7 @@ def _make_head_section(
     )
 
 
-def _reduce_heads(measured: Mapping[str, Values]) -> dict[str, list[float | None]]:
+def _reduce_heads(measured: Arrays) -> dict[str, list[float | None]]:
     """Return the cells of norms and bounds of each head: statistics over the samples.
 
     `measured` has the arrays of all samples, (samples, heads or layers, ...).
@@ -193,7 +191,7 @@ def _reduce_heads(measured: Mapping[str, Values]) -> dict[str, list[float | None
     return cells
 
 
-def _remove_bounds(measured: dict[str, Values], facts: Mapping[str, Any]) -> dict[str, Values]:
+def _remove_bounds(measured: Arrays, facts: Mapping[str, Any]) -> Arrays:
     """Return the figures with NaN for the bounds of heads that had no closed form on some sample.
 
     The structure of such a head depends on the data. So no bound for all inputs holds, and
@@ -254,7 +252,7 @@ def _name_heads(heads: Iterable[tuple[int, int, str]]) -> list[str]:
     return [f"head {layer}.{head} ({module})" for layer, head, module in heads]
 
 
-def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | None]]:
+def _reduce_columns(columns: Arrays) -> dict[str, list[float | None]]:
     """Return the cells of each column from its array, (samples, rows): medians, or maxima.
 
     Maxima are the columns in MAXIMA, and all columns with a name that ends in _max.
@@ -271,7 +269,7 @@ def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | Non
 
 
 def _make_layer_section(
-    parts: Sequence[Part], measured: Mapping[str, Values], options: BoundsOptions
+    parts: Sequence[Part], measured: Arrays, options: BoundsOptions
 ) -> Section:
     """Make the section `bounds.layers`: a row per layer, with norms of all its heads together.
 
@@ -302,7 +300,7 @@ def _make_layer_section(
 
 
 def _write_notes(
-    parts: Sequence[Part], measured: Mapping[str, Values], options: BoundsOptions
+    parts: Sequence[Part], measured: Arrays, options: BoundsOptions
 ) -> Iterator[Note]:
     """Note what is missing, what did not converge, and which norms vary two inputs independently.
 
@@ -345,7 +343,7 @@ def _write_notes(
 
 
 def _note_missing_bounds(
-    measured: Mapping[str, Values], reasons: Sequence[str], options: BoundsOptions
+    measured: Arrays, reasons: Sequence[str], options: BoundsOptions
 ) -> Iterator[Note]:
     """Note how many heads have no value of a bound on any sample, by the cause.
 
@@ -394,9 +392,7 @@ def _explain_missing(
     return causes
 
 
-def _make_ball_section(
-    parts: Sequence[Part], measured: Mapping[str, Values], options: BoundsOptions
-) -> Section:
+def _make_ball_section(parts: Sequence[Part], measured: Arrays, options: BoundsOptions) -> Section:
     """Make the section `bounds.ball`: a row per head and radius, with bounds on a ball around X.
 
     `measured` has the arrays of all samples, (samples, heads or layers, ...).

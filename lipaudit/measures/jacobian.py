@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import base
-from lipaudit.measures.base import AuditRole, Measure, NormOptions, Part, Values
+from lipaudit.measures.base import Arrays, AuditRole, Measure, NormOptions, Part, Values
 from lipaudit.measures.shares import (
     HEADS_TABLE,
     PATHS_TABLE,
@@ -149,15 +149,20 @@ def read_norm(headline: Headline, section: Section, report: Report) -> Iterator[
         text += f" (sample {name_sample(steepest, describe_places(report))})"
     sentence = ""
     if row.median is not None:
-        layer = find_layer(row.from_)
-        origin = "the input"
-        if layer is not None:
-            origin = f"the residual stream after layer {layer}"
-        growth = format_significant(row.median)
-        sentence = f"A small change of {origin} grows at most {growth} times (median sample)."
+        sentence = _explain_norm(row)
     low, high = median_limits(norms.values()) or (None, None)  # None: too few samples
     cells = {"samples": row.samples, "low": low, "high": high, "sentence": sentence}
     yield headline.row(section, row.median, column, text=text, **cells)
+
+
+def _explain_norm(row: Row) -> str:
+    """Return the median Jacobian norm of a model as a sentence: how much a small change grows."""
+    origin = "the input"
+    layer = find_layer(row.from_)  # 5 of layer:5; None if the norm is from the input
+    if layer is not None:
+        origin = f"the residual stream after layer {layer}"
+    growth = format_significant(row.median)
+    return f"A small change of {origin} grows at most {growth} times (median sample)."
 
 
 JACOBIAN_TABLE = Layout(
@@ -339,7 +344,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     return [section, *summarise_shares(parts, options, norm=arrays["norm"], to=output)]
 
 
-def _stack_rows(arrays: Mapping[str, Values]) -> dict[str, Values]:
+def _stack_rows(arrays: Arrays) -> Arrays:
     """Return each figure of a norm as one array, (samples, rows): the model, then its blocks.
 
     Args:
@@ -357,9 +362,7 @@ def _stack_rows(arrays: Mapping[str, Values]) -> dict[str, Values]:
     return stacked
 
 
-def _make_rows(
-    parts: Sequence[Part], by_row: Mapping[str, Values], options: JacobianOptions
-) -> list[Row]:
+def _make_rows(parts: Sequence[Part], by_row: Arrays, options: JacobianOptions) -> list[Row]:
     """Return the row of the model, then a row per block, with statistics over the samples.
 
     Args:
@@ -392,7 +395,7 @@ def _make_rows(
     return rows
 
 
-def _join_arrays(parts: Sequence[Part]) -> dict[str, Values]:
+def _join_arrays(parts: Sequence[Part]) -> Arrays:
     """Return the arrays of all samples by name, without the arrays of shares.
 
     `summarise_shares` reads these, whose shapes may differ between parts.
@@ -409,10 +412,34 @@ def _join_arrays(parts: Sequence[Part]) -> dict[str, Values]:
     return arrays
 
 
-def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterator[Note]:
-    """Note what the figures refer to, what is missing, and how accurate they are."""
+def _write_notes(parts: Sequence[Part], arrays: Arrays) -> Iterator[Note]:
+    """Note what the figures refer to, what is missing, and how accurate they are.
+
+    Args:
+        parts: the parts.
+        arrays: the figures of all samples by name, (samples, ...).
+    """
     import numpy as np
 
+    yield from _note_scope(parts)
+    within = [arrays[name] for name in ("within", "block_within") if name in arrays]
+    yield from base.note_lower_estimates(max(np.nanmax(values, initial=0.0) for values in within))
+    if RADIUS in arrays:
+        yield from _note_radii(arrays["complete"], arrays["rivals"])
+    for prefix, what in (("", "norms of the model"), ("block_", "norms of blocks")):
+        if f"{prefix}norm" in arrays:
+            known = ~np.isnan(arrays[f"{prefix}norm"])  # NaN has a note of its own
+            missed = ~arrays[f"{prefix}converged"] & known
+            yield from base.note_missed(int(missed.sum()), what)
+    undefined = int(np.isnan(arrays["norm"]).sum())
+    if undefined:
+        yield Note.warn(
+            "not-finite", f"the norms of {undefined} samples are NaN: the model overflows on them"
+        )
+
+
+def _note_scope(parts: Sequence[Part]) -> Iterator[Note]:
+    """Note samples without a label, paths around blocks, and why there are no shares of heads."""
     unlabelled = sum(part.facts.get("unlabelled", 0) for part in parts)
     if unlabelled:
         yield Note.info(
@@ -429,20 +456,6 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
     for reason in dict.fromkeys(part.facts.get("unshared") for part in parts):
         if reason:
             yield Note.warn("no-shares", UNSHARED.format(reason))
-    within = [arrays[name] for name in ("within", "block_within") if name in arrays]
-    yield from base.note_lower_estimates(max(np.nanmax(values, initial=0.0) for values in within))
-    if RADIUS in arrays:
-        yield from _note_radii(arrays["complete"], arrays["rivals"])
-    for prefix, what in (("", "norms of the model"), ("block_", "norms of blocks")):
-        if f"{prefix}norm" in arrays:
-            known = ~np.isnan(arrays[f"{prefix}norm"])  # NaN has a note of its own
-            missed = ~arrays[f"{prefix}converged"] & known
-            yield from base.note_missed(int(missed.sum()), what)
-    undefined = int(np.isnan(arrays["norm"]).sum())
-    if undefined:
-        yield Note.warn(
-            "not-finite", f"the norms of {undefined} samples are NaN: the model overflows on them"
-        )
 
 
 def _note_radii(complete: Values, rivals: Values) -> Iterator[Note]:

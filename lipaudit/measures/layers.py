@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch, find_first
 from lipaudit.errors import EvaluationError, StructureError, UsageError, join_few
-from lipaudit.measures.base import Facts, Part, Values
+from lipaudit.measures.base import Arrays, Facts, Part, Values
 from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
@@ -440,7 +440,7 @@ def note_rounding(
     places: Sequence[str],
     ids: Sequence[str],
     exact: Values,
-    bounds: Mapping[str, Values],
+    bounds: Arrays,
     norm: str = "exact norm",
 ) -> Iterator[Note]:
     """Note how many bounds are slightly below their norm, and the bound that is furthest below.

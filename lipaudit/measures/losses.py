@@ -14,7 +14,7 @@ from lipaudit.attacks.evaluate import Chunk, Outcome, Texts, evaluate_chunk
 from lipaudit.attacks.kinds import Trial
 from lipaudit.attacks.oracle import ByRow
 from lipaudit.data.batch import Batch
-from lipaudit.measures.base import Values
+from lipaudit.measures.base import Arrays
 from lipaudit.measures.texts import forward_pieces, score_outcome
 from lipaudit.models.net import Net
 from lipaudit.tables import Note
@@ -194,7 +194,7 @@ def _make_two_logits(scores: Tensor, sign: int) -> Tensor:
     return torch.stack([log_p, torch.full_like(log_p, -FAR)], 1)
 
 
-def note_losses(losses: dict[str, Values], target: str | None) -> Note:
+def note_losses(losses: Arrays, target: str | None) -> Note:
     """Note the mean loss of continuations, without attack and under each attack.
 
     Args:

@@ -25,7 +25,7 @@ from lipaudit.attacks.transfer import read_examples
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
 from lipaudit.measures import base, drawings, texts
-from lipaudit.measures.base import Facts, Part, Values
+from lipaudit.measures.base import Arrays, Facts, Part
 from lipaudit.models.net import Net
 from lipaudit.tables import Note, Notes
 from lipaudit.tables.report import SCORES
@@ -470,7 +470,7 @@ def _describe_samples(
 
 def _read_arrays(
     net: Net, run: ChunkRun, options: AttackOptions, ends: Sequence[Outcome]
-) -> dict[str, Values]:
+) -> Arrays:
     """Return the arrays of a part, each (samples, ...).
 
     Args:
@@ -509,7 +509,7 @@ ARRAYS = ("tried", "robust", "distance", "confidence")
 FIGURES = ("attack", "seed", "seconds", "forwards", "backwards", "nonfinite")
 
 
-def store_outcomes(outcomes: Sequence[Outcome]) -> tuple[dict[str, Values], Facts]:
+def store_outcomes(outcomes: Sequence[Outcome]) -> tuple[Arrays, Facts]:
     """Return the outcomes so far, without their examples, as arrays and facts of a part.
 
     A resumed run reads them with `restore_outcomes`.

@@ -12,7 +12,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, join_few
 from lipaudit.measures import drawings
-from lipaudit.measures.base import Facts, Values
+from lipaudit.measures.base import Arrays, Facts
 from lipaudit.measures.layers import choose_layers
 from lipaudit.measures.shares import measure_shares
 from lipaudit.models.attention.capture import Site
@@ -210,7 +210,7 @@ class Sensitivity(NamedTuple):
         of_blocks: norms from the output of each block.
     """
 
-    values: dict[str, Values]
+    values: Arrays
     facts: Facts
     of_blocks: list[JacobianNorms]
 
@@ -299,7 +299,7 @@ def measure_batch(
 
 def _measure_head_shares(
     graph: _BlockGraph, batch: Batch, norms: JacobianNorms, labels: Tensor | None, first: Batch
-) -> tuple[dict[str, Values], Facts]:
+) -> tuple[Arrays, Facts]:
     """Return the shares of heads and blocks in the change of the output, and facts on them.
 
     This frees the graph, as shares build a second one.
@@ -357,7 +357,7 @@ def _find_directions(
 
 def _measure_margins(
     linear: Linearization, labels: Tensor | None, upper: Tensor, options: JacobianOptions
-) -> tuple[dict[str, Values], Tensor | None]:
+) -> tuple[Arrays, Tensor | None]:
     """Return margins and first-order radii per sample, and the gradients of the margins.
 
     The margin of a sample of class y is f_y - f_j, with the logits f and the next best class j.

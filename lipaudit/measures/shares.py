@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import LipauditError, first_line, is_machine_error, join_few
 from lipaudit.measures import base
-from lipaudit.measures.base import Facts, MeasureOptions, Part, Values
+from lipaudit.measures.base import Arrays, Facts, MeasureOptions, Part, Values
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
 from lipaudit.tables.columns import HEAD, finite, group_values, largest, middle
 from lipaudit.tables.formats import format_value, join_texts
@@ -200,7 +200,7 @@ def measure_shares(
     directions: Tensor,
     counted: Tensor,
     first: Batch,
-) -> tuple[dict[str, Values], Facts]:
+) -> tuple[Arrays, Facts]:
     """Return the shares of heads and blocks at every sample, as values and facts of a part.
 
     If shares cannot be computed, there are no values, and the fact `unshared` is the reason.
@@ -218,18 +218,17 @@ def measure_shares(
     from lipaudit.models.attention.survey import find_layers
     from lipaudit.models.attribution import compute_shares, join_shares
 
-    pieces = [slice(0, len(batch))]
-    if net.scored:
-        # The model runs on a row per continuation of a prompt: prompts are taken one by one, so
-        # that all rows belong to the same sample.
-        pieces = [slice(i, i + 1) for i in range(len(batch))]
+    # A model that scores continuations runs on a row per continuation of a prompt: prompts are
+    # taken one by one, so that all rows belong to the same sample.
+    size = 1 if net.scored else len(batch)
     shares_of_pieces = []
     try:
         sites = find_layers(net, first)
-        for rows in pieces:
+        for start in range(0, len(batch), size):
+            rows = slice(start, start + size)
             # `compute_shares` numbers the rows of a piece from 0, and `at.f` numbers the rows of
             # the whole batch: shift the numbers.
-            f = _number_from(at.f, rows.start)
+            f = _number_from(at.f, start)
             shares_of_pieces.append(
                 compute_shares(net, sites, f, at.x[rows], directions[rows], counted[rows])
             )
@@ -377,7 +376,7 @@ def _make_paths_section(
     return base.make_section(PATHS_TABLE, parts, options, rows, arrays=arrays)
 
 
-def _reduce(arrays: Mapping[str, Values], unique: Values) -> dict[str, list[float | None]]:
+def _reduce(arrays: Arrays, unique: Values) -> dict[str, list[float | None]]:
     """Return the cells of each column: medians over the samples that repeat no earlier one.
 
     Args:
@@ -389,9 +388,7 @@ def _reduce(arrays: Mapping[str, Values], unique: Values) -> dict[str, list[floa
     return {name: base.reduce_columns(a[unique], np.median) for name, a in arrays.items()}
 
 
-def _join_columns(
-    parts: Sequence[Part], name: str, columns: Sequence[str], rows: int
-) -> dict[str, Values]:
+def _join_columns(parts: Sequence[Part], name: str, columns: Sequence[str], rows: int) -> Arrays:
     """Return an array (samples, rows, columns) of all parts as one array per column."""
     values = _join(parts, name, (rows, len(columns)))
     return dict(zip(columns, values.transpose(2, 0, 1), strict=True))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lipaudit.data import tables
 from lipaudit.data.batch import (
+    Batch,
     DataOptions,
     SampleOrigin,
     Samples,
@@ -208,33 +209,20 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
     form = _choose_form(table, rows, options)
     questions, choice_count, faults = _read_questions(form, rows)
     table = replace(table, faults={**table.faults, **faults})  # rows with a fault are not drawn
-
-    def pack_row(i: int) -> _PackedQuestion:
-        """Return the question of row i as token ids."""
-        return _pack_question(questions[i], packer, table.origin)
-
-    rows_drawn, packed, skipped = tables.draw_rows(table, options, pack_row, what="rows")
+    rows_drawn, packed, skipped = tables.draw_rows(
+        table, options, lambda i: _pack_question(questions[i], packer, table.origin), what="rows"
+    )
     notes += note_cut(
         [question.is_cut for question in packed],
         "prompts were cut at their beginning, so that prompt and continuation fit into "
         f"{limit} tokens",
     )
-    drawn = [questions[i] for i in rows_drawn]
-    prompts = tuple(
-        (question.prompt,) for question in drawn
-    )  # a tuple each: other samples have two texts
-    right = [question.right for question in drawn]
-    batch = replace(
-        make_batch([question.ids for question in packed], net, right),
-        texts=prompts,
-        limit=limit,
-        continuations=tuple(question.continuations for question in drawn),
-    )
+    batch = _make_batch([questions[i] for i in rows_drawn], packed, net, limit)
     places = map(table.name_row, rows_drawn)
     return Samples(
         batch,
         skipped + notes,
-        origins=tuple(map(SampleOrigin, places, map(shorten, prompts))),
+        origins=tuple(map(SampleOrigin, places, map(shorten, batch.texts))),
         # Choices of a question have no names of their own: they are called A, B, C, ...
         task=Task(form.kind, form.words or tuple(LETTERS[:choice_count])),
     )
@@ -245,6 +233,27 @@ class _PackedQuestion(NamedTuple):
 
     ids: Tensor
     is_cut: bool
+
+
+def _make_batch(
+    questions: Sequence[Question], packed: Sequence[_PackedQuestion], net: Net, limit: int
+) -> Batch:
+    """Return questions as a batch, with the index of the right continuation as label.
+
+    Args:
+        questions: the questions.
+        packed: their token ids.
+        net: the language model.
+        limit: largest number of tokens of a prompt with one continuation.
+    """
+    right = [question.right for question in questions]
+    return replace(
+        make_batch([question.ids for question in packed], net, right),
+        # A tuple for each prompt, as other samples have two texts.
+        texts=tuple((question.prompt,) for question in questions),
+        limit=limit,
+        continuations=tuple(question.continuations for question in questions),
+    )
 
 
 def _pack_question(question: Question, packer: Packer, origin: str) -> _PackedQuestion:

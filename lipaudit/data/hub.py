@@ -382,19 +382,37 @@ def _open_table(commit: Commit, config: str, split: str) -> Any:
                 "Run it once with a connection.",
             )
         with explain_refusals(commit.repository):
-            try:
-                builder = datasets.load_dataset_builder(name, config or None, revision=commit.sha)
-            except ValueError:  # perhaps an unknown configuration: then the error lists them
-                known = datasets.get_dataset_config_names(name, revision=commit.sha)
-                _require_known("configuration", name=config, known=known, place=name)
-                raise
-            files = builder.config.data_files
-            _require_known("split", name=split, known=files, place=name)
-            # `datasets` would download all splits: for a large data set that takes hours.
-            builder.config.data_files = datasets.data_files.DataFilesDict({split: files[split]})
-            builder.download_and_prepare(output_dir=str(folder), verification_mode="no_checks")
+            _download_split(commit, config, split, folder)
     files = sorted(folder.glob("*.arrow"))
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(f)) for f in files])
+
+
+def _download_split(commit: Commit, config: str, split: str, folder: Path) -> None:
+    """Download a split of a data set and write it to a folder, as .arrow files.
+
+    Args:
+        commit: the commit of the data set.
+        config: the configuration of the data set; "" for the default one.
+        split: the split, such as test.
+        folder: where to write.
+
+    Raises:
+        InputError: the configuration or the split is unknown.
+    """
+    import datasets
+
+    name = commit.repository.name
+    try:
+        builder = datasets.load_dataset_builder(name, config or None, revision=commit.sha)
+    except ValueError:  # perhaps an unknown configuration: then the error lists them
+        known = datasets.get_dataset_config_names(name, revision=commit.sha)
+        _require_known("configuration", name=config, known=known, place=name)
+        raise
+    files = builder.config.data_files
+    _require_known("split", name=split, known=files, place=name)
+    # `datasets` would download all splits: for a large data set that takes hours.
+    builder.config.data_files = datasets.data_files.DataFilesDict({split: files[split]})
+    builder.download_and_prepare(output_dir=str(folder), verification_mode="no_checks")
 
 
 def _require_known(what: str, name: str, known: Any, place: str) -> None:

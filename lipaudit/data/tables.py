@@ -187,10 +187,8 @@ def _read_separated(path: Path) -> Iterator[_Line]:
     # A field may be longer than the 131,072 characters that csv reads by default.
     with _read_long_fields(), path.open(encoding="utf-8-sig", newline="") as lines:
         first_line = next((line for line in lines if line.strip()), "")
-        # Spreadsheets of many countries write semicolons in a .csv.
-        separators = (SEPARATORS[path.suffix], ";", *SEPARATORS.values())
-        separator = next((mark for mark in separators if mark in first_line), separators[0])
         lines.seek(0)
+        separator = _find_separator(first_line, path)
         table = csv.DictReader(lines, delimiter=separator, strict=True)
         # The names are in the first line that is not empty. DictReader would take the first line.
         names = next(filter(None, table.reader), [])
@@ -210,6 +208,13 @@ def _read_separated(path: Path) -> Iterator[_Line]:
             elif len(names) > 1 and list(row.values()) == names:
                 fault = "repeats the column names"
             yield f"line {table.line_num}", row, fault
+
+
+def _find_separator(first_line: str, path: Path) -> str:
+    """Return the separator of a table: of those that its first line has, the most usual one."""
+    # Spreadsheets of many countries write semicolons in a .csv.
+    separators = (SEPARATORS[path.suffix], ";", *SEPARATORS.values())
+    return next((mark for mark in separators if mark in first_line), separators[0])
 
 
 def _require_unique(names: Iterable[str], path: Path) -> None:
@@ -396,12 +401,7 @@ def _read_labels(
         text = f"the labels of {table.origin} ({label}) are not used: the model has no classes"
         return table, None, (Note.info("labels-unused", text),)
     labels = table.read_column(label)
-    faults = dict(table.faults)
-    for i, value in enumerate(labels):
-        fault = find_fault({label: value}, texts=(), label=label)
-        if fault:
-            faults.setdefault(i, fault)
-    table = replace(table, faults=faults)
+    table = _add_label_faults(table, label, labels)
     table.require_rows(options)
     rows = table.sound  # indices of the rows without a fault
     values = [labels[i] for i in rows]
@@ -409,6 +409,22 @@ def _read_labels(
     classes = table.classes.get(label)  # class names, if the labels are class numbers
     numbers, notes = batch.match_labels(values, net, places, classes)
     return table, dict(zip(rows, numbers, strict=True)), notes
+
+
+def _add_label_faults(table: SampleTable, label: str, values: Sequence[Any]) -> SampleTable:
+    """Return the table, in which a row without a valid label has a fault.
+
+    Args:
+        table: the table; a row that has a fault already keeps it.
+        label: the column of labels.
+        values: its values.
+    """
+    faults = dict(table.faults)
+    for i, value in enumerate(values):
+        fault = find_fault({label: value}, texts=(), label=label)
+        if fault:
+            faults.setdefault(i, fault)
+    return replace(table, faults=faults)
 
 
 def _draw_images(

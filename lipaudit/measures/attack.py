@@ -272,16 +272,23 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         loss_columns = dict(zip(names, losses.T, strict=True))
         columns |= loss_columns
         notes.append(note_losses(loss_columns, options.target))
-    # Log-probabilities of the classes, from which two models are compared; not for many classes.
-    arrays = {}
-    if all(SCORES in part.values for part in parts):
-        scores = base.join_parts(parts, SCORES)
-        if scores.size <= MOST_SCORES:
-            arrays[SCORES] = scores
+    arrays = _join_scores(parts)
     section = base.make_section(
         ATTACK_TABLE, parts, options, rows, notes, samples=columns, arrays=arrays
     )
     return [section]
+
+
+def _join_scores(parts: Sequence[Part]) -> Arrays:
+    """Return the log-probabilities of classes, (samples, classes), to compare two models.
+
+    No array if they are missing for some samples, or too many to store.
+    """
+    if all(SCORES in part.values for part in parts):
+        scores = base.join_parts(parts, SCORES)
+        if scores.size <= MOST_SCORES:
+            return {SCORES: scores}
+    return {}
 
 
 def _make_rows(

@@ -369,7 +369,15 @@ class AttackOptions(MeasureOptions):
             restarts=self.restarts,
             queries=self.queries,
         )
-        plan = tuple(trial.place_suffixes(self.suffix_place) for trial in plan)
+        return self._add_transfer(tuple(t.place_suffixes(self.suffix_place) for t in plan))
+
+    def _add_transfer(self, plan: tuple[Trial, ...]) -> tuple[Trial, ...]:
+        """Return a plan of attacks, and for --transfer a further trial in each of its balls.
+
+        Raises:
+            UsageError: the plan has the attack transfer without --transfer, or --transfer has no
+                ball.
+        """
         # The balls of the plan, each once. The norms in WHOLE count changes: they have no balls.
         balls = dict.fromkeys((t.norm, t.radius) for t in plan if t.norm not in WHOLE)
         # Whether some trial, or an ensemble such as custom:pgd,transfer, has the attack transfer.

@@ -370,22 +370,34 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     p_norm = figures.pop("p_norm")  # ||P||
     # The other figures describe each row: largest entries, entropy, norm of its softmax Jacobian.
     by_row = softmax.row_statistics(softmax.RowProfile(**figures), gamma=options.gamma)
-    # The share of all attention that each key gets, (samples, heads, keys).
-    received = sum_windows(mass, sample, samples)
-    share = received / received.sum(-1, keepdim=True)
-    most_attended = share.max(-1)  # over the keys
     statistics = _reduce_rows(by_row, sample, samples)
     statistics |= attention_rows.count_rows(by_row, sample, samples)
     if options.rows is not None:
         rows = attention_rows.keep_rows(by_row, sample, samples)
         statistics[f"{ROWS}{layer.site.index}"] = rows
+    statistics |= _find_sinks(sum_windows(mass, sample, samples))
     return statistics | {
-        # (samples, heads, 2): the share of the first token, and the largest share of any token.
-        "sink": torch.stack([share[..., 0], most_attended.values], -1),
-        "sink_token": most_attended.indices,
         "p_norm": max_windows(p_norm, sample),
         "tokens": torch.full((samples, count), keys),
     }
+
+
+def _find_sinks(received: Tensor) -> Reduced:
+    """Return how much attention the first key and the most attended key of each head get.
+
+    Args:
+        received: the attention on each key, summed over the queries, (samples, heads, keys).
+
+    Returns:
+        `sink`: the shares of these two keys in all attention, (samples, heads, 2). `sink_token`:
+        the position of the most attended key, (samples, heads).
+    """
+    import torch
+
+    share = received / received.sum(-1, keepdim=True)
+    largest = share.max(-1)  # over the keys: values and positions
+    sink = torch.stack([share[..., 0], largest.values], -1)
+    return {"sink": sink, "sink_token": largest.indices}
 
 
 def _cast_inputs(heads: Heads) -> Heads:

@@ -489,6 +489,28 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
     from lipaudit.measures.sensitivity import find_position
     from lipaudit.models.endpoints import resolve_target
 
+    _check_blocks(net, options)
+    batch = batch.to(net.device, net.dtype)
+    end = resolve_target(net, batch, options.target)
+    if options.direction == "margin" and not (end.what == "logits" and (net.classes or 0) > 1):
+        raise UsageError(
+            f"--direction margin needs the scores of classes, not {end.text}",
+            "Leave out --direction, or use --to logits of a classifier.",
+        )
+    position = find_position(net, batch, end)
+    if position is not None and bool((position < 0).any()):
+        raise InputError(
+            f"{int((position < 0).sum())} of {len(batch)} texts are too short for --to {end.text}",
+            "Give longer texts, or an existing position (counted from 0, or from the end: -1).",
+        )
+
+
+def _check_blocks(net: Net, options: JacobianOptions) -> None:
+    """Refuse Jacobians of blocks (--per-layer, --from layer:5) with --score, or with --shares.
+
+    Raises:
+        UsageError: the message names the two options. --shares work with --per-layer.
+    """
     from_layer = ""
     if (options.start or "").startswith("layer"):
         from_layer = f"--from {options.start}"
@@ -502,19 +524,6 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
         raise UsageError(
             f"--shares are of paths from the input of the model, not {from_layer}",
             "Leave out --shares or --from.",
-        )
-    batch = batch.to(net.device, net.dtype)
-    end = resolve_target(net, batch, options.target)
-    if options.direction == "margin" and not (end.what == "logits" and (net.classes or 0) > 1):
-        raise UsageError(
-            f"--direction margin needs the scores of classes, not {end.text}",
-            "Leave out --direction, or use --to logits of a classifier.",
-        )
-    position = find_position(net, batch, end)
-    if position is not None and bool((position < 0).any()):
-        raise InputError(
-            f"{int((position < 0).sum())} of {len(batch)} texts are too short for --to {end.text}",
-            "Give longer texts, or an existing position (counted from 0, or from the end: -1).",
         )
 
 

@@ -98,19 +98,7 @@ def prepare_chunks(
     reader = None
     if any(trial.norm in COUNTED for trial in trials):
         reader = texts.make_reader(net)
-    # Settings of `evaluate_chunk`.
-    settings: dict[str, Any] = {
-        "box": net.box,
-        "seed": options.seed,
-        "batch_size": options.batch_size,
-        "patch": options.choose_patch(net),
-        "target": options.find_target(net),
-    }
-    # `check` is called before every pass of an attack, and ends the attack after a time limit.
-    # Attacks on continuations run to the end, because incomplete chunks of continuations cannot be
-    # resumed.
-    if net.scored != "continuation":
-        settings["check"] = base.require_time
+    settings = _make_settings(net, options)
     for batch in batches:
         chunk = _make_chunk(net, batch, options, reader)
         earlier = []  # the outcomes of the interrupted run
@@ -124,6 +112,23 @@ def prepare_chunks(
             logits = torch.cat([net.output(piece) for piece in batch.split(options.batch_size)])
         attacks = evaluate_chunk(model, chunk, trials, earlier=tuple(earlier), **settings)
         yield ChunkRun(batch, chunk, model, attacks, earlier, logits=logits, examples=examples)
+
+
+def _make_settings(net: Net, options: AttackOptions) -> Facts:
+    """Return the keyword arguments of `evaluate_chunk` that are equal for all chunks."""
+    settings: Facts = {
+        "box": net.box,
+        "seed": options.seed,
+        "batch_size": options.batch_size,
+        "patch": options.choose_patch(net),
+        "target": options.find_target(net),
+    }
+    # `check` is called before every pass of an attack, and ends the attack after a time limit.
+    # Attacks on continuations run to the end, because incomplete chunks of continuations cannot be
+    # resumed.
+    if net.scored != "continuation":
+        settings["check"] = base.require_time
+    return settings
 
 
 def _make_chunk(net: Net, batch: Batch, options: AttackOptions, reader: Reader | None) -> Chunk:

@@ -267,20 +267,7 @@ def _read_heads(layer: Layer) -> list[Cells]:
     from lipaudit.theory.matrix_norms import product_values
 
     site = layer.site
-    why = site.reason
-    products = {}
-    if not why:
-        try:
-            products = _find_products(layer.heads())
-        except StructureError as error:  # the sample differs from the survey
-            why = error.reason
-        else:
-            reasons = []
-            if "qk" not in products:
-                reasons.append("queries or keys are not linear")
-            if "ov" not in products:
-                reasons.append("has no linear W_V W_O")
-            why = "; ".join(reasons)
+    products, why = _read_products(layer)
     cells = {"layer": site.index, "module": site.module, "why": why}
     rows = [{**cells, "head": head} for head in range(site.heads)]
     for name, product in products.items():
@@ -290,6 +277,22 @@ def _read_heads(layer: Layer) -> list[Cells]:
         for row, of_head in zip(rows, values, strict=True):
             row[name], row[f"{name}_rank"] = _compute_norm_and_rank(of_head)
     return rows
+
+
+def _read_products(layer: Layer) -> tuple[dict[str, Product], str]:
+    """Return W_QK (`qk`) and W_OV (`ov`) of a layer, and why one is missing; "" if none is."""
+    if layer.site.reason:
+        return {}, layer.site.reason
+    try:
+        products = _find_products(layer.heads())
+    except StructureError as error:  # the sample differs from the survey
+        return {}, error.reason
+    reasons = []
+    if "qk" not in products:
+        reasons.append("queries or keys are not linear")
+    if "ov" not in products:
+        reasons.append("has no linear W_V W_O")
+    return products, "; ".join(reasons)
 
 
 class Product(NamedTuple):

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
 Values: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-# Arrays by name.
-Arrays: TypeAlias = "dict[str, Values]"
 # Plain values by name, which JSON can hold (see `Part.facts`).
 Facts = dict[str, Any]
 # Arrays by name; their first axis is the samples.

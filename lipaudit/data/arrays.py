@@ -338,11 +338,7 @@ def read_token_ids(
         raise InputError(f"{text}; the model takes token ids (samples, tokens)", advice)
     x = x.long()
     inside = _find_texts(x, net)
-    samples = []
-    for place, ids, is_inside in zip(places, x, inside, strict=True):
-        if not is_inside.any():
-            raise InputError(f"{origin}: {place} holds padding and no text", "Remove empty texts.")
-        samples.append(ids[is_inside])
+    samples = _cut_padding(x, inside, origin, places)
     limit = net.input_shape[0]
     longest = max(map(len, samples))
     if longest > limit:
@@ -362,6 +358,26 @@ def read_token_ids(
         f"texts of {x.shape[1]} tokens. Padding counts as tokens"
     )
     return list(x), (Note.warn("padding-kept", text),)
+
+
+def _cut_padding(x: Tensor, inside: Tensor, origin: str, places: Sequence[str]) -> list[Tensor]:
+    """Return the token ids of each text where `inside` is True, in a row of its own length.
+
+    Args:
+        x: token ids, (samples, tokens).
+        inside: False at padding, (samples, tokens).
+        origin: name of the data in messages.
+        places: the place of each sample, for messages.
+
+    Raises:
+        InputError: a text is empty.
+    """
+    samples = []
+    for place, ids, is_inside in zip(places, x, inside, strict=True):
+        if not is_inside.any():
+            raise InputError(f"{origin}: {place} holds padding and no text", "Remove empty texts.")
+        samples.append(ids[is_inside])
+    return samples
 
 
 def _find_texts(x: Tensor, net: Net) -> Tensor:

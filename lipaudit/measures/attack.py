@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -248,6 +248,10 @@ class _Result(NamedTuple):
     cost: Values
 
 
+# Results of the worst cases of balls, or of trials.
+_Results = dict[TrialKey, _Result]
+
+
 def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     """Make the section `attack`: a row for the worst case of each ball, then one per trial.
 
@@ -292,7 +296,7 @@ def _join_scores(parts: Sequence[Part]) -> Arrays:
 
 
 def _make_rows(
-    parts: Sequence[Part], trials: Sequence[Trial], results: Mapping[TrialKey, _Result]
+    parts: Sequence[Part], trials: Sequence[Trial], results: _Results
 ) -> tuple[Row, ...]:
     """Return a row for each result: accuracy with limits, calibration, worst class and cost.
 
@@ -335,7 +339,7 @@ def _make_rows(
     )
 
 
-def _read_results(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[TrialKey, _Result]:
+def _read_results(parts: Sequence[Part], trials: Sequence[Trial]) -> _Results:
     """Return the result of each trial on all samples: survivors, confidences and costs."""
     import numpy as np
 
@@ -356,7 +360,7 @@ def _read_results(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[TrialK
     return results
 
 
-def _join_results(ball: TrialKey, results: Mapping[TrialKey, _Result]) -> _Result:
+def _join_results(ball: TrialKey, results: _Results) -> _Result:
     """Return the worst case of a ball, from the results of all trials inside it.
 
     A trial in a smaller ball counts, too, because its examples are inside this ball. The cost is
@@ -382,8 +386,8 @@ def _join_results(ball: TrialKey, results: Mapping[TrialKey, _Result]) -> _Resul
 
 def _list_samples(
     parts: Sequence[Part],
-    of_trials: Mapping[TrialKey, _Result],
-    worst: Mapping[TrialKey, _Result],
+    of_trials: _Results,
+    worst: _Results,
 ) -> Arrays:
     """Return the columns of the samples: without attack, by trial, and for each ball's worst case.
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
 Values: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+# The cells of some columns of a table, by name; None: not computed.
+Columns = dict[str, list[float | None]]
 # Plain values by name, which JSON can hold (see `Part.facts`).
 Facts = dict[str, Any]
 # Arrays by name; their first axis is the samples.

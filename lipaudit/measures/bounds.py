@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lipaudit.measures import base
-from lipaudit.measures.base import Arrays, AuditRole, Measure, NormOptions, Part, Values
+from lipaudit.measures.base import Arrays, AuditRole, Columns, Measure, NormOptions, Part, Values
 from lipaudit.measures.bound_tables import (
     BALLS_TABLE,
     BOUNDS_TABLE,
@@ -141,18 +141,7 @@ def _make_head_section(parts: Sequence[Part], measured: Arrays, options: BoundsO
     from lipaudit.measures.layers import note_rounding
 
     facts = parts[0].facts
-    # Heads without a closed form on some sample: their norms there are numerical, computed by
-    # differentiating the module.
-    without_form: Values = np.asarray(measured["numerical"].any(0))
-    rows = base.make_rows(
-        BOUNDS_TABLE,
-        facts["heads"],
-        **_reduce_heads(measured),
-        kind=_add_numerical(facts["kinds"], [NUMERICAL] * len(without_form), without_form),
-        input=_add_numerical(facts["inputs"], facts["module_inputs"], without_form),
-        tokens=measured["tokens"].max(0).astype(int),
-        converged=~measured["missed"].any(0),
-    )
+    rows = _make_head_rows(facts, measured)
     exact = measured["exact"]
     bounds = {}
     arrays = {"exact": exact}  # in the report, (samples, heads)
@@ -170,7 +159,30 @@ def _make_head_section(parts: Sequence[Part], measured: Arrays, options: BoundsO
     )
 
 
-def _reduce_heads(measured: Arrays) -> dict[str, list[float | None]]:
+def _make_head_rows(facts: Mapping[str, Any], measured: Arrays) -> tuple[Row, ...]:
+    """Return the row of each head: its norm and bounds, and how the norm was computed.
+
+    Args:
+        facts: the facts of `describe_layers`, and layer, number and module of each head.
+        measured: arrays of all samples, (samples, heads or layers, ...).
+    """
+    import numpy as np
+
+    # Heads without a closed form on some sample: their norms there are numerical, computed by
+    # differentiating the module.
+    without_form: Values = np.asarray(measured["numerical"].any(0))
+    return base.make_rows(
+        BOUNDS_TABLE,
+        facts["heads"],
+        **_reduce_heads(measured),
+        kind=_add_numerical(facts["kinds"], [NUMERICAL] * len(without_form), without_form),
+        input=_add_numerical(facts["inputs"], facts["module_inputs"], without_form),
+        tokens=measured["tokens"].max(0).astype(int),
+        converged=~measured["missed"].any(0),
+    )
+
+
+def _reduce_heads(measured: Arrays) -> Columns:
     """Return the cells of norms and bounds of each head: statistics over the samples.
 
     `measured` has the arrays of all samples, (samples, heads or layers, ...).
@@ -252,7 +264,7 @@ def _name_heads(heads: Iterable[tuple[int, int, str]]) -> list[str]:
     return [f"head {layer}.{head} ({module})" for layer, head, module in heads]
 
 
-def _reduce_columns(columns: Arrays) -> dict[str, list[float | None]]:
+def _reduce_columns(columns: Arrays) -> Columns:
     """Return the cells of each column from its array, (samples, rows): medians, or maxima.
 
     Maxima are the columns in MAXIMA, and all columns with a name that ends in _max.
@@ -330,7 +342,16 @@ def _write_notes(
         )
     yield from base.note_missed(int(measured["missed"].sum()), "head norms")
     yield from base.note_missed(int(measured["layer_missed"].sum()), "layer norms")
-    error = measured["forward_error"].max(0)  # relative, of each head
+    yield from _note_forward_error(measured["forward_error"].max(0))
+    yield from _note_missing_bounds(measured, facts["reasons"], options)
+
+
+def _note_forward_error(error: Values) -> Iterator[Note]:
+    """Warn of heads whose norm may be wrong because the forward pass rounded large logits.
+
+    Args:
+        error: estimated relative effect of rounding on the norm of each head, (heads,).
+    """
     is_large = error > NOTABLE
     if is_large.any():
         yield Note.warn(
@@ -339,7 +360,6 @@ def _write_notes(
             "Rounding in the forward pass may have changed their norms by up to "
             f"{error.max():.1g} (an estimate). If the model runs in float32, use --dtype float64",
         )
-    yield from _note_missing_bounds(measured, facts["reasons"], options)
 
 
 def _note_missing_bounds(

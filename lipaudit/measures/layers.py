@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -73,7 +73,7 @@ def by_layer(
         describe: facts of the layers that do not depend on the sample, besides `heads`: the layer,
             number and module of each head.
     """
-    sites: tuple[Site, ...] = ()
+    sites: Sequence[Site] = ()
     read = partial(capture, net, reduce=reduce, layers=layers, projections=projections)
     for batch in batches:
         if not sites:
@@ -99,7 +99,7 @@ def list_heads(sites: Sequence[Site]) -> list[tuple[int, int, str]]:
 
 
 def _read_pieces(
-    read: Callable[..., Sequence[Reduced]], sites: tuple[Site, ...], batch: Batch
+    read: Callable[..., Sequence[Reduced]], sites: Sequence[Site], batch: Batch
 ) -> tuple[list[Reduced], Notes]:
     """Return the figures of a batch, in one piece or in one piece per sample, and notes.
 
@@ -167,7 +167,7 @@ def _join_samples(pieces: Sequence[Tensor]) -> Tensor:
     return torch.cat(padded)
 
 
-def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> Iterator[Note]:
+def _note_layers(net: Net, sites: Sequence[Site], selected: Sequence[Site]) -> Iterator[Note]:
     """Note what a reader must know of the selected layers, and which attention is left out.
 
     Args:
@@ -241,7 +241,7 @@ def _name_layers(sites: Sequence[Site]) -> str:
     return f"layer{plural} {numbers} ({_name_module(sites[0])})"
 
 
-def note_unread(net: Net, sites: tuple[Site, ...]) -> Iterator[Note]:
+def note_unread(net: Net, sites: Sequence[Site]) -> Iterator[Note]:
     """Note which modules have attention that no layer covers; layer numbers skip them."""
     # A survey is the search for the attention layers of a model. A model may have several surveys.
     # Take the one that returned this very tuple of layers (`sites`): it also lists such modules.
@@ -304,9 +304,9 @@ class Claim(NamedTuple):
 def require_bounds_hold(
     site: Site,
     ids: Sequence[str],
-    values: Mapping[str, Tensor],
+    values: Reduced,
     heads: Heads,
-    balls: Mapping[str, Tensor],
+    balls: Reduced,
     radii: Sequence[Radius],
 ) -> None:
     """Stop the run if a bound of a head, a layer or a ball is below the exact norm.
@@ -347,9 +347,9 @@ def require_bounds_hold(
 
 
 def _list_claims(
-    values: Mapping[str, Tensor],
+    values: Reduced,
     heads: Heads,
-    balls: Mapping[str, Tensor],
+    balls: Reduced,
     radii: Sequence[Radius],
 ) -> Iterator[Claim]:
     """Yield every claim "a norm is at most its bound" of a layer, to be checked.
@@ -408,7 +408,7 @@ def _bound_head_rounding(heads: Heads, exact: Tensor, radius: float = 0.0) -> Te
     return max_windows(error.cpu(), heads.sample)
 
 
-def _bound_layer_rounding(values: Mapping[str, Tensor], heads: Heads, errors: Tensor) -> Tensor:
+def _bound_layer_rounding(values: Reduced, heads: Heads, errors: Tensor) -> Tensor:
     """Return by how much rounding may lower the bound of a layer, (samples, 1).
 
     The bound is ||W_O|| sqrt(sum_h b_h^2), where b_h is the bound of head h. Let e_h be the

@@ -544,10 +544,10 @@ def restore_outcomes(part: Part, chunk: Chunk, steps: Sequence[Step]) -> list[Ou
             column = part.values[f"outcome_{name}"][:, number]
             fields[name] = torch.from_numpy(column).to(chunk.x.device)
         fields["notes"] = tuple(Note(**note) for note in facts["notes"])
+        trial = None
         if number == 0:  # the clean samples
-            checks = Checks(**part.facts["checks"][0])
-            outcomes.append(Outcome(trial=None, x_adv=chunk.x, checks=checks, **fields))
+            fields["checks"] = Checks(**part.facts["checks"][0])
         else:
             trial, _ = steps[number - 1]
-            outcomes.append(Outcome(trial=trial, x_adv=chunk.x, **fields))
+        outcomes.append(Outcome(trial=trial, x_adv=chunk.x, **fields))
     return outcomes

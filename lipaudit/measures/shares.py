@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import LipauditError, first_line, is_machine_error, join_few
 from lipaudit.measures import base
-from lipaudit.measures.base import Arrays, Facts, MeasureOptions, Part, Values
+from lipaudit.measures.base import Arrays, Columns, Facts, MeasureOptions, Part, Values
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
 from lipaudit.tables.columns import HEAD, finite, group_values, largest, middle
 from lipaudit.tables.formats import format_value, join_texts
@@ -376,7 +376,7 @@ def _make_paths_section(
     return base.make_section(PATHS_TABLE, parts, options, rows, arrays=arrays)
 
 
-def _reduce(arrays: Arrays, unique: Values) -> dict[str, list[float | None]]:
+def _reduce(arrays: Arrays, unique: Values) -> Columns:
     """Return the cells of each column: medians over the samples that repeat no earlier one.
 
     Args:

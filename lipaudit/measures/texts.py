@@ -66,13 +66,7 @@ def make_reader(net: Net) -> Reader:
     if net.lexicon is not None:
         lexicon = net.lexicon()
     else:
-        # Without a tokenizer, every token is a word of its own: it BEGINS one. Only the special
-        # ids that are known are FIXED, so that no attack changes them.
-        kinds = torch.full((net.vocabulary,), BEGINS)
-        for special in (net.pad_id or 0, net.end_id):
-            if special is not None:
-                kinds[special] = FIXED
-        lexicon = Lexicon(kinds)
+        lexicon = _make_lexicon(net, net.vocabulary)
     return Reader(
         output=lambda ids, mask: net.output(_make_batch(ids, mask)),
         point=lambda ids, mask: net.point(_make_batch(ids, mask)),
@@ -86,6 +80,16 @@ def make_reader(net: Net) -> Reader:
         pad_id=net.pad_id or 0,
         tokenize=net.tokenize if net.scored else None,
     )
+
+
+def _make_lexicon(net: Net, vocabulary: int) -> Lexicon:
+    """Return the words of a model without a tokenizer: every token id is a word of its own."""
+    kinds = torch.full((vocabulary,), BEGINS)  # each token begins a word
+    # Only the special ids that are known are fixed, so that no attack changes them.
+    for special in (net.pad_id or 0, net.end_id):
+        if special is not None:
+            kinds[special] = FIXED
+    return Lexicon(kinds)
 
 
 def _make_batch(ids: Tensor, mask: Tensor | None) -> Batch:
@@ -412,9 +416,19 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
     )
     for trial in of_texts:
         yield from note_untried(parts, trial)
+    yield from _note_whole_texts(parts, of_texts)
+
+
+def _note_whole_texts(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
+    """Warn if an attack may change as many words or characters as most texts have.
+
+    Args:
+        parts: the parts, with the number of words and characters of each text.
+        trials: the trials that change texts, in ascending order of the allowed changes.
+    """
     # By unit (words, characters): the largest allowed number of changes. Trials are sorted by this
     # number, so the last one that enters the dict is the largest. A suffix replaces nothing.
-    budgets = {trial.norm: int(trial.radius.value) for trial in of_texts if trial.norm != "suffix"}
+    budgets = {trial.norm: int(trial.radius.value) for trial in trials if trial.norm != "suffix"}
     for norm, budget in budgets.items():
         sizes = [size for part in parts for size in part.facts["sizes"][norm]]
         whole = sum(0 < size <= budget for size in sizes)  # texts that can be replaced as a whole

@@ -21,7 +21,7 @@ from pyautoattack.fab_pt import FABAttack_PT
 from pyautoattack.square import SquareAttack
 from torch import Tensor
 
-from lipaudit.attacks.balls import Ball, distance
+from lipaudit.attacks.balls import Ball, Box, distance
 from lipaudit.attacks.oracle import Classifier, Turn, logits_of, margins
 
 NORMS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
@@ -39,6 +39,17 @@ SPHERE = 1e-5
 
 class _AllBrokenError(Exception):
     """No sample is left to attack."""
+
+
+def _choose_box(x: Tensor, eps: float) -> Box:
+    """Return the ends (low, high) of a box for embeddings, which have none.
+
+    It is so wide that clipping points within eps of x to the box changes nothing. Its ends are
+    powers of two, so that dividing by its width is exact.
+    """
+    largest = float(x.abs().amax()) + 2 * eps
+    high = 2.0 ** math.ceil(math.log2(largest))
+    return -high, high
 
 
 class UnitCube:
@@ -68,14 +79,7 @@ class UnitCube:
             turn: settings and random numbers of this run of the attack, and the sample of each
                 row.
         """
-        if ball.box is not None:
-            low, high = ball.box
-        else:
-            # Embeddings have no box: take one so wide that clipping to the cube never acts. Its
-            # ends are powers of two, so that dividing by its width is exact.
-            largest = float(x.abs().amax()) + 2 * ball.eps
-            high = 2.0 ** math.ceil(math.log2(largest))
-            low = -high
+        low, high = ball.box or _choose_box(x, ball.eps)
         self.low = low
         self.width = high - low
         self.f = f

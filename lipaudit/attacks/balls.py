@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     Samples = Float[Tensor, " batch *sample"]
     Labels = Int[Tensor, " batch"]
+    Logits = Float[Tensor, "batch classes"]
+    PerSample = Float[Tensor, " batch"]
 
 # The smallest and the largest value of the attacked space.
 Box = tuple[float, float]
@@ -139,16 +141,7 @@ def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:
     Raises:
         EvaluationError: z is no tensor of x's shape, not finite, or outside of the ball or box.
     """
-    expected = f"not samples of shape {tuple(x.shape)}"
-    if not isinstance(z, Tensor):
-        raise blame_attack(attack, f"returned {type(z).__name__}, {expected}")
-    if z.shape != x.shape:
-        raise blame_attack(attack, f"returned {tuple(z.shape)}, {expected}")
-    z = z.detach().to(x)
-    is_finite = z.isfinite().flatten(1).all(1)
-    bad = int((~is_finite).sum())
-    if bad:
-        raise blame_attack(attack, f"returned values that are not finite on {bad} samples")
+    z = _require_finite(z, x, attack)
     projected = project(z, x, ball)
     excess = distance(z, projected, ball.norm, ball.patch)
     rounding = torch.full_like(excess, _bound_rounding(x, ball, torch.float32))
@@ -162,6 +155,25 @@ def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:
         text = f"left the ball or the box on {bad} samples, by up to {largest:.3g}"
         raise blame_attack(attack, text)
     return projected
+
+
+def _require_finite(z: Any, x: Tensor, attack: str) -> Tensor:
+    """Return the result z of an attack as a tensor like the samples x.
+
+    Raises:
+        EvaluationError: z is no tensor of x's shape, or not finite.
+    """
+    expected = f"not samples of shape {tuple(x.shape)}"
+    if not isinstance(z, Tensor):
+        raise blame_attack(attack, f"returned {type(z).__name__}, {expected}")
+    if z.shape != x.shape:
+        raise blame_attack(attack, f"returned {tuple(z.shape)}, {expected}")
+    z = z.detach().to(x)
+    is_finite = z.isfinite().flatten(1).all(1)
+    bad = int((~is_finite).sum())
+    if bad:
+        raise blame_attack(attack, f"returned values that are not finite on {bad} samples")
+    return z
 
 
 def _bound_rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
@@ -221,7 +233,7 @@ def distance(
     x: Samples,
     norm: Norm,
     patch: PatchSize | None = None,
-) -> Float[Tensor, " batch"]:
+) -> PerSample:
     """Return ||z - x|| of each sample in a norm; for patches, how many patches differ."""
     if patch is not None:
         differs = sum_patches((z - x).abs(), patch) > 0

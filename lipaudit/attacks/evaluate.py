@@ -39,7 +39,7 @@ from lipaudit.tables.trials import COUNTED, WHOLE
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-    from lipaudit.attacks.balls import Labels, Samples
+    from lipaudit.attacks.balls import Labels, PerSample, Samples
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Outcome:
     tried: Bool[Tensor, " batch"]
     robust: Bool[Tensor, " batch"]
     x_adv: Samples
-    distance: Float[Tensor, " batch"]
-    confidence: Float[Tensor, " batch"]
+    distance: PerSample
+    confidence: PerSample
     seconds: float
     forwards: int
     backwards: int

@@ -32,7 +32,7 @@ from lipaudit.theory.pullback import pull_back
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from lipaudit.attacks.balls import Labels, Samples
+    from lipaudit.attacks.balls import Labels, Logits, PerSample, Samples
 
 # Step of coordinates with a NaN gradient, as a share of the sample's largest value: far above
 # rounding in float32 (2^-24), and too small for most models to turn.
@@ -139,7 +139,7 @@ class Oracle:
     batch_size: int
     meter: Meter = field(default_factory=Meter)
 
-    def __call__(self, z: Float[Tensor, " rows *sample"]) -> Float[Tensor, "rows classes"]:
+    def __call__(self, z: Float[Tensor, " rows *sample"]) -> Logits:
         """Return the logits at z, which has one point for each entry of `rows`.
 
         The logits are differentiable if z is. The caller may change the tensor in place.
@@ -154,6 +154,17 @@ class Oracle:
         """Return the logits at z, computed in pieces of at most `batch_size` samples."""
         pieces = list_pieces(len(z), self.batch_size)
         return torch.cat([self.evaluate_piece(z[chunk], chunk.start) for chunk in pieces])
+
+    def pull_in_pieces(self, z: Tensor, grad_output: Tensor) -> Tensor:
+        """Return J^T grad_output, with the Jacobian J of the logits at z, computed in pieces.
+
+        The graph of one piece is in memory at a time.
+        """
+        gradients = []
+        for chunk in list_pieces(len(z), self.batch_size):
+            graph = _record_graph(self, z[chunk], chunk.start)
+            gradients.append(pull(graph, grad_output[chunk]))
+        return torch.cat(gradients)
 
     def evaluate_piece(self, z: Tensor, start: int) -> Tensor:
         """Return the logits of a piece of the samples, which begins at sample `start`."""
@@ -189,17 +200,6 @@ class _InPieces(torch.autograd.Function):
         oracle = ctx.oracle
         z = ctx.z
 
-        def pull_at(point: Tensor) -> Tensor:
-            """Return J^T grad_output at a point, with the Jacobian J of the logits there.
-
-            The graph of one piece of the samples is in memory at a time.
-            """
-            gradients = []
-            for chunk in list_pieces(len(point), oracle.batch_size):
-                graph = _record_graph(oracle, point[chunk], chunk.start)
-                gradients.append(pull(graph, grad_output[chunk]))
-            return torch.cat(gradients)
-
         def pull_near(direction: Tensor) -> Tensor:
             """Return J^T grad_output at a point near z: a small step along a direction.
 
@@ -207,12 +207,13 @@ class _InPieces(torch.autograd.Function):
             """
             largest = z.flatten(1).abs().amax(1)
             size = torch.where(largest > 0, largest, 1.0)
-            return pull_at(z + direction * NUDGE * add_axes(size, z))
+            moved = z + direction * NUDGE * add_axes(size, z)
+            return oracle.pull_in_pieces(moved, grad_output)
 
         graph = ctx.graph
         ctx.graph = None  # frees its memory
         if graph is None:
-            gradient = pull_at(z)
+            gradient = oracle.pull_in_pieces(z, grad_output)
         else:
             gradient = pull(graph, grad_output)
         return oracle.meter.make_finite(gradient, pull_near), None
@@ -248,7 +249,7 @@ def pull(graph: tuple[Tensor, Tensor], grad_output: Tensor) -> Tensor:
     return gradient
 
 
-def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
+def logits_of(output: Any) -> Logits:
     """Return the logits in the output of a model: a tensor, `.logits`, or a tuple's first item.
 
     Raises:
@@ -268,9 +269,7 @@ def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
     )
 
 
-def logits_and_gradient(
-    f: Classifier, x: Samples, y: Labels
-) -> tuple[Float[Tensor, "batch classes"], Samples]:
+def logits_and_gradient(f: Classifier, x: Samples, y: Labels) -> tuple[Logits, Samples]:
     """Return the logits at x, and the gradient with respect to x of each sample's cross-entropy.
 
     Too many samples for one pass run in pieces, each forward and then backward. (One call of an
@@ -293,7 +292,7 @@ def logits_and_gradient(
     return logits.detach(), pull((leaf, loss), torch.ones_like(loss))
 
 
-def margins(logits: Float[Tensor, "batch classes"], y: Labels) -> Float[Tensor, " batch"]:
+def margins(logits: Logits, y: Labels) -> PerSample:
     """Return the margin of label y, f_y - max_{j != y} f_j, for logits f.
 
     The margin is negative exactly if another class has a larger logit than the label.

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import combinations, islice, pairwise, product, zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ from lipaudit.attacks.oracle import Turn, list_pieces
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Ids, Lexicon, Reader, Span, TextOracle
 from lipaudit.errors import UsageError
 from lipaudit.tables.columns import group_values
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 # Margins are compared to this many decimal places; further digits are rounding noise.
 DIGITS = 5
@@ -231,21 +228,33 @@ def search(
         # All changes if these are few; otherwise one of each word, then those that look best.
         _try_changes(oracle, y, [(step, step.choose_first()) for step in steps])
         _try_changes(oracle, y, [(step, step.choose_others()) for step in steps if step.untried])
-        # Keep the best change of each text. A text is attacked further if its margin fell, and is
-        # not negative yet.
-        robust = []
-        for step in steps:
-            i = step.position
-            # Counts of tried and possible changes add up over the steps.
-            tried = best[i].tried + step.tried
-            possible = best[i].possible + step.possible
-            if step.lowest < margins[i]:
-                best[i] = step.best
-                margins[i] = step.lowest
-                if step.lowest >= 0:
-                    robust.append(i)
-            best[i] = replace(best[i], tried=tried, possible=possible)
+        robust = _keep_best(steps, best, margins)
     return best
+
+
+def _keep_best(steps: Sequence[_Step], best: list[Draft], margins: list[float]) -> list[int]:
+    """Make the best change of each step if it lowers the margin; return the texts to attack next.
+
+    A text is attacked next if its margin fell, and is not negative yet.
+
+    Args:
+        steps: the changes that were tried on some of the texts, with their margins.
+        best: the texts so far, replaced by the changed ones.
+        margins: their margins, replaced likewise.
+    """
+    robust = []
+    for step in steps:
+        i = step.position
+        # Counts of tried and possible changes add up over the steps.
+        tried = best[i].tried + step.tried
+        possible = best[i].possible + step.possible
+        if step.lowest < margins[i]:
+            best[i] = step.best
+            margins[i] = step.lowest
+            if step.lowest >= 0:
+                robust.append(i)
+        best[i] = replace(best[i], tried=tried, possible=possible)
+    return robust
 
 
 def _try_changes(
@@ -290,8 +299,11 @@ def rewrite_words(
     reader = oracle.reader
     near = neighbours(reader, {token for text in drafts for token in text.ids})
 
-    def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
-        """Return every substitute of every word; first those that lower the margin most."""
+    def propose(draft: Draft, slope: Tensor) -> Sequence[Change]:
+        """Return every substitute of every word; first those that lower the margin most.
+
+        `slope` is the gradient of the margin by the embedding of each token, (tokens, width).
+        """
         margin_changes = []
         changes = []
         position = 0  # the position of the first token of the word
@@ -501,8 +513,11 @@ def rewrite_characters(
         raise UsageError(text, advice)
     encode = cache(lambda text: tuple(tokenize(text)))
 
-    def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
-        """Return every possible error; words take turns, the word of steepest gradient first."""
+    def propose(draft: Draft, slope: Tensor) -> Sequence[Change]:
+        """Return every possible error; words take turns, the word of steepest gradient first.
+
+        `slope` is the gradient of the margin by the embedding of each token, (tokens, width).
+        """
         # For each word the sum of the gradient norms of its tokens. The tokens of all words follow
         # one another: each word takes the next len(word) norms.
         norms = iter(slope.norm(dim=1).tolist())

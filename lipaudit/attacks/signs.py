@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lipaudit.attacks import balls
 from lipaudit.attacks.balls import Ball, Box
@@ -23,9 +22,7 @@ from lipaudit.attacks.kinds import Trial
 from lipaudit.tables import Note, Notes
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
-
-    from lipaudit.attacks.balls import Labels, Samples
+    from lipaudit.attacks.balls import Labels, Logits, Samples
 
 # Largest change of a logit between two passes of a deterministic model, as a share of the distance
 # of the sample's largest logit from its median. Changes are relative to the median, so neither an
@@ -76,8 +73,8 @@ class Checks:
 
 
 def examine(
-    logits: Float[Tensor, "batch classes"],
-    again: Float[Tensor, "batch classes"],
+    logits: Logits,
+    again: Logits,
     gradient: Samples,
     y: Labels,
     nonfinite: int = 0,
@@ -182,8 +179,8 @@ def note_square(before: int, after: int, samples: int) -> Notes:
 
 def note_masking(
     trials: Sequence[Trial],
-    robust: Bool[np.ndarray, "samples trials"],
-    y: Int[np.ndarray, " samples"],
+    robust: np.ndarray,
+    y: np.ndarray,
     box: Box | None,
 ) -> Notes:
     """Warn of signs that the iterative gradient attacks were weak because gradients are masked.
@@ -199,8 +196,8 @@ def note_masking(
 
     Args:
         trials: the trials: attacks that ran one after the other in balls of one radius.
-        robust: whether each sample survived each trial.
-        y: labels.
+        robust: whether each sample survived each trial, (samples, trials).
+        y: labels of the samples.
         box: smallest and largest value of the attacked space.
     """
     lucky = max(LUCKY, LUCKY_SHARE * len(y))

@@ -23,6 +23,8 @@ from lipaudit.tables.columns import group_values
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+    from lipaudit.attacks.balls import Labels, Logits
+
 # Kinds of token ids: fixed (never changed or inserted), first token of a word, later token of a
 # word.
 FIXED, BEGINS, GOES_ON = 0, 1, 2
@@ -314,8 +316,8 @@ class Draft:
     def _continuations(self) -> Continuations | None:
         return None if self.source is None else self.source.continuations
 
-    def align(self, slope: Float[Tensor, "inputs width"]) -> Float[Tensor, "tokens width"]:
-        """Return the gradient of each token of `ids`, from the gradients of the model's inputs.
+    def align(self, slope: Tensor) -> Tensor:
+        """Return the gradient of each token of `ids`, (tokens, width), from those of the inputs.
 
         The two differ for prompts. The model does not read the beginning of a long prompt, which
         gets gradient 0. The continuations behind the prompt are inputs, but no tokens of the text.
@@ -428,7 +430,7 @@ class TextOracle:
     target: int | None = None
 
     @torch.no_grad()
-    def __call__(self, texts: Sequence[Ids]) -> Float[Tensor, "texts classes"]:
+    def __call__(self, texts: Sequence[Ids]) -> Logits:
         """Return the logits of texts, from their token ids."""
         self.meter.pass_forward(len(texts))
         # By the text's position: batches may group texts of one length.
@@ -440,9 +442,7 @@ class TextOracle:
         in_order = [logits[i] for i in range(len(texts))]
         return torch.stack(in_order)
 
-    def measure_leads(
-        self, logits: Float[Tensor, "texts classes"], y: Int[Tensor, " texts"]
-    ) -> Float[Tensor, " texts"]:
+    def measure_leads(self, logits: Logits, y: Labels) -> Float[Tensor, " texts"]:
         """Return the lead of each text, which attacks lower until it is negative.
 
         Without a target class, the lead is the logit of the label minus the largest other logit.
@@ -452,13 +452,13 @@ class TextOracle:
             return margins(logits, y)
         return -margins(logits, torch.full_like(y, self.target))
 
-    def score(self, texts: Sequence[Ids], y: Int[Tensor, " texts"]) -> list[float]:
+    def score(self, texts: Sequence[Ids], y: Labels) -> list[float]:
         """Return the lead of each text (see `measure_leads`), from its token ids."""
         leads: list[float] = self.measure_leads(self(texts), y).tolist()
         return leads
 
     def score_changes(
-        self, changed: Mapping[int, Sequence[Ids]], y: Int[Tensor, " originals"]
+        self, changed: Mapping[int, Sequence[Ids]], y: Labels
     ) -> dict[int, list[float]]:
         """Return the leads of several changed texts of each text, evaluated together.
 
@@ -478,9 +478,7 @@ class TextOracle:
         leads = iter(self.score(texts, y[originals]))
         return {i: list(islice(leads, len(group))) for i, group in changed.items()}
 
-    def slopes(
-        self, texts: Sequence[Ids], y: Int[Tensor, " texts"]
-    ) -> list[Float[Tensor, "tokens width"]]:
+    def slopes(self, texts: Sequence[Ids], y: Labels) -> list[Float[Tensor, "tokens width"]]:
         """Return the gradient of each text's lead with respect to its token embeddings.
 
         The lead is the logit of the label minus the largest other logit; with a target class see

@@ -277,11 +277,6 @@ class Attend:
         x W is [q k v] before rotary position or qk-norm. With two inputs, x W is q for the first
         and [k v] for the second. Constant queries, keys or values are left out.
 
-        Symbols, for query i and key j: S_ij is the logit, P_ij its softmax. ds is the gradient in
-        the logits. The gradient of S_ij is f_ij s k_j + r_ij in q_i, and f_ij s q_i + t_ij in k_j.
-        s is the scale of the logits. f is the slope of a soft cap (1 without a cap). r and t come
-        from relative positions (0 without them). G is the Jacobian of a rotary position or qk-norm
-        at a token.
         """
         # The gradients in q, k and v by name; a constant has none.
         total = {}
@@ -290,27 +285,12 @@ class Attend:
                 total[name] = torch.zeros_like(getattr(self, name))
         for block in map_rows(self.heads, self.p):
             # A block of P: `queries` and `keys` are the slices of its rows and columns.
-            p, queries, keys = block
-            u_rows = u[:, queries]
-            ds = self._pull_softmax(u_rows, block)
-            # `self.q` and `self.k` are q and k times s. `self.slope` is f, `extra` has r and t.
-            # The slices `rows` of the totals are views: gradients are added in place.
-            scaled = ds  # ds_ij f_ij
-            if self.slope is not None:
-                scaled = ds * self.slope
-            if "q" in total:  # sum_j ds_ij (f_ij s k_j + r_ij)
-                rows = total["q"][:, queries]
-                rows.baddbmm_(scaled, self.k[:, keys])
-                if "q" in self.extra:
-                    rows += _multiply_by_terms(ds, self.extra["q"])
-            if "k" in total:  # sum_i ds_ij (f_ij s q_i + t_ij)
-                rows = total["k"][:, keys]
-                rows.baddbmm_(scaled.mT, self.q[:, queries])
-                if "k" in self.extra:
-                    rows += _multiply_by_terms(ds.mT, self.extra["k"])
-            if "v" in total:  # sum_i P_ij u_i
-                total["v"][:, keys].baddbmm_(p.mT, u_rows)
-        # Back through G of each token.
+            u_rows = u[:, block.queries]
+            ds = self._pull_softmax(u_rows, block)  # the gradient in the logits
+            self._pull_logits(ds, block, total)
+            if "v" in total:  # sum_i P_ij u_i, for query i and key j
+                total["v"][:, block.keys].baddbmm_(block.p.mT, u_rows)
+        # Back through the Jacobian G of a rotary position or qk-norm at each token.
         for name, g in self.local.items():
             total[name] = torch.einsum("pnd,pnde->pne", total[name], g)
         pulled = []
@@ -337,6 +317,35 @@ class Attend:
         ds_anchor = (u * self.c[:, queries]).sum(-1, keepdim=True)
         return ds.scatter_(-1, self._find_anchors(block), ds_anchor)
 
+    def _pull_logits(self, ds: Tensor, block: MapRows, total: dict[str, Tensor]) -> None:
+        """Add to `total` the gradients in q and k, given the gradient ds in the logits of a block.
+
+        For query i and key j, the gradient of the logit is f_ij s k_j + r_ij in q_i, and
+        f_ij s q_i + t_ij in k_j. s is the scale of the logits. f is the slope of a soft cap (1
+        without a cap). r and t come from relative positions (0 without them).
+
+        Args:
+            ds: gradients in the logits, (problems, queries, keys).
+            block: the queries and keys.
+            total: gradients so far, by the names q and k; a constant has none.
+        """
+        _, queries, keys = block
+        # `self.q` and `self.k` are q and k times s. `self.slope` is f, `extra` has r and t. The
+        # slices `rows` of the totals are views: gradients are added in place.
+        scaled = ds  # ds_ij f_ij
+        if self.slope is not None:
+            scaled = ds * self.slope
+        if "q" in total:  # sum_j ds_ij (f_ij s k_j + r_ij)
+            rows = total["q"][:, queries]
+            rows.baddbmm_(scaled, self.k[:, keys])
+            if "q" in self.extra:
+                rows += _multiply_by_terms(ds, self.extra["q"])
+        if "k" in total:  # sum_i ds_ij (f_ij s q_i + t_ij)
+            rows = total["k"][:, keys]
+            rows.baddbmm_(scaled.mT, self.q[:, queries])
+            if "k" in self.extra:
+                rows += _multiply_by_terms(ds.mT, self.extra["k"])
+
     def push(self, inputs: list[Tensor]) -> Tensor:
         """Return the change dO of O = P V for changes of x W of every input x (forward mode).
 
@@ -360,22 +369,35 @@ class Attend:
                 out = p @ tangents["v"][:, keys]
             else:
                 out = torch.zeros_like(self.o[:, queries])
+            # The second sum.
             ds = self._push_logits(tangents, queries, keys)
             if ds is not None:
-                # The second sum. Let a be the key with the largest P_ia. With dp_ij = P_ij dS_ij
-                # the keys j != a add sum_j dp_ij v_j - (sum_j dp_ij) o_i. Key a adds dS_ia c_ia,
-                # where c_ia (`self.c`) was computed without cancellation.
-                anchors = self._find_anchors(block)  # a of each query
-                ds_anchor = ds.gather(-1, anchors)
-                dp = ds.mul_(p).scatter_(-1, anchors, 0.0)
-                total = dp.sum(-1, keepdim=True)
-                out.baddbmm_(dp, self.v[:, keys])
-                out.addcmul_(total, self.o[:, queries], value=-1)
-                out.addcmul_(ds_anchor, self.c[:, queries])
+                self._push_softmax(ds, block, out)
             outputs.append(out)
         if len(outputs) == 1:
             return outputs[0]
         return torch.cat(outputs, 1)
+
+    def _push_softmax(self, ds: Tensor, block: MapRows, out: Tensor) -> None:
+        """Add sum_j dS_ij c_ij to the rows dO_i of `out`, for a change dS of logits of a block.
+
+        c_ij = P_ij (v_j - o_i). Let a be the key with the largest P_ia. With dp_ij = P_ij dS_ij,
+        the keys j != a add sum_j dp_ij v_j - (sum_j dp_ij) o_i. Key a adds dS_ia c_ia: c_ia is
+        stored, computed without cancellation.
+
+        Args:
+            ds: dS, (problems, queries, keys); it is overwritten.
+            block: some rows of P.
+            out: the rows dO_i of the queries of the block.
+        """
+        p, queries, keys = block
+        anchors = self._find_anchors(block)  # a of each query
+        ds_anchor = ds.gather(-1, anchors)
+        dp = ds.mul_(p).scatter_(-1, anchors, 0.0)
+        total = dp.sum(-1, keepdim=True)
+        out.baddbmm_(dp, self.v[:, keys])
+        out.addcmul_(total, self.o[:, queries], value=-1)
+        out.addcmul_(ds_anchor, self.c[:, queries])
 
     def _find_anchors(self, block: MapRows) -> Tensor:
         """Return the key with the largest P_ia of each query, counted from the block's first."""

@@ -407,7 +407,7 @@ def value_key_norm(
     return matrix_norm(gram @ gram).sqrt().sqrt()
 
 
-def _bound_mixed_rows(centred: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"]) -> Rows:
+def _bound_mixed_rows(centred: Centred, f: Rows, e: Tensor) -> Rows:
     """Return rho_l >= ||P F_l^T|| of every query, where F_l has the columns P_lj (v_j - o_l).
 
     Forming P F_l^T for every query l would be too expensive. So P is split into a matrix of rank

@@ -306,10 +306,7 @@ def read_point(heads: Heads) -> BallPoint:
     tiny = torch.finfo(centred.p.dtype).tiny
     p = centred.p.clamp_min(tiny) * visible
     # z: ||z_j - E_i z||, how fast logit ij changes against its row's mean if token i moves.
-    mean = p @ rows.z
-    mean2 = mean.square().sum(-1, keepdim=True)
-    z2 = rows.z.square().sum(-1, keepdim=True)
-    z = squared_distances(mean, rows.z, mean2, z2).sqrt()
+    z = _distances(p @ rows.z, rows.z)
     # w: ||v_j - o_i||, how far output i moves if P_ij changes.
     w = centred.w2.sqrt() * visible
     # a: ||A||, which bounds how fast z_j and u_i change if a token moves. Computed as
@@ -332,6 +329,13 @@ def read_point(heads: Heads) -> BallPoint:
         one_hot=one_hot,
         uneven=uneven,
     )
+
+
+def _distances(a: Tensor, b: Tensor) -> Tensor:
+    """Return ||a_i - b_j|| of all pairs of rows, (batch, heads, rows of a, rows of b)."""
+    a2 = a.square().sum(-1, keepdim=True)
+    b2 = b.square().sum(-1, keepdim=True)
+    return squared_distances(a, b, a2, b2).sqrt()
 
 
 def _choose_limits(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

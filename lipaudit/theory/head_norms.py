@@ -41,7 +41,7 @@ rounding (`head_bounds`), but not by the error E of the blocks of J that they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,8 +55,6 @@ from lipaudit.theory.heads import Heads, Pairs, local_map, projections, unit_val
 from lipaudit.theory.spectral import Norms, divide_by_powers, random_starts, spectral_norms
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
-
     from lipaudit.theory.heads import PerHead
 
 SINGLE_ERROR = 1e-5
@@ -437,25 +435,13 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)
-    v = heads.v
-    sink = heads.sink_share()  # probability of a constant logit beside those of the keys, or None
     column_sums = torch.zeros_like(heads.k[..., 0])  # sum_i P_ij, (batch, heads, m)
     # sum_ij ||c_ij||^2 and max_i sum_j ||c_ij||, with index 0 for c and index 1 for d.
     squares = torch.zeros(2, *heads.q.shape[:2]).to(heads.q)  # (2, batch, heads)
     largest_row_sum = torch.zeros_like(squares)
-    for start, stop in heads.row_blocks():
-        p = heads.rows(start, stop)
-        if sink is None:
-            sink_rows = None
-            # Once, from the first rows of P: values less their mean, so that v_j - o_i cancels
-            # less. Rows of P sum to 1, so v_j - o_i stays the same.
-            if start == 0:
-                v = v - attend.mean_value(p, v)
-        else:
-            sink_rows = sink[:, :, start:stop]
-        rows = attend.anchor_outputs(p, v, sink_rows)
+    for p, c, d in _list_differences(heads):
         column_sums += p.sum(-2)
-        for which, norms in enumerate(_bound_differences(p, v, rows)):
+        for which, norms in enumerate((c, d)):
             squares[which] += norms.square().sum((-2, -1))
             row_sums = norms.sum(-1)
             largest_row_sum[which] = torch.maximum(largest_row_sum[which], row_sums.amax(-1))
@@ -468,12 +454,33 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
     return t_c, t_d
 
 
+def _list_differences(heads: Heads) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield some rows of P with ||c_ij|| and d_ij of `_bound_differences`, until P is complete."""
+    v = heads.v
+    sink = heads.sink_share()  # probability of a constant logit beside those of the keys, or None
+    for start, stop in heads.row_blocks():
+        p = heads.rows(start, stop)
+        if sink is None:
+            sink_rows = None
+            # Once, from the first rows of P: values less their mean, so that v_j - o_i cancels
+            # less. Rows of P sum to 1, so v_j - o_i stays the same.
+            if start == 0:
+                v = v - attend.mean_value(p, v)
+        else:
+            sink_rows = sink[:, :, start:stop]
+        rows = attend.anchor_outputs(p, v, sink_rows)
+        yield p, *_bound_differences(p, v, rows)
+
+
 def _bound_differences(p: Tensor, v: Tensor, rows: attend.Anchored) -> tuple[Tensor, Tensor]:
     """Return ||c_ij|| for c_ij = P_ij (v_j - o_i), and d_ij, both (batch, heads, rows, m).
 
-    If sums have the relative error gamma, gamma d_ij bounds the rounding error of c_ij. d_ij is
-    2 P_ij max ||v||, but 2 (1 - P_ia) max ||v|| at the key a with the largest P_ia, where c_ia is
-    computed without cancellation.
+    gamma d_ij bounds the rounding error of c_ij, where gamma is the relative error of sums:
+
+    * In general the terms of c_ij are P_ij v_j and P_ij o_i, so d_ij = 2 P_ij max ||v||.
+    * At the key a with the largest P_ia, c_ia is computed without cancellation, as P_ia times
+      (1 - P_ia) v_a - sum_{j != a} P_ij v_j. Both terms are at most (1 - P_ia) max ||v|| long, so
+      d_ia = 2 (1 - P_ia) max ||v||.
 
     Args:
         p: some rows of P.
@@ -502,8 +509,8 @@ def _bound_projections(heads: Heads) -> list[Tensor]:
     return limits
 
 
-def _longest(rows: Float[Tensor, "batch heads n d"]) -> PerHead:
-    """Return the length of the longest row."""
+def _longest(rows: Tensor) -> PerHead:
+    """Return the length of the longest of the rows, (batch, heads, n, d), of each head."""
     return vector_norm(rows, dim=-1).amax(-1)
 
 

@@ -587,7 +587,7 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     return heads.with_same_map(v=v, to_v=to_v), exponents.double().exp2()
 
 
-def _divide_projection(to_v: Projection) -> tuple[Projection, Int[Tensor, " heads"]]:
+def _divide_projection(to_v: Projection) -> tuple[Projection, Tensor]:
     """Return the projection to the values divided by 2^exponent, and the exponent of each head.
 
     The projection has the Jacobian G W^T. W and G are each divided by a power of two that brings

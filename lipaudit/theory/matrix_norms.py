@@ -16,12 +16,14 @@ from lipaudit.theory import POLICY, Policy
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+    Matrices = Float[Tensor, "*batch n m"]
+
 
 _STEPS = 11  # power steps to ||P||
 _LONG_STEPS = 60  # the same for maps whose Gram matrix is not formed
 
 
-def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
+def spectral_norm(a: Matrices) -> Float[Tensor, "*batch"]:
     """Return the largest singular value of each matrix, from the smaller of its two Gram matrices.
 
     Examples:
@@ -55,7 +57,7 @@ def product_values(
     return torch.linalg.svdvals(core)
 
 
-def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
+def gram_root(a: Matrices) -> Float[Tensor, "*batch m m"]:
     """Return R with ||R y|| >= ||A y|| for every y: the upper Cholesky factor of A^T A.
 
     ||R y|| is larger than ||A y|| only by an allowance for rounding errors.
@@ -77,7 +79,7 @@ def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
     return torch.linalg.cholesky_ex(gram, upper=True).L
 
 
-def positive_vector(b: Float[Tensor, "*batch n m"], steps: int) -> Float[Tensor, "*batch 1 m"]:
+def positive_vector(b: Matrices, steps: int) -> Float[Tensor, "*batch 1 m"]:
     """Return u > 0 near the leading right singular vector of each matrix B with entries >= 0.
 
     u is the result of at most `steps` power steps u -> B^T B u.
@@ -99,7 +101,7 @@ def positive_vector(b: Float[Tensor, "*batch n m"], steps: int) -> Float[Tensor,
 
 
 def nonnegative_norm(
-    b: Float[Tensor, "*batch n m"],
+    b: Matrices,
     steps: int = 10,
     *,
     u: Float[Tensor, "*batch 1 m"] | None = None,
@@ -136,7 +138,7 @@ def product_rounding(b: Tensor) -> float:
 
 
 def map_norm(
-    p: Float[Tensor, "*batch n m"], tol: float = 1e-6, *, policy: Policy = POLICY
+    p: Matrices, tol: float = 1e-6, *, policy: Policy = POLICY
 ) -> Float[Tensor, "*batch"]:
     """Return ||P|| of attention maps, never too small and too large by at most `tol`, relatively.
 

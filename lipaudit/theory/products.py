@@ -136,19 +136,28 @@ class LayerProducts:
         if keys and values read another one than queries. Without W_O, J is that of the O_h times
         their gains, side by side.
         """
+        return self._push(self.pull(u))
+
+    def _push(self, moves: list[Tensor]) -> Tensor:
+        """Return the move of the layer's output, (rows, n channels), for a move of every input X.
+
+        The output is sum_h O_h W_O,h, or without W_O the O_h times their gains, side by side.
+
+        Args:
+            moves: a move of each input, (rows, tokens, D).
+        """
         count = len(self.gains)
-        # `pull` gives J^T u, a move of every input X. Then forward again: to the moves X W of q, k
-        # and v of every head, through attention to the moves of the outputs O_h, and through W_O.
+        # x W is the move of q, k and v of all heads: e channels for each head.
         by_head = []
-        for x, weight in zip(self.pull(u), self.weights, strict=True):
+        for x, weight in zip(moves, self.weights, strict=True):
             y = torch.unflatten(x @ weight, 2, (count, -1))  # (rows, tokens, heads, e)
             by_head.append(y.transpose(1, 2).flatten(0, 1))  # (rows heads, tokens, e)
-        o = self.attend.push(by_head)  # (rows heads, n, dv)
+        o = self.attend.push(by_head)  # moves of the O_h, (rows heads, n, dv)
         o = torch.unflatten(o, 0, (-1, count))
         o = o.transpose(1, 2)  # (rows, n, heads, dv)
         if self.out is None:
             o = self.gains[:, None] * o
-        else:
+        else:  # W_O adds up the heads: the gains are factors of its rows already
             o = o.flatten(2) @ self.out.flatten(0, 1)
         return o.flatten(1)
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
     PerProblem = Float[Tensor, "*problems"]
+    Vectors = Float[Tensor, "problems size"]
 
 
 def shift_exponent(
@@ -192,9 +193,9 @@ class Norms:
     upper: PerProblem
     products: Int[Tensor, "*problems"]
     converged: Bool[Tensor, "*problems"]
-    vector: Float[Tensor, "problems size"] | None = None
+    vector: Vectors | None = None
     second: PerProblem | None = None
-    second_vector: Float[Tensor, "problems size"] | None = None
+    second_vector: Vectors | None = None
 
     @classmethod
     def join(cls, parts: Sequence[Norms], join: Callable[[list[Tensor]], Tensor]) -> Norms:
@@ -218,8 +219,8 @@ class Norms:
         return torch.where(self.upper == self.norm, 0.0, error)
 
 
-def random_starts(seeds: Sequence[int], size: int) -> Float[Tensor, "problems size"]:
-    """Draw one float64 Gaussian start vector per seed, independent of the batch.
+def random_starts(seeds: Sequence[int], size: int) -> Vectors:
+    """Draw a float64 Gaussian start vector for each seed, (problems, size), whatever the batch.
 
     Shorter vectors of a seed are beginnings of longer ones, so padding a sample changes nothing.
 
@@ -238,9 +239,9 @@ def random_starts(seeds: Sequence[int], size: int) -> Float[Tensor, "problems si
 
 def spectral_norms(
     select: Select,
-    start: Float[Tensor, "problems size"],
+    start: Vectors,
     *,
-    guess: Float[Tensor, "problems size"] | None = None,
+    guess: Vectors | None = None,
     tol: float = TOL,
     max_steps: int = 300,
     within: float = WITHIN,
@@ -284,16 +285,7 @@ def spectral_norms(
     >>> norms.norm, norms.products
     (tensor([3.], dtype=torch.float64), tensor([3]))
     """
-    zeros = torch.zeros(len(start), dtype=torch.float64)
-    norms = Norms(
-        norm=zeros,
-        upper=zeros.clone(),
-        products=zeros.long(),
-        converged=zeros.bool(),
-        vector=torch.zeros_like(start) if vectors else None,
-        second=zeros.clone() if second else None,
-        second_vector=torch.zeros_like(start) if second else None,
-    )
+    norms = _reserve_norms(start, vectors=vectors, second=second)
     running = _Krylov(start, guess)
     products = select(running.index)
     for _ in range(max_steps):
@@ -313,6 +305,23 @@ def spectral_norms(
             products = select(running.index)
     running.record(norms, ~running.done)
     return norms
+
+
+def _reserve_norms(start: Tensor, *, vectors: bool, second: bool) -> Norms:
+    """Return the record of all problems, with zeros that are replaced as problems are finished.
+
+    The arguments are those of `spectral_norms`.
+    """
+    zeros = torch.zeros(len(start), dtype=torch.float64)
+    return Norms(
+        norm=zeros,
+        upper=zeros.clone(),
+        products=zeros.long(),
+        converged=zeros.bool(),
+        vector=torch.zeros_like(start) if vectors else None,
+        second=zeros.clone() if second else None,
+        second_vector=torch.zeros_like(start) if second else None,
+    )
 
 
 class _Krylov:

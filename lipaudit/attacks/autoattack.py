@@ -276,13 +276,9 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
     logits_of_image: dict[bytes, Tensor] = {}  # a cache, by the image's bytes
 
     def evaluate(u: Tensor) -> Tensor:
-        """Return the logits of padded images; logits of small images are cached."""
+        """Return the logits of padded images."""
         turn.check()  # raises after the time limit; f also checks, but cached logits need no f
         points = u[..., :rows, :].reshape(len(u), *x.shape[1:])  # without padding
-        if not len(u):  # the package asks for no image when all margins are exactly 0
-            return u.new_zeros(0, 1)
-        if x[0].numel() > REPEATING:  # in large images, squares hardly ever repeat
-            return cube.evaluate(points)
         return _evaluate_once(cube, points, logits_of_image)
 
     attack = SquareAttack(
@@ -300,13 +296,17 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
 
 
 def _evaluate_once(cube: UnitCube, points: Tensor, logits_of_image: dict[bytes, Tensor]) -> Tensor:
-    """Return the logits of images; an image that was evaluated before is not evaluated again.
+    """Return the logits of images; a small image that was evaluated before is not evaluated again.
 
     Args:
         cube: the model on the cube.
         points: the images, as points of the cube.
         logits_of_image: logits by the bytes of the image; those of new images are added.
     """
+    if not len(points):  # the package asks for no image when all margins are exactly 0
+        return points.new_zeros(0, 1)
+    if points[0].numel() > REPEATING:  # in large images, squares hardly ever repeat
+        return cube.evaluate(points)
     keys = [point.tobytes() for point in points.cpu().numpy()]
     unknown = {key: i for i, key in enumerate(keys) if key not in logits_of_image}
     if unknown:

@@ -25,7 +25,7 @@ from lipaudit.errors import InputError, explain_failure
 from lipaudit.tables import Note
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Float
 
     from lipaudit.attacks.balls import Labels, Samples
 
@@ -37,16 +37,19 @@ LABELS = "y"
 SAVE = "Save them with lipaudit attack OTHER --save-adv FILE.safetensors"
 
 
-def find_first(broken: Bool[np.ndarray, "samples trials"]) -> Int[np.ndarray, " samples"]:
-    """Return the first trial that broke each sample, else the last."""
+def find_first(broken: np.ndarray) -> np.ndarray:
+    """Return the index of the first trial that broke each sample, else of the last trial.
+
+    `broken`, (samples, trials), says which trial broke which sample.
+    """
     last = broken.shape[1] - 1
     return np.where(broken.any(1), broken.argmax(1), last)
 
 
 def encode_examples(
     chunks: Sequence[Float[np.ndarray, "_ trials ..."]],
-    broken: Bool[np.ndarray, "samples trials"],
-    labels: Int[np.ndarray, " samples"],
+    broken: np.ndarray,
+    labels: np.ndarray,
     ids: Sequence[str],
     trials: Sequence[str],
 ) -> bytes:
@@ -59,8 +62,8 @@ def encode_examples(
     Args:
         chunks: the examples of some samples each; embeddings of shorter texts are padded with
             zeros.
-        broken: which trial broke which sample.
-        labels: the true classes.
+        broken: which trial broke which sample, (samples, trials).
+        labels: the true class of each sample.
         ids: ids of the samples.
         trials: names of the trials: attacks in balls of one radius.
     """

@@ -15,6 +15,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
+    from lipaudit.theory.softmax import PerRow
+
 EPS = 1e-6
 """Smallest argument of the logarithms: a one-hot row has g_1 = 0."""
 
@@ -56,9 +58,7 @@ def jasmin(
     return penalties.sum() / len(attention)
 
 
-def jasmin_rows(
-    p: Float[Tensor, "*rows keys"], k: int
-) -> tuple[Float[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
+def jasmin_rows(p: Float[Tensor, "*rows keys"], k: int) -> tuple[PerRow, Bool[Tensor, "*rows"]]:
     """Return the JaSMin penalty of each row (at least in float32), and whether the row counts.
 
     The penalty is log g_1 for k = 0 and log g_1 / g_k for k > 1, from the k + 1 largest entries. A
@@ -91,7 +91,7 @@ def count_entries(keys: int, k: int) -> int:
 
 def jasmin_of_largest(
     top: Float[Tensor, "*rows largest"], k: int
-) -> tuple[Float[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
+) -> tuple[PerRow, Bool[Tensor, "*rows"]]:
     """Return the JaSMin penalty of each row, and whether it counts: as `jasmin_rows`.
 
     Args:

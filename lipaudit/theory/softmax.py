@@ -47,7 +47,7 @@ def row_maxima(
     return rows.g1.amax(-1), norms.amax(-1)
 
 
-def entropy(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
+def entropy(p: Float[Tensor, "*rows n"]) -> PerRow:
     """Return -sum_j p_j log p_j, in nats; exp of it is the effective support of the row.
 
     Examples:

@@ -135,14 +135,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
             path = Path(name)
     if path is None:
         return {}
-    import tomllib
-
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        is_syntax = isinstance(error, tomllib.TOMLDecodeError)
-        advice = 'Write text in quotes: key = "value".' if is_syntax else "Check the path."
-        raise UsageError(f"cannot read the configuration {path}: {error}", advice) from None
+    document = _load_toml(path)
     # lipaudit.toml does not need the table [tool.lipaudit] of pyproject.toml.
     tool = document.get("tool", {})
     if isinstance(tool, dict) and "lipaudit" in tool:
@@ -156,6 +149,18 @@ def read_config(path: Path | None) -> dict[str, Any]:
             f"tool.lipaudit and gate in {path} must be tables", "Write [tool.lipaudit] or [gate]."
         )
     return values
+
+
+def _load_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a configuration file; raise UsageError if it is no valid TOML."""
+    import tomllib
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        is_syntax = isinstance(error, tomllib.TOMLDecodeError)
+        advice = 'Write text in quotes: key = "value".' if is_syntax else "Check the path."
+        raise UsageError(f"cannot read the configuration {path}: {error}", advice) from None
 
 
 def read_defaults(path: Path | None) -> dict[str, Any]:
@@ -376,7 +381,13 @@ class Command(typer.core.TyperCommand):
                     text = f"\b\n{text}"
                 with formatter.indentation():
                     formatter.write_text(text)
-        rows = []
+        write_panels(formatter, self._list_rows(ctx, shows_all))
+
+    def _list_rows(self, ctx: Any, shows_all: bool) -> Iterator[Any]:
+        """Yield each parameter's heading and a pair of its spelling and its help.
+
+        Without `shows_all`, rare options are left out, and all options have one heading.
+        """
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)  # None if the parameter is hidden
             if record is None or (parameter.name in self.rare and not shows_all):
@@ -384,13 +395,11 @@ class Command(typer.core.TyperCommand):
             panel = None
             if shows_all:
                 panel = getattr(parameter, "rich_help_panel", None)
-            # A record is a pair of the spelling and the help. click spells an argument as in the
-            # usage, with brackets or dots.
+            # click spells an argument as in the usage, with brackets or dots.
             if parameter.param_type_name == "argument":
                 panel = "Arguments"
                 record = (parameter.metavar or parameter.name, record[1])
-            rows.append((panel or "Options", record))
-        write_panels(formatter, rows)
+            yield panel or "Options", record
 
 
 def _print_version(is_on: bool) -> None:

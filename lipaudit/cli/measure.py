@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,20 +49,10 @@ def make_measure(name: str) -> Callable[..., None]:
         extent: Extent,
         terminal: Terminal,
     ) -> None:
-        """Measure the MODEL, or call the function of an option that runs without a MODEL.
-
-        `kind.alone` has the function of each such option by name. An example is --verify REPORT of
-        `lipaudit certify`: the report names its model.
-        """
-        for alone, function in kind.alone.items():
-            if getattr(options, alone) is None:  # not typed
-                continue
-            if model is not None:
-                raise UsageError(
-                    f"{flag(alone)} has models of its own, so the MODEL {model} has no effect",
-                    "Leave one of the two out.",
-                )
-            load_object(function)(options, run, output)
+        """Measure the MODEL, or call the function of an option that runs without a MODEL."""
+        run_alone = _find_function_alone(options, model)
+        if run_alone is not None:
+            run_alone(options, run, output)
             return
         if model is None:
             flags = " or ".join(map(flag, kind.alone))
@@ -80,6 +70,27 @@ def make_measure(name: str) -> Callable[..., None]:
         "run": Annotated[RunOptions, {"samples": str(kind.samples)}],
     }
     return measure
+
+
+def _find_function_alone(options: MeasureOptions, model: str | None) -> Any:
+    """Return the function of a typed option that runs without a MODEL, or None.
+
+    `options.alone` has the function of each such option by name. An example is --verify REPORT of
+    `lipaudit certify`: the report names its model.
+
+    Raises:
+        UsageError: a MODEL is given, too.
+    """
+    for alone, function in options.alone.items():
+        if getattr(options, alone) is None:  # not typed
+            continue
+        if model is not None:
+            raise UsageError(
+                f"{flag(alone)} has models of its own, so the MODEL {model} has no effect",
+                "Leave one of the two out.",
+            )
+        return load_object(function)
+    return None
 
 
 def _measure_one(
@@ -118,17 +129,19 @@ def _measure_one(
         command=typed_command(),
         place=launcher.find_place(),
     )
-    if run.shard:
+    if run.shard:  # measure only a part of the samples: no report
         measure_shard(request, output, terminal)
         return
+    # `silence` sends what code of the model prints to stderr, until the report is printed.
     with (
         OnStderr(terminal) as observer,
         open_job(model, request) as job,
         execute.run_job(job, observer) as report,
     ):
-        if report is None:  # this process measured a part for another one, which has the report
+        # Of several processes of a launcher (torchrun), only the first has the report.
+        if report is None:
             return
-        observer.silence.close()  # from here on, stdout gets the result
+        observer.silence.close()
         emit(report, output, details=extent.details)
     require_whole({model: report}, "Run the same command with --resume to measure the rest.")
 
@@ -191,7 +204,6 @@ def audit(
       lipaudit audit ./my-bert --data reviews.csv --skip attack
       lipaudit audit demo demo:jasmin demo:robust -o models.csv
     """
-    from lipaudit import api
     from lipaudit.report import REPORT, of_reports, render
 
     several = len(models) > 1
@@ -200,14 +212,7 @@ def audit(
     files.require_folder(options.run_dir or RUNS)
     if several:
         refuse_partial_run("several models", run, limited=True)
-    # Plan: one request per model, with the attention map of the head with the largest norm.
-    demo = api.is_demo(*models)
-    command = typed_command()
-    place = launcher.find_place()
-    requests = []
-    for model in models:
-        request = api.plan_audit(model, options, run, demo=demo, command=command)
-        requests.append(replace(request, draws_steepest=True, place=place))
+    requests = _plan_audits(models, options, run)
     if run.shard:  # measure only a part of the samples: no report, no page
         measure_shard(requests[0], output, terminal, folder=options.run_dir)
         return
@@ -229,6 +234,18 @@ def audit(
         if report.status == "complete":
             terminal.tell(f"next:   {_choose_next(report, saved)}")
     require_whole(reports, "Run the same command with --resume to measure only what is missing.")
+
+
+def _plan_audits(models: list[str], options: AuditOptions, run: RunOptions) -> list[Request]:
+    """Return a request per model, with the attention map of the head with the largest norm."""
+    from lipaudit import api
+
+    demo = api.is_demo(*models)
+    requests = []
+    for model in models:
+        request = api.plan_audit(model, options, run, demo=demo, command=typed_command())
+        requests.append(replace(request, draws_steepest=True, place=launcher.find_place()))
+    return requests
 
 
 def _measure_models(

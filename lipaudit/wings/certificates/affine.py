@@ -163,9 +163,7 @@ def _add_constant(form: Form, value: Any, *, is_rounded: bool = False) -> Form:
         size = size + constant.abs()
     rounding = bound_rounding(1, DOUBLE) * size
     slack = round_up(form.slack + rounding.nan_to_num(posinf=0.0))  # a mask of -inf is exact
-    result = Form(centre, form.dense, slack, form.symbols, blocks=form.blocks)
-    result.radii = form.radii  # cached: the coefficients are the same
-    return result
+    return form.with_bounds(centre, slack)
 
 
 def _add_forms(x: Form, y: Form) -> Form:

@@ -143,8 +143,8 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
     # f(dx, dy)
     x_size = x.shifted_centre.abs()
     y_size = y.shifted_centre.abs()
-    x_radius = round_up(x.symbol_radius + x.slack)
-    y_radius = round_up(y.symbol_radius + y.slack)
+    x_radius = round_up(x.radius)
+    y_radius = round_up(y.radius)
     radius = f(x_radius, y_size + y_radius) + f(x_size, y_radius)  # bounds all but f(c_x, c_y)
     remainder = _bound_deviations(x, y, f, radius)
     if symbols.order == 2:
@@ -304,7 +304,7 @@ def _average_values(x: Form, y: Form) -> Form | None:
     r = round_up(torch.maximum(high - m, m - low))
     # A bound of |(x - m) (y - c)|. If its entries have a sum below `worthwhile`, a small share of
     # the product, new symbols do not pay off, and `product_symbols` is None.
-    radius = round_up(r @ (y.symbol_radius + y.slack), roundings=keys)
+    radius = round_up(r @ y.radius, roundings=keys)
     worthwhile = _WORTHWHILE_SHARE * (m @ y.centre.abs()).sum()
     product_symbols = _add_product_symbols(
         x.symbols, pairs=[(r, y.make_dense().dense)], radius=radius, worthwhile=worthwhile

@@ -357,7 +357,7 @@ def square(input: Form) -> Form:
     symbols = input.symbols
     c = input.shifted_centre
     a = round_to(2 * c, symbols.dtype)
-    reach = round_up(input.symbol_radius + input.slack)
+    reach = round_up(input.radius)
     if symbols.order == 2:
         b = torch.ones_like(c)
         offset = c.square()

@@ -362,6 +362,14 @@ class Form(Tensor):
         """Return a bound of the change of each entry by all symbols, without slack; float64."""
         return self.radii.total
 
+    @property
+    def radius(self) -> Tensor:
+        """Return how far each entry can move from the centre: by all symbols, and the slack.
+
+        The sum is in float64, and is not rounded up.
+        """
+        return self.symbol_radius + self.slack
+
     @cached_property
     def quadratic_range(self) -> Interval:
         """Return the least and the largest value of the quadratic part; zeros at order 1."""
@@ -454,6 +462,12 @@ class Form(Tensor):
         form.__dict__ = self.__dict__ | form.__dict__
         return form
 
+    def with_bounds(self, centre: Tensor, slack: Tensor) -> Form:
+        """Return a form with the same coefficients, and another centre and slack."""
+        form = Form(centre, self.dense, slack, self.symbols, blocks=self.blocks)
+        form.radii = self.radii  # cached: they depend on the coefficients alone
+        return form
+
     def take_content_of(self, result: Form) -> None:
         """Replace the content of this form by the content of a result, for a write in place.
 
@@ -499,7 +513,7 @@ class Form(Tensor):
         later. But symbols cost time: small slack, relative to the largest radius in its row, stays
         slack.
         """
-        largest = self.symbol_radius + self.slack
+        largest = self.radius
         if self.ndim:
             largest = largest.amax(-1, keepdim=True)
         is_large = self.slack > self.symbols.slack_share * largest

@@ -241,7 +241,7 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     log_p = s.centre.log_softmax(-1).masked_fill(is_masked, 0.0)
     size = 1 + log_p.abs() + s.centre.masked_fill(is_masked, 0.0).abs()
     slack = round_up(d.slack + error * size)
-    shifted = Form(log_p, d.dense, slack, s.symbols, blocks=d.blocks)
+    shifted = d.with_bounds(log_p, slack)
     return affine.add(shifted, affine.neg(rho)), is_masked
 
 
@@ -258,7 +258,7 @@ def _describe_deviation(s: Form, p: Tensor, error: float) -> Deviation:
     r = round_up(d.radii.linear + d.nonlinear_radius)  # |d_j| <= r_j on the ball
     # In exact arithmetic sum_j p_j d_j = 0. p and the mean of ds are rounded: so the sum is within
     # +-mean_error, a share of sum p r and of the radius of this mean.
-    mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), roundings=keys)
+    mean_radius = round_up(_sum_row(p * s.radius), roundings=keys)
     return Deviation(
         form=d,
         p=p,
@@ -329,7 +329,7 @@ def _mask_negligible_keys(s: Form) -> tuple[Form, Tensor]:
     and no slack, so errors of its score do not widen the other bounds.
     """
     # A mask of the model makes scores of -inf. Their radius may be NaN or inf and is set to 0.
-    radius = (s.symbol_radius + s.slack).nan_to_num(nan=0.0, posinf=torch.inf)
+    radius = s.radius.nan_to_num(nan=0.0, posinf=torch.inf)
     radius = radius.masked_fill(s.centre == -torch.inf, 0.0)
     # A lower bound of the largest score of each row.
     largest = (s.centre - radius).amax(-1, keepdim=True)
@@ -345,10 +345,8 @@ def _subtract_mean(s: Form, p: Tensor) -> Form:
     The scores are s = c + ds with centre c, so the form of d has centre zero. w are the softmax
     weights p, rounded to the dtype of the coefficients.
     """
-    centred = Form(torch.zeros_like(p), s.dense, s.slack, s.symbols, blocks=s.blocks)
-    centred.radii = s.radii  # cached: the coefficients are the same
     return affine.linear_map(
-        centred,
+        s.with_bounds(torch.zeros_like(p), s.slack),
         lambda t, w: t - _sum_row(t * w),
         p.to(s.symbols.dtype),
         roundings=p.shape[-1] + 2,  # products, their sum over the keys, and a difference

@@ -130,7 +130,7 @@ def _mean_square(y: Form) -> Form:
         lambda t: (t * gradient).sum(-1, keepdim=True)
     )
     # mean(dy^2): coefficients of products for the squares that are kept, and shift +- radius.
-    y_radius = round_up(y.symbol_radius + y.slack)
+    y_radius = round_up(y.radius)
     shift, radius, keeps_squares = _bound_squares(y, y_radius)
     if symbols.order == 2:
         linear = y.dense[: symbols.inputs] * keeps_squares

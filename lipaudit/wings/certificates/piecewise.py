@@ -209,8 +209,7 @@ def find_largest(x: Form) -> Form:
     half = round_up(high.masked_fill(is_out, 0.0).amax(-1).clamp_min(0.0) / 2)
     chosen = chosen.select(-1, 0)
     slack = round_up(chosen.slack + half)
-    wide = Form(chosen.centre, chosen.dense, slack, x.symbols, blocks=chosen.blocks)
-    return add(wide, half)
+    return add(chosen.with_bounds(chosen.centre, slack), half)
 
 
 def max_pool2d(

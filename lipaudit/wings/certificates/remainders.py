@@ -122,7 +122,7 @@ def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
 def _subtract_centre(x: Form) -> Form:
     """Return x minus its shifted centre (centre + middle of the range of the quadratic part)."""
     slack = x.slack + bound_rounding(4, DOUBLE) * x.centre_shift.abs()
-    return Form(-x.centre_shift, x.dense, slack, x.symbols, blocks=x.blocks)
+    return x.with_bounds(-x.centre_shift, slack)
 
 
 def _bound_size(x: Form) -> Tensor:
@@ -174,7 +174,7 @@ def _invert_radius(x: Form) -> Tensor:
 
     If an entry does not change, r is _SMALLEST_RADIUS in place of 0.
     """
-    radius = (x.symbol_radius + x.slack).clamp_min(_SMALLEST_RADIUS)
+    radius = x.radius.clamp_min(_SMALLEST_RADIUS)
     return radius.to(x.symbols.dtype).reciprocal()
 
 

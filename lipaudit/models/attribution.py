@@ -37,7 +37,7 @@ from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.recorder import AttentionEdges, Recorder
 from lipaudit.models.requirements import AGREES, agree
-from lipaudit.models.streams import find_additions, find_blocks, get_order
+from lipaudit.models.streams import Addition, find_additions, find_blocks, get_order
 from lipaudit.tables.columns import group_values
 from lipaudit.theory.pullback import pull_back
 
@@ -102,6 +102,8 @@ def compute_shares(
     The share of a part O is < (df/dO)^T u, (dO/dx) v > / sigma. It is the fraction of sigma that
     the paths through O carry.
 
+    All samples run in one pass if their rows can be told apart in it, and else one by one.
+
     Args:
         net: the model.
         sites: its attention layers.
@@ -115,41 +117,51 @@ def compute_shares(
         InputError: the model cannot be differentiated twice.
         EvaluationError: the pass with recorded attention gives another output.
     """
-    index = torch.arange(len(x), device=x.device)
-    recorder = Recorder()
-
-    def run_recorded(z: Tensor, rows: Tensor) -> Tensor:
-        """Return f, and record the attention of its forward pass."""
-        with recorder.call_stack.following(net.module), recorder:
-            return f(z, rows)
-
     with exact_arithmetic(x.device), explain_errors():
-        # The pass without a graph runs first: a model that keeps state between passes would
-        # otherwise write into tensors of the graph.
-        with torch.no_grad():
-            plain_output = evaluate(f, x.detach(), index)
-        leaf = x.detach().clone().requires_grad_()
-        output = evaluate(run_recorded, leaf, index)
-        if not agree(plain_output, output.detach(), tolerance=AGREES):
-            raise EvaluationError(
-                "the output of the model changes when its attention is recorded",
-                "Leave out --shares, and try --dtype float64.",
-            )
-        graph = _Graph(sites, recorder, output)
+        graph = _record_graph(net, sites, f, x)  # of the model's pass, with all parts O
         if len(x) > 1 and not graph.has_samples_first(len(x)):
             # Some tensor does not have a row per sample, and its entries cannot be attributed to
             # samples. So samples run one at a time, after the memory of this graph is freed.
-            del graph, output, leaf
+            del graph
             return _compute_one_by_one(net, sites, f, x, directions, tied)
         by_direction = []
         for i in range(directions.shape[1]):
-            u = directions[:, i].view_as(output)
-            by_direction.append(graph.measure(leaf, u, tied[:, i]))
-    count = tied.sum(1).cpu().double()
+            u = directions[:, i].view_as(graph.output)
+            by_direction.append(graph.measure(u, tied[:, i]))
+    count = tied.sum(1).cpu().double()  # how many directions count for each sample
     # Each kind of shares (heads, paths, totals) along all directions.
     kinds = zip(*by_direction, strict=True)
     heads, paths, totals = (_average(shares, count) for shares in kinds)
     return Shares(heads, graph.steps, paths, totals, graph.missing, graph.unsplit)
+
+
+def _record_graph(net: Net, sites: Sequence[Site], f: Function, x: Tensor) -> _Graph:
+    """Run f at the samples x, and return the autograd graph with all parts that have shares.
+
+    Args:
+        net: the model.
+        sites: its attention layers.
+        f: the map from x to the output, as in `linearize`.
+        x: the samples, (samples, *in).
+
+    Raises:
+        EvaluationError: the output differs from a pass that is not recorded.
+    """
+    index = torch.arange(len(x), device=x.device)
+    # The pass without a graph runs first: a model that keeps state between passes would otherwise
+    # write into tensors of the graph.
+    with torch.no_grad():
+        plain_output = evaluate(f, x.detach(), index)
+    leaf = x.detach().clone().requires_grad_()
+    recorder = Recorder()
+    with recorder.call_stack.following(net.module), recorder:
+        output = evaluate(f, leaf, index)
+    if not agree(plain_output, output.detach(), tolerance=AGREES):
+        raise EvaluationError(
+            "the output of the model changes when its attention is recorded",
+            "Leave out --shares, and try --dtype float64.",
+        )
+    return _Graph(sites, recorder, leaf, output)
 
 
 def _average(shares: Sequence[Tensor], count: Tensor) -> Tensor:
@@ -213,48 +225,60 @@ class _Graph:
     Parts are the output, P and V of attention layers, and sums and branches of residual additions.
 
     Attributes:
+        leaf: the samples, as the leaf of the graph.
+        output: the output of the pass.
         layers: the attention calls of every layer that was found in the graph.
         steps: the steps of the network: attention, MLPs and blocks.
         missing: layers that were not found, and why.
         unsplit: layers without known P and V.
     """
 
-    def __init__(self, sites: Sequence[Site], recorder: Recorder, output: Tensor) -> None:
+    def __init__(
+        self, sites: Sequence[Site], recorder: Recorder, leaf: Tensor, output: Tensor
+    ) -> None:
         """Find all parts of a model in the graph of `output`, and hook their gradients.
 
         Args:
             sites: the attention layers of the model.
             recorder: what was recorded in the forward pass.
-            output: its output.
+            leaf: the samples, as the leaf of the graph.
+            output: the output of the pass.
         """
         self.sites = sites
+        self.leaf = leaf
         self.output = output
         self.missing: dict[int, str] = {}
         self.layers: dict[int, list[AttentionEdges]] = {}
         for site in sites:
             self._find_layer(site, recorder)
-        unsplit = []  # layers whose P and V are unknown
-        # The edges of the tensors O that have shares: attention outputs, P, V, and the sums and
-        # branches of residual additions. None if unknown.
-        edges: list[GradientEdge | None] = []
         # The layer of each node that computed an attention output.
         self._layer_of: dict[Node, int] = {}
+        unsplit = []  # layers whose P and V are unknown
         for index, calls in self.layers.items():
             if any(call.value is None for call in calls):
                 unsplit.append(index)
             for call in calls:
-                edges += [call.output, call.pattern, call.value]
                 if call.output is not None:
                     self._layer_of[call.output.node] = index
         self.unsplit = tuple(unsplit)
         self._additions = find_additions(output, self._layer_of.keys())
-        for addition in self._additions:
-            edges += [addition.sum, *addition.branches]
         self._list_steps(recorder)
         # (df/dO)^T u of every part O of the latest backward pass, by node and number of output.
         self._gradients: dict[tuple[Node, int], Tensor] = {}
         # Parts whose gradients are set to 0: they are held constant.
         self._blocked: set[tuple[Node, int]] = set()
+        self._hook_parts()
+
+    def _hook_parts(self) -> None:
+        """Let backward passes record the gradients of all parts O (`_record_gradients`).
+
+        The parts are attention outputs, P and V, and the sums and branches of residual additions.
+        """
+        edges: list[GradientEdge | None] = []  # None: unknown
+        for call in chain(*self.layers.values()):
+            edges += [call.output, call.pattern, call.value]
+        for addition in self._additions:
+            edges += [addition.sum, *addition.branches]
         # A node may compute several parts O, as outputs with numbers: it gets one hook for all.
         numbers = group_values((edge.node, edge.output_nr) for edge in edges if edge is not None)
         for node, outputs in numbers.items():
@@ -295,21 +319,15 @@ class _Graph:
         added_layers: set[int] = set()  # layers inside an addition
         starts = []  # additions of attention, which begin a block
         for i, addition in enumerate(self._additions):
-            order = get_order(addition.sum.node)
             layers = [self._layer_of[node] for node in attention_nodes if addition.holds(node)]
-            if layers:  # attention in some branch F of the addition x + F(x) + G(x)
-                # A branch G without attention is an MLP in parallel.
-                has_mlp = any(not self._has_attention(nodes) for nodes in addition.inside)
-                part = "attention and MLP" if has_mlp else "attention"
-                layer = layers[-1]  # the last one names the step, if there are several
-                step = Step(part, layer, modules[layer], first=i)
+            part, layer = self._describe_addition(addition, layers)
+            if layers:
+                module = modules[layer]
                 starts.append(i)
                 added_layers.update(layers)
-            else:  # an MLP, listed with the last attention layer before it (-1: none)
-                before = [self._layer_of[n] for n in attention_nodes if get_order(n) < order]
-                last_layer = before[-1] if before else -1
-                step = Step("MLP", last_layer, recorder.find_module(addition), first=i)
-            steps.append((order, step))
+            else:
+                module = recorder.find_module(addition)
+            steps.append((get_order(addition.sum.node), Step(part, layer, module, first=i)))
         # A block goes from its first addition, one of `starts`, to the last one before the next.
         for first, last in find_blocks(self._additions, starts):
             order = get_order(self._additions[last].sum.node)
@@ -323,9 +341,29 @@ class _Graph:
                 steps.append((get_order(node), Step("attention", layer, modules[layer])))
         self.steps = tuple(step for _, step in sorted(steps, key=lambda pair: pair[0]))
 
-    def _has_attention(self, inside: Collection[Node]) -> bool:
-        """Say whether the nodes inside a branch of an addition compute attention, not an MLP."""
-        return not self._layer_of.keys().isdisjoint(inside)
+    def _describe_addition(self, addition: Addition, layers: Sequence[int]) -> tuple[str, int]:
+        """Return the `part` and the `layer` of the step that an addition x + F(x) + G(x) makes.
+
+        Args:
+            addition: the addition.
+            layers: the attention layers in its branches F and G, in the order of execution.
+        """
+        if layers:  # the last one names the step, if there are several
+            # A branch without attention is an MLP in parallel.
+            part = "attention and MLP" if self._find_mlps(addition) else "attention"
+            return part, layers[-1]
+        # An MLP, listed with the last attention layer before it (-1: none).
+        before = [n for n in self._layer_of if get_order(n) < get_order(addition.sum.node)]
+        last_node = max(before, key=get_order, default=None)
+        return "MLP", -1 if last_node is None else self._layer_of[last_node]
+
+    def _find_mlps(self, addition: Addition) -> list[GradientEdge]:
+        """Return the branches of a residual addition that compute no attention, so an MLP."""
+        mlps = []
+        for edge, inside in zip(addition.branches, addition.inside, strict=True):
+            if self._layer_of.keys().isdisjoint(inside):
+                mlps.append(edge)
+        return mlps
 
     def has_samples_first(self, samples: int) -> bool:
         """Say whether all sums and branches of additions have the samples along their first axis.
@@ -365,14 +403,13 @@ class _Graph:
                 passed[number] = view
         return tuple(passed)
 
-    def measure(self, leaf: Tensor, u: Tensor, counts: Tensor) -> _DirectionShares:
+    def measure(self, u: Tensor, counts: Tensor) -> _DirectionShares:
         """Return the shares of all parts O along one output direction u of each sample.
 
         The model's output is f(x), with the Jacobian J. With v = J^T u, the share of a part O is
         < (df/dO)^T u, (dO/dx) v > / |v|^2.
 
         Args:
-            leaf: the samples x, as the leaf of the graph.
             u: the direction of each sample, in the shape of the output.
             counts: whether u counts at each sample, (samples,); if not, its shares are 0.
         """
@@ -380,7 +417,7 @@ class _Graph:
         # nonlinearity, (df/dO)^T u depends on u alone.
         u = u.detach().to(self.output.dtype, copy=True).requires_grad_()
         self._gradients.clear()
-        pulled = pull_back(self.output, leaf, u, create_graph=True)[0]  # J^T u
+        pulled = pull_back(self.output, self.leaf, u, create_graph=True)[0]  # J^T u
         v = pulled.detach()  # not normalised: shares are divided by |v|^2 below
         gradients = dict(self._gradients)  # (df/dO)^T u of each O, recorded by hooks in this pass
         # The derivative of < J^T u, v > with respect to u is J v. Its derivative with respect to
@@ -388,7 +425,7 @@ class _Graph:
         image, *tangents = pull_back(
             pulled, [u, *gradients.values()], v, retain_graph=True, allow_unused=True
         )
-        products = _Products(gradients, dict(zip(gradients, tangents, strict=True)), leaf)
+        products = _Products(gradients, dict(zip(gradients, tangents, strict=True)), self.leaf)
         square = _sum_samples(v.double().square())
         _require_transpose(u, image, square)
         # All shares are unscaled (times |v|^2) until the end.
@@ -398,7 +435,7 @@ class _Graph:
         # Three kinds of parts: attention, P, and MLPs. Paths through at least one part of a kind
         # are all paths, minus the paths that go around all parts of this kind.
         kinds = self._list_kinds()
-        through = [square - self._pull_around(edges, leaf, u, v) for edges in kinds]
+        through = [square - self._pull_around(edges, u, v) for edges in kinds]
         totals = torch.stack(through, 1)
         # 1 / |v|^2, or 0 at samples at which u does not count.
         scale = counts.cpu().double() / square
@@ -418,31 +455,26 @@ class _Graph:
         if set(self.missing.values()) - {NO_PATH}:
             outputs = [None]
             patterns = [None]
-        mlps: list[GradientEdge | None] = []  # branches of additions without attention
+        mlps: list[GradientEdge | None] = []
         for addition in self._additions:
-            for edge, inside in zip(addition.branches, addition.inside, strict=True):
-                if not self._has_attention(inside):
-                    mlps.append(edge)
+            mlps += self._find_mlps(addition)
         return [outputs, patterns, mlps]
 
-    def _pull_around(
-        self, edges: Sequence[GradientEdge | None], leaf: Tensor, u: Tensor, v: Tensor
-    ) -> Tensor:
+    def _pull_around(self, edges: Sequence[GradientEdge | None], u: Tensor, v: Tensor) -> Tensor:
         """Return <u, J' v> of each sample, where J' is the Jacobian of paths around some parts.
 
         The parts are held constant: no gradient passes them. NaN if a part is unknown.
 
         Args:
             edges: the parts.
-            leaf: the samples, as the leaf of the graph.
             u: an output direction for each sample.
             v: an input direction for each sample.
         """
         if None in edges:
-            return torch.full((len(leaf),), torch.nan, dtype=torch.float64)
+            return torch.full((len(self.leaf),), torch.nan, dtype=torch.float64)
         # `_record_gradients` sets the gradients of blocked parts to 0.
         self._blocked = {(edge.node, edge.output_nr) for edge in edges if edge is not None}
-        pulled = pull_back(self.output, leaf, u.detach(), retain_graph=True)[0]
+        pulled = pull_back(self.output, self.leaf, u.detach(), retain_graph=True)[0]
         self._blocked = set()
         return _sum_samples((pulled * v).double())
 
@@ -505,10 +537,7 @@ class _Graph:
         if layers:
             of_heads = torch.cat([heads[layer] for layer in layers], 1)  # (samples, heads, 3)
             sums[:, 1:3] = of_heads[:, :, 1:].sum(1)
-        mlps = []  # branches without attention
-        for branch, inside in zip(branches, addition.inside, strict=True):
-            if not self._has_attention(inside):
-                mlps.append(branch)
+        mlps = [products.sum(edge) for edge in self._find_mlps(addition)]
         if mlps:
             sums[:, 3] = torch.stack(mlps).sum(0)
         return sums

@@ -234,10 +234,10 @@ class Explicit:
                 return None
             # If the model computes k q^T, transpose its gradient to get the gradient of q k^T.
             by_call.append(gradient.mT if self.is_transposed else gradient)
-        if len(by_call) == 1:
-            whole = by_call[0]
-        else:
+        whole = by_call[0]
+        if len(by_call) > 1:  # each call of a loop has some heads (axis 1) or queries (axis 2)
             whole = torch.cat([*map(_show_heads, by_call)], self.axis)
+        # So far the axes are those of the model's q k^T: convert them to the axes of the logits.
         return self.arrange_product(whole)
 
     def arrange(self, arrange_pairs: Callable[[Tensor], Tensor]) -> Explicit:
@@ -442,7 +442,6 @@ class AttentionCall:
         v = layout.arrange_keys(self.v, samples)
         form = self.form
         rows = self.q.shape[:-1]  # (..., queries), with the axes of the model
-        keys = self.k.shape[-2]
 
         def arrange_pairs(pairs: Tensor) -> Tensor:
             """Return logits or P with canonical axes, as a function of the model's own tensor.
@@ -452,8 +451,24 @@ class AttentionCall:
             return layout.arrange(pairs.reshape(*rows, -1), samples)
 
         if isinstance(form, Explicit):
-            return replace(self, q=q, k=k, v=v, output=o, form=form.arrange(arrange_pairs))
+            form = form.arrange(arrange_pairs)
+        else:
+            form = self._arrange_mask(form, layout, arrange_pairs)
+        return replace(self, q=q, k=k, v=v, output=o, form=form)
+
+    def _arrange_mask(
+        self, form: Fused, layout: AxisLayout, arrange_pairs: Callable[[Tensor], Tensor]
+    ) -> Fused:
+        """Return the scale and mask of torch's fused attention, with canonical axes of the mask.
+
+        Args:
+            form: scale and mask of this call.
+            layout: what the axes of the model hold.
+            arrange_pairs: converts a mask of the shape (..., queries, keys) to these axes.
+        """
         mask = form.mask
+        rows = self.q.shape[:-1]  # (..., queries), with the axes of the model
+        keys = self.k.shape[-2]
         if form.causal and not layout.keeps_queries:
             # `causal` hides keys by the position of a query along the model's axis of queries. The
             # layout divides this axis, so make an explicit mask first.
@@ -465,7 +480,7 @@ class AttentionCall:
             mask = mask[(None,) * (4 - mask.ndim)]
         elif mask is not None:
             mask = arrange_pairs(mask.expand(*rows, keys))
-        return replace(self, q=q, k=k, v=v, output=o, form=replace(form, mask=mask))
+        return replace(form, mask=mask)
 
 
 OnAttention = Callable[[AttentionCall, Address], object]
@@ -530,33 +545,32 @@ class Loop:
         Either all calls use torch's fused attention, with the same scale and causality: their
         masks are joined. Or all calls write their softmax out: their logits and P are joined.
         """
-        fused: list[Fused] = []
         written_out: list[Explicit] = []
         masks = []
-        logits = []
-        attention_maps = []
         for call in calls:
             form = call.form
             rows = call.q.shape[:-1]  # (batch, heads, queries), or without heads
             if isinstance(form, Explicit):
-                written_out.append(form)
-                logits.append(form.logits.reshape(*rows, -1))
-                attention_maps.append(form.p.reshape(*rows, -1))
-            else:
-                fused.append(form)
+                logits = form.logits.reshape(*rows, -1)
+                p = form.p.reshape(*rows, -1)
+                written_out.append(replace(form, logits=logits, p=p))
+            elif form.mask is not None:
                 # A mask may be broadcast along the axis of the loop: expand it before joining.
-                if form.mask is not None:
-                    masks.append(form.mask.expand(*rows, call.k.shape[-2]))
-        if fused:
-            return replace(fused[0], mask=self.cat(masks) if masks else None)
+                masks.append(form.mask.expand(*rows, call.k.shape[-2]))
+        if written_out:
+            return self._join_explicit(written_out)
+        return replace(calls[0].form, mask=self.cat(masks) if masks else None)
+
+    def _join_explicit(self, forms: Sequence[Explicit]) -> Explicit:
+        """Return the logits and P of calls that write their softmax out as those of one call."""
         return Explicit(
-            products=tuple(edge for form in written_out for edge in form.products),
-            logits=self.cat(logits),
-            p=self.cat(attention_maps),
-            weights=self.cat(form.weights for form in written_out),
-            has_other_inputs=any(form.has_other_inputs for form in written_out),
+            products=tuple(edge for form in forms for edge in form.products),
+            logits=self.cat(form.logits for form in forms),
+            p=self.cat(form.p for form in forms),
+            weights=self.cat(form.weights for form in forms),
+            has_other_inputs=any(form.has_other_inputs for form in forms),
             axis=self.axis,
-            is_transposed=written_out[0].is_transposed,
+            is_transposed=forms[0].is_transposed,
         )
 
     def cat(self, parts: Iterable[Tensor]) -> Tensor:

@@ -73,13 +73,16 @@ class Contraction(NamedTuple):
         # left factor is then taken for learned queries of attention, not for a weight.
         batch = set(self.x_letters) & set(self.weight_letters) & set(self.out)
         if not self.is_linear_layer and not batch:
-            swapped = self._replace(
-                x=self.weight,
-                x_letters=self.weight_letters,
-                weight=self.x,
-                weight_letters=self.x_letters,
-            )
-            yield calls.LEFT, swapped
+            yield calls.LEFT, self.swap()
+
+    def swap(self) -> Contraction:
+        """Return the same product with `x` and `weight`, its two factors, in each other's place."""
+        return self._replace(
+            x=self.weight,
+            x_letters=self.weight_letters,
+            weight=self.x,
+            weight_letters=self.x_letters,
+        )
 
     def read(self) -> Linear | None:
         """Return the product as a linear map y = x W with a matrix W; None if nothing is summed.
@@ -270,13 +273,22 @@ def read_einsum(equation: Any, *operands: Any) -> Contraction | None:
     return Contraction(operands[0], first, operands[1], second, out)
 
 
-def arrange_factors(
-    contraction: Contraction, *, is_logits: bool
-) -> tuple[Tensor, Tensor, list[str]] | None:
+Factors = tuple[Tensor, Tensor, list[str]]
+"""Two factors a and b as matrices, and the letters of the axes of a b."""
+
+
+def arrange_factors(contraction: Contraction, *, is_logits: bool) -> Factors | None:
     """Return the factors a and b of an einsum as matrices, and the letters of their product a b.
 
     Example: "bnhd,bmhd->bhnm" is q k^T. The result is q as (b, h, n, d), k as (b, h, d, m), and
-    the letters bhnm of the product. None if the einsum is no matrix product.
+    the letters bhnm of the product. The letters are sorted by the factors that have them:
+
+        rows      n: the queries; only a has them
+        columns   m: the keys in q k^T, or the channels in P v; only b has them
+        summed    d: both factors have it, and the result has not
+        batch     b, h: all other letters of the result
+
+    None if the einsum is no matrix product.
 
     Args:
         contraction: the einsum.
@@ -285,25 +297,23 @@ def arrange_factors(
     Returns:
         a, (*batch, row, sum); b, (*batch, sum, *columns); the letters of (*batch, row, *columns).
     """
-    a = contraction.x
-    a_letters = contraction.x_letters
-    b = contraction.weight
-    b_letters = contraction.weight_letters
     out = contraction.out
     # Letters of the result that only one factor has: n and m in the example. Let b be the factor
     # with the last one, the keys of q k^T or the channels of P v.
-    single = [c for c in out if (c in a_letters) != (c in b_letters)]
-    if single and single[-1] in a_letters:
-        a, a_letters, b, b_letters = b, b_letters, a, a_letters
-    # The row axis (queries) is the last axis that only a has: in the order of the result for
-    # q k^T, and in the order of P itself for P v.
-    letters = single if is_logits else a_letters
-    rows = [c for c in letters if c in a_letters and c in single]
+    shared = {*contraction.x_letters} & {*contraction.weight_letters}
+    single = [c for c in out if c not in shared]
+    if single and single[-1] in contraction.x_letters:
+        contraction = contraction.swap()
+    a, a_letters, b, b_letters, *_ = contraction
+    # If heads share their keys, heads are also letters of a alone: h in q k^T "bnhd,bmd->bhnm" and
+    # in P v "bhnm,bmd->bnhd". The queries n come after h: in the result q k^T, and in P.
+    order = single if is_logits else a_letters
+    rows = [c for c in order if c in a_letters and c in single]
     columns = [c for c in single if c in b_letters]
-    summed = [c for c in a_letters if c in b_letters and c not in out]
+    summed = [c for c in a_letters if c in shared and c not in out]
     if not rows or not columns or len(summed) != 1:
         return None
-    rows = rows[-1:]
+    rows = rows[-1:]  # the queries: any letter before them, such as h, becomes a batch axis
     if is_logits:  # keys have one axis; channels of values may have several
         columns = columns[-1:]
     batch = [c for c in out if c not in rows + columns]

@@ -42,7 +42,13 @@ from lipaudit.models.attention.calls import (
     OnAttention,
     TorchFunction,
 )
-from lipaudit.models.attention.contractions import arrange_factors, maps_logits, read_einsum
+from lipaudit.models.attention.contractions import (
+    Contraction,
+    Factors,
+    arrange_factors,
+    maps_logits,
+    read_einsum,
+)
 from lipaudit.models.graph import Past, leaves, mark_row, nodes, op, vjp
 
 _PRODUCTS = 8  # most products noted at a time: one layer has fewer, but some are no logits
@@ -317,17 +323,8 @@ class AttentionMode(TorchFunctionMode):
         contraction = read_einsum(equation, *operands)
         if contraction is None:  # not of two tensors with a letter for each axis
             return func(equation, *operands)
-        left = contraction.x
-        right = contraction.weight
-        # The softmax P behind one of the factors, if any, and whether it is behind the right one.
-        softmax, is_right = self._find_weights(left, right)
-        other = left if is_right else right
-        # P times a constant matrix: talking heads, not P v.
-        mixes_heads = softmax is not None and other.ndim == 2 and not other.requires_grad
-        if mixes_heads or not self._may_be_logits(left, right):
-            return func(equation, *operands)
-        factors = arrange_factors(contraction, is_logits=softmax is None)
-        if factors is None:  # no matrix product: neither q k^T nor P v
+        factors = self._find_factors(contraction)
+        if factors is None:  # neither q k^T nor P v
             return func(equation, *operands)
         # a is (*batch, row, sum), b is (*batch, sum, *columns). `axes` names the axes of a b,
         # (*batch, row, *columns), by letters.
@@ -349,6 +346,22 @@ class AttentionMode(TorchFunctionMode):
             return t.permute(order).clone()
 
         return _finish(product, restore)
+
+    def _find_factors(self, contraction: Contraction) -> Factors | None:
+        """Return the factors of an einsum as matrices (`arrange_factors`), if it may be attention.
+
+        None if the einsum is neither q k^T nor P v.
+        """
+        left = contraction.x
+        right = contraction.weight
+        # The softmax P behind one of the factors, if any, and whether it is behind the right one.
+        softmax, is_right = self._find_weights(left, right)
+        other = left if is_right else right
+        # P times a constant matrix: talking heads, not P v.
+        mixes_heads = softmax is not None and other.ndim == 2 and not other.requires_grad
+        if mixes_heads or not self._may_be_logits(left, right):
+            return None
+        return arrange_factors(contraction, is_logits=softmax is None)
 
     def _handle_softmax(
         self,
@@ -401,7 +414,7 @@ class AttentionMode(TorchFunctionMode):
         """Remember a softmax P of attention, to recognise the later product of P and the values.
 
         P belongs to attention if its logits are computed from one of the latest products that may
-        be q k^T (`_products`).
+        be q k^T (`_products`). A softmax of other logits is only passed on to `notice_scores`.
 
         Args:
             logits: the argument of the softmax.
@@ -420,13 +433,22 @@ class AttentionMode(TorchFunctionMode):
             self.notice_scores(logits, other_inputs)
             return
         candidates = [product for node, product in product_of.items() if node in hits]
-        # One of them is q k^T. The others are linear maps of tokens, or products with positions.
-        product = max(candidates, key=_Product.rank)
-        if _is_transposed(logits, product.edge):  # the model computes k q^T: transpose it
-            product = _Product(product.edge, product.b.mT, product.a.mT, is_transposed=True)
-        self._products.clear()  # products before this softmax do not belong to the next one
+        product = _choose_product(logits, candidates)
+        # The next softmax belongs to a later attention, which makes a q k^T of its own.
+        self._products.clear()
         has_other_inputs = bool(other_inputs) or len(hits) > 1
         self._awaited.append(_Softmax(product, logits, p, has_other_inputs))
+
+
+def _choose_product(logits: Tensor, products: Sequence[_Product]) -> _Product:
+    """Return q k^T among the products that logits are made from, with q as its left factor.
+
+    The other products are linear maps of tokens, or products with positions.
+    """
+    product = max(products, key=_Product.rank)
+    if _is_transposed(logits, product.edge):  # the model computes k q^T: transpose it
+        return _Product(product.edge, product.b.mT, product.a.mT, is_transposed=True)
+    return product
 
 
 def _are_two_tensors(operands: Sequence[Any]) -> bool:

@@ -97,11 +97,46 @@ class _Moved:
         maps: for each map, the vectors that change with its whole output.
         columns: for each map, the vectors that change with one channel of its output.
         rows: for two tokens of each map's output, the vectors that change with this token.
+        weights: the weight of each map; None for an input without a linear map.
+        channels: for each map, the channel that changes in `columns`.
     """
 
     maps: list[Tensor] = field(default_factory=list)
     columns: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor | None] = field(default_factory=list)
+    channels: list[int] = field(default_factory=list)
+
+    def add_map(self, source: Probed, weight: Tensor | None, channel: int) -> None:
+        """Add the vectors that change with a map's whole output, and with one channel of it.
+
+        Args:
+            source: q, k or v as a function of the map's output.
+            weight: the weight of the map, if it is a linear map.
+            channel: the channel, unless the weight is known and has a channel already.
+        """
+        changed = _find_moved(source)
+        known = self._find_weight(weight)
+        if known is None:
+            self.weights.append(weight)
+            self.channels.append(channel)
+            self.maps.append(changed)
+            self.columns.append(_find_moved(source, column=channel))
+        else:
+            # The same weight again, for other tokens: the model projects windows one by one. Join
+            # the patterns of all calls to the patterns of a single map.
+            self.maps[known] |= changed
+            self.columns[known] |= _find_moved(source, column=self.channels[known])
+
+    def _find_weight(self, weight: Tensor | None) -> int | None:
+        """Return the index of the first map whose weight equals a weight, or None.
+
+        None in place of a weight stands for an input without a linear map: it equals nothing.
+        """
+        for i, other in enumerate(self.weights):
+            if other is not None and weight is not None and torch.equal(other, weight):
+                return i
+        return None
 
 
 def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
@@ -116,8 +151,6 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
         leaves: the outputs of these maps.
     """
     moved = _Moved()
-    weights: list[Tensor | None] = []  # of each map in `moved.maps`
-    moved_columns: list[int] = []  # the channel that changes in each pattern of `moved.columns`
     for leaf, origin in leaves:
         linear = origin.linear
         if linear is None and leaf.ndim < 3:  # an input of the model without an axis of tokens
@@ -131,33 +164,10 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
         # Two tokens, because windows may share some of their keys and have others of their own.
         for token in (tokens[len(tokens) // 2], tokens[-1]):
             moved.rows.append(_find_moved(source, row=int(token)))
-        pattern_of_map = _find_moved(source)
         weight = None if linear is None else linear.weight
-        earlier = _find_weight(weights, weight)
-        if earlier is None:
-            column = int(is_read.any(0).nonzero()[0])
-            weights.append(weight)
-            moved_columns.append(column)
-            moved.maps.append(pattern_of_map)
-            moved.columns.append(_find_moved(source, column=column))
-        else:
-            # The same weight again, for other tokens: the model projects windows one by one. Join
-            # the patterns of all calls to the patterns of a single map.
-            column = moved_columns[earlier]
-            moved.maps[earlier] |= pattern_of_map
-            moved.columns[earlier] |= _find_moved(source, column=column)
+        first_channel = is_read.any(0).nonzero()[0]
+        moved.add_map(source, weight, int(first_channel))
     return moved
-
-
-def _find_weight(weights: Sequence[Tensor | None], weight: Tensor | None) -> int | None:
-    """Return the index of the first of some weights that equals a weight, or None.
-
-    None in place of a weight stands for an input without a linear map: it equals nothing.
-    """
-    for i, other in enumerate(weights):
-        if other is not None and weight is not None and torch.equal(other, weight):
-            return i
-    return None
 
 
 def _join_tokens(y: Tensor) -> Tensor:
@@ -190,11 +200,14 @@ def _find_moved(source: Probed, *, row: int | None = None, column: int | None = 
 def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Factor, ...]:
     """Return the factors of a leading axis, such as windows and heads, outermost first.
 
-    A factor holds
-    - heads, if one channel of a linear map changes q, k or v at a single index of the factor;
-    - windows, if one token of the keys or values changes a single index;
-    - heads, if one token of the keys or values changes all indices: these share their keys. But if
-      one token of the queries changes a single index, they are more queries of these keys.
+    A change of one channel or one token reaches a single index of a factor, or all indices. The
+    factor holds, by the first case that applies,
+
+        heads     if one channel of a linear map reaches a single index: each head reads its own
+        windows   if one token of the keys or values does: each window has its own keys
+        tokens    if one token of the queries does: more queries of the same keys
+        heads     otherwise: heads that share their keys
+
     Samples count as windows here; `_choose_samples` finds them.
 
     Args:
@@ -212,12 +225,13 @@ def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Fa
     factors: list[Factor] = []
     # `single`: the kinds of changes ("columns", "queries", "keys") that reach a single index.
     for count, single in _split_axis(size, axis, patterns):
-        role: Role = "window"
-        if "columns" in single:
-            role = "head"
-        elif has_keys and "keys" not in single and size > 1:
-            is_more_queries = "queries" in single and has_one_map
-            role = "token" if is_more_queries else "head"
+        role: Role = "head"
+        if "columns" not in single:
+            # Windows, too, if no linear map is behind the keys, and for an axis of one index.
+            if "keys" in single or not has_keys or size <= 1:
+                role = "window"
+            elif "queries" in single and has_one_map:
+                role = "token"
         factors.append(Factor(role, count))
     return tuple(factors)
 
@@ -331,18 +345,10 @@ def _find_spans(is_marked: Tensor) -> list[_Span]:
     while not remaining.all():
         # Skip inner factors of which all indices are marked: they make blocks of equal marks, of
         # size 3 in the example. Keep one mark of each block: 10001000.
-        block = 1
-        for n in _list_divisors(len(remaining)):
-            blocks = remaining.view(-1, n)
-            if (blocks == blocks[:, :1]).all():
-                block = n
+        block = _find_block(remaining)
         remaining = remaining[::block]
-        # The largest next factor of which one index is marked: 4 in the example.
-        count = 1
-        for n in _list_divisors(len(remaining)):
-            marked_indices = remaining.view(-1, n).any(0)
-            if marked_indices.sum() == 1:
-                count = n
+        # The next factor has only one marked index: 4 in the example.
+        count = _find_period(remaining)
         if count == 1:  # no such factor: the marks have no structure
             return [_Span(1, len(is_marked))]
         stride *= block
@@ -350,6 +356,32 @@ def _find_spans(is_marked: Tensor) -> list[_Span]:
         stride *= count
         remaining = remaining.view(-1, count).any(1)  # 11 in the example: all are marked
     return spans
+
+
+def _find_block(marks: Tensor) -> int:
+    """Return the largest size of blocks into which marks divide such that each has equal marks.
+
+    Example: 111000000111 -> 3.
+    """
+    block = 1
+    for n in _list_divisors(len(marks)):
+        blocks = marks.view(-1, n)
+        if (blocks == blocks[:, :1]).all():
+            block = n
+    return block
+
+
+def _find_period(marks: Tensor) -> int:
+    """Return the largest size of blocks into which marks divide such that all mark one index.
+
+    Example: 10001000 -> 4, as each block of 4 marks nothing but index 0. 1 without such blocks.
+    """
+    period = 1
+    for n in _list_divisors(len(marks)):
+        marked_indices = marks.view(-1, n).any(0)
+        if marked_indices.sum() == 1:
+            period = n
+    return period
 
 
 def _list_divisors(number: int) -> list[int]:

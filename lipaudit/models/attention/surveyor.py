@@ -236,7 +236,7 @@ class Surveyor(Tracer):
 
         Numerical norms need a module that can run again on its own, and be differentiated. If it
         cannot, the layer gets no inputs, so that no norm is computed, and the obstacle is added to
-        its reason.
+        its reason. In half precision no layer gets inputs, and the reason stays as it is.
 
         Args:
             site: the layer.
@@ -245,12 +245,7 @@ class Surveyor(Tracer):
         if call.output.dtype in HALF:  # too coarse for norms
             return replace(site, inputs=())
         layer = capture.make_layer(site, call, self.batch, self.call_stack.frames)
-        # If the axis of heads has the length of the text, this axis may hold the tokens instead.
-        # Without a closed form, nothing distinguishes heads from tokens.
-        x = self.batch.x
-        is_text = x.ndim == 2
-        tokens = layer.call.q.shape[2]
-        if is_text and site.heads == x.shape[1] and tokens != x.shape[1]:
+        if self._may_confuse_heads(layer.call.q):
             obstacle = "its heads and tokens cannot be distinguished"
         else:
             result = linearize_module(layer)  # the linearisation, or a text that says why not
@@ -259,6 +254,17 @@ class Surveyor(Tracer):
             obstacle = result
         reason = f"{site.reason}; its norms cannot be computed numerically either: {obstacle}"
         return replace(site, reason=reason, inputs=())
+
+    def _may_confuse_heads(self, q: Tensor) -> bool:
+        """Say whether the axis of heads of q, (windows, heads, tokens, width), may hold the tokens.
+
+        So it is if the heads are as many as the tokens of the text, and the axis of tokens has
+        another size. Without a closed form, nothing distinguishes heads from tokens.
+        """
+        x = self.batch.x
+        _, heads, tokens, _ = q.shape
+        is_text = x.ndim == 2
+        return is_text and heads == x.shape[1] and tokens != x.shape[1]
 
     def remember(self, linear: calls.Linear, result: Tensor) -> None:
         """Find the layer whose output a linear map reads, and take the map as the layer's W_O.

@@ -20,7 +20,7 @@ the derivative of < J^T u, v > with respect to (df/dO)^T u is (dO/dx) v: one mor
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from lipaudit.errors import EvaluationError
-from lipaudit.models.attention.calls import TOKENS, Address
+from lipaudit.models.attention.calls import TOKENS
 from lipaudit.models.attention.capture import Site
 from lipaudit.models.linearize import Function, evaluate, explain_errors
 from lipaudit.models.net import Net
@@ -84,8 +84,8 @@ class Shares:
     steps: tuple[Step, ...]
     paths: Tensor
     totals: Tensor
-    missing: dict[int, str] = field(default_factory=dict)
-    unsplit: tuple[int, ...] = ()
+    missing: dict[int, str]
+    unsplit: tuple[int, ...]
 
 
 def compute_shares(
@@ -124,10 +124,8 @@ def compute_shares(
             # samples. So samples run one at a time, after the memory of this graph is freed.
             del graph
             return _compute_one_by_one(net, sites, f, x, directions, tied)
-        by_direction = []
-        for i in range(directions.shape[1]):
-            u = directions[:, i].view_as(graph.output)
-            by_direction.append(graph.measure(u, tied[:, i]))
+        pairs = zip(directions.unbind(1), tied.unbind(1), strict=True)
+        by_direction = [graph.measure(u, counts) for u, counts in pairs]
     count = tied.sum(1).cpu().double()  # how many directions count for each sample
     # Each kind of shares (heads, paths, totals) along all directions.
     kinds = zip(*by_direction, strict=True)
@@ -154,8 +152,12 @@ def _record_graph(net: Net, sites: Sequence[Site], f: Function, x: Tensor) -> _G
         plain_output = evaluate(f, x.detach(), index)
     leaf = x.detach().clone().requires_grad_()
     recorder = Recorder()
-    with recorder.call_stack.following(net.module), recorder:
-        output = evaluate(f, leaf, index)
+
+    def run_recorded(z: Tensor, rows: Tensor) -> Tensor:
+        with recorder.call_stack.following(net.module), recorder:
+            return f(z, rows)
+
+    output = evaluate(run_recorded, leaf, index)
     if not agree(plain_output, output.detach(), tolerance=AGREES):
         raise EvaluationError(
             "the output of the model changes when its attention is recorded",
@@ -253,14 +255,14 @@ class _Graph:
             self._find_layer(site, recorder)
         # The layer of each node that computed an attention output.
         self._layer_of: dict[Node, int] = {}
-        unsplit = []  # layers whose P and V are unknown
+        unsplit = []  # the layer of each call whose P and V are unknown
         for index, calls in self.layers.items():
-            if any(call.value is None for call in calls):
-                unsplit.append(index)
             for call in calls:
                 if call.output is not None:
                     self._layer_of[call.output.node] = index
-        self.unsplit = tuple(unsplit)
+                if call.value is None:
+                    unsplit.append(index)
+        self.unsplit = tuple(dict.fromkeys(unsplit))
         self._additions = find_additions(output, self._layer_of.keys())
         self._list_steps(recorder)
         # (df/dO)^T u of every part O of the latest backward pass, by node and number of output.
@@ -291,9 +293,8 @@ class _Graph:
         """
         module = site.address.module
         recorded = {address for address in recorder.calls if address.module == module}
-        surveyed: set[Address] = set()
-        for other in self.sites:  # a module may have several layers
-            surveyed.update(address for address in other.addresses if address.module == module)
+        # Of all layers, because a module may have several.
+        surveyed = {*chain(*(other.addresses for other in self.sites))}
         # If the module makes a call that the survey does not have, or leaves out a call of this
         # layer, none of its calls can be identified as this layer.
         if not recorded <= surveyed or not recorded.issuperset(site.addresses):
@@ -359,11 +360,8 @@ class _Graph:
 
     def _find_mlps(self, addition: Addition) -> list[GradientEdge]:
         """Return the branches of a residual addition that compute no attention, so an MLP."""
-        mlps = []
-        for edge, inside in zip(addition.branches, addition.inside, strict=True):
-            if self._layer_of.keys().isdisjoint(inside):
-                mlps.append(edge)
-        return mlps
+        branches = zip(addition.branches, addition.inside, strict=True)
+        return [edge for edge, inside in branches if self._layer_of.keys().isdisjoint(inside)]
 
     def has_samples_first(self, samples: int) -> bool:
         """Say whether all sums and branches of additions have the samples along their first axis.
@@ -371,7 +369,7 @@ class _Graph:
         This is certain if the first axis, and no other axis, is as long as the number of samples.
         """
         edges = [edge for each in self._additions for edge in (each.sum, *each.branches)]
-        shapes = [_find_shape(edge) for edge in edges]
+        shapes = map(_find_shape, edges)
         return all(shape[0] == samples and samples not in shape[1:] for shape in shapes)
 
     def _record_gradients(
@@ -410,12 +408,12 @@ class _Graph:
         < (df/dO)^T u, (dO/dx) v > / |v|^2.
 
         Args:
-            u: the direction of each sample, in the shape of the output.
+            u: the direction of each sample, with the entries of the output.
             counts: whether u counts at each sample, (samples,); if not, its shares are 0.
         """
         # u requires a gradient, so that every (df/dO)^T u has a graph. For a part O after the last
         # nonlinearity, (df/dO)^T u depends on u alone.
-        u = u.detach().to(self.output.dtype, copy=True).requires_grad_()
+        u = u.detach().to(self.output.dtype, copy=True).view_as(self.output).requires_grad_()
         self._gradients.clear()
         pulled = pull_back(self.output, self.leaf, u, create_graph=True)[0]  # J^T u
         v = pulled.detach()  # not normalised: shares are divided by |v|^2 below
@@ -434,8 +432,7 @@ class _Graph:
         paths = torch.stack([self._sum_step(step, by_layer, products) for step in self.steps], 1)
         # Three kinds of parts: attention, P, and MLPs. Paths through at least one part of a kind
         # are all paths, minus the paths that go around all parts of this kind.
-        kinds = self._list_kinds()
-        through = [square - self._pull_around(edges, u, v) for edges in kinds]
+        through = [square - self._pull_around(edges, u, v) for edges in self._list_kinds()]
         totals = torch.stack(through, 1)
         # 1 / |v|^2, or 0 at samples at which u does not count.
         scale = counts.cpu().double() / square
@@ -455,10 +452,7 @@ class _Graph:
         if set(self.missing.values()) - {NO_PATH}:
             outputs = [None]
             patterns = [None]
-        mlps: list[GradientEdge | None] = []
-        for addition in self._additions:
-            mlps += self._find_mlps(addition)
-        return [outputs, patterns, mlps]
+        return [outputs, patterns, [*chain(*map(self._find_mlps, self._additions))]]
 
     def _pull_around(self, edges: Sequence[GradientEdge | None], u: Tensor, v: Tensor) -> Tensor:
         """Return <u, J' v> of each sample, where J' is the Jacobian of paths around some parts.
@@ -529,8 +523,7 @@ class _Graph:
             sums[:, 0] = self._sum_block(step, products)
             return sums
         addition = self._additions[step.first]
-        branches = [products.sum(edge) for edge in addition.branches]
-        sums[:, 0] = torch.stack(branches).sum(0)
+        sums[:, 0] = torch.stack([products.sum(edge) for edge in addition.branches]).sum(0)
         # P and V of the layers in the branches. A layer computed in several calls has several
         # nodes, and counts once.
         layers = {layer: None for node, layer in self._layer_of.items() if addition.holds(node)}
@@ -594,7 +587,7 @@ class _Products(NamedTuple):
     def sum(self, edge: GradientEdge, moving: GradientEdge | None = None) -> Tensor:
         """Return the sum of `multiply` over the entries of each sample, (samples,)."""
         products = self.multiply(edge, moving)
-        return products.reshape(len(self.leaf), -1).sum(1).cpu()
+        return _sum_samples(products.reshape(len(self.leaf), -1))
 
 
 def _sum_samples(products: Tensor) -> Tensor:

@@ -185,9 +185,7 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     default = "logits" if has_logits else "features"
     what, where = Target.parse(target or default)
     name = net.architecture
-    known: list[str] = []
-    if has_logits:
-        known = ["logits", "probabilities", "loss"]
+    known = ["logits", "probabilities", "loss"] if has_logits else []
     # If the model scores several continuations of a prompt, hidden states differ between
     # continuations: a sample has no hidden states, tokens or features.
     if not net.scored:
@@ -240,15 +238,7 @@ def make_sample_function(
     is_embedded = space == "embeddings"
     if place is None and end.where:
         place = find_places(batch, end.where)
-    # Logits, probabilities, loss and hidden states of a language model are read at its head.
-    scorer = None
-    if net.classes is None and end.what not in ("features", "tokens"):
-        scorer = net.next_token
-    if scorer is not None and not scores_each_token(net, batch):
-        raise InputError(
-            f"the head of {net.architecture} does not score each position separately",
-            "Use --to features, --to tokens, or the logits at the last position.",
-        )
+    scorer = _choose_head(net, batch, end.what)
 
     def f(z: Tensor, index: Tensor) -> Tensor:
         """Return the output at z, whose row i is a point of sample index[i] of the batch."""
@@ -268,18 +258,50 @@ def make_sample_function(
                 return net.call(part.x, part.mask)
 
         output = _read_output(net, end.what, part, forward, scorer, place=column)
-        # The logits of a model that returns probabilities p are log p.
-        if end.what == "logits" and net.form == "probabilities" and is_saturated(output):
-            raise EvaluationError(
-                f"a probability of {net.architecture} is 0 in {output.dtype}: log p has no "
-                "derivative there",
-                "Use --dtype float64, or let the model return its scores before the softmax.",
-            )
+        if end.what == "logits":
+            _require_derivative(net, output)
         # If the model is spread over devices, the output may be on another device than z.
         return output.to(z.device)
 
     x = _embed(net, batch, scorer) if is_embedded else batch.x.detach()
     return SampleFunction(f, x, space, _name_target(net, end))
+
+
+def _choose_head(net: Net, batch: Batch, what: str) -> NextToken | None:
+    """Return the head of a language model if an output is read at it; None for other outputs.
+
+    These outputs are logits, probabilities, loss and hidden states.
+
+    Args:
+        net: the model.
+        batch: samples, to test the head.
+        what: the output, such as `logits`.
+
+    Raises:
+        InputError: the head cannot run on the hidden states of one position.
+    """
+    if net.classes is not None or what in ("features", "tokens"):
+        return None
+    scorer = net.next_token
+    if scorer is not None and not scores_each_token(net, batch):
+        raise InputError(
+            f"the head of {net.architecture} does not score each position separately",
+            "Use --to features, --to tokens, or the logits at the last position.",
+        )
+    return scorer
+
+
+def _require_derivative(net: Net, logits: Tensor) -> None:
+    """Raise EvaluationError if logits have no derivative: log p of a probability p = 0.
+
+    The logits of a model that returns probabilities p are log p.
+    """
+    if net.form == "probabilities" and is_saturated(logits):
+        raise EvaluationError(
+            f"a probability of {net.architecture} is 0 in {logits.dtype}: log p has no "
+            "derivative there",
+            "Use --dtype float64, or let the model return its scores before the softmax.",
+        )
 
 
 def _embed(net: Net, batch: Batch, scorer: NextToken | None) -> Tensor:
@@ -355,10 +377,10 @@ def _read_output(
         if what == "logits":
             return logits
         return torch.softmax(logits, -1)
-    if what == "loss" and scorer is not None:
-        return compute_text_loss(part, scorer.read(forward()))
     if what == "loss":
-        return _compute_class_loss(net.read(forward()), part.y)
+        if scorer is None:
+            return _compute_class_loss(net.read(forward()), part.y)
+        return compute_text_loss(part, scorer.read(forward()))
     if what == "features":
         return _read_features(net, forward)
     states = _read_states(net, what, part, forward, scorer)
@@ -402,28 +424,10 @@ def _read_states(
         InputError: no normalisation layer returns such a tensor, or `hidden` has no vector per
             token id.
     """
-    if scorer is not None:  # `hidden` of a language model: the inputs of its head
-        head_inputs: list[Tensor] = []
-
-        def record_input(states: Tensor) -> Tensor:
-            """Record the hidden states, and return the first token alone as the head's input.
-
-            Nothing reads the logits, and logits of all tokens would need much memory.
-            """
-            head_inputs.append(states)
-            return states[:, :1]
-
-        with _replace_head_input(scorer, record_input):
-            forward()
-        states = head_inputs[0]
-    else:  # the output of the last normalisation layer
-        norms = [m for m in net.module.modules() if "Norm" in type(m).__name__]
-        outputs = _record(norms, pick=lambda _args, output: output, forward=forward)
-        # In the order of the calls: (samples, tokens, width).
-        sequences = [t for t in outputs if t.ndim == 3]
-        if not sequences:
-            raise InputError("no token features were found", "Use --to features.")
-        states = sequences[-1]
+    if scorer is not None:  # `hidden` of a language model
+        states = _read_head_input(scorer, forward)
+    else:
+        states = _read_last_norm(net, forward)
         if part.mask is not None and part.mask.shape == states.shape[:2]:
             states = states * part.mask[..., None]
     if what == "hidden" and states.shape[:2] != part.x.shape:
@@ -432,6 +436,36 @@ def _read_states(
             "Use --to tokens or --to features.",
         )
     return states
+
+
+def _read_head_input(scorer: NextToken, forward: Forward) -> Tensor:
+    """Run a language model, and return the hidden states that its head gets for all tokens."""
+    head_inputs: list[Tensor] = []
+
+    def record_input(states: Tensor) -> Tensor:
+        """Record the hidden states, and return the first token alone as the head's input.
+
+        Nothing reads the logits, and logits of all tokens would need much memory.
+        """
+        head_inputs.append(states)
+        return states[:, :1]
+
+    with _replace_head_input(scorer, record_input):
+        forward()
+    return head_inputs[0]
+
+
+def _read_last_norm(net: Net, forward: Forward) -> Tensor:
+    """Run a model, and return the last output of a normalisation layer, (samples, tokens, width).
+
+    Outputs of another number of axes do not count.
+    """
+    norms = [m for m in net.module.modules() if "Norm" in type(m).__name__]
+    outputs = _record(norms, pick=lambda _args, output: output, forward=forward)
+    sequences = [t for t in outputs if t.ndim == 3]  # in the order of the calls
+    if not sequences:
+        raise InputError("no token features were found", "Use --to features.")
+    return sequences[-1]
 
 
 def _read_features(net: Net, forward: Forward) -> Tensor:

@@ -308,10 +308,9 @@ def label_affected(source: Probed, label: Tensor, *, rows: bool) -> Tensor | Non
     takes_part = _assign_probes(int(label.max()) + 1).to(label.device)  # (labels, probes)
     # For each probe, 1 at the entries of t whose label takes part: (*shape of label, probes).
     masks = takes_part[label].to(source.random.dtype)
-    hits = []
-    for mask in masks.unbind(-1):
-        pulled = source.pull(source.random * mask)
-        hits.append(find_touched(pulled, axis))
+    # A generator: only one gradient at a time is in memory.
+    pulled = (source.pull(source.random * mask) for mask in masks.unbind(-1))
+    hits = [find_touched(gradient, axis) for gradient in pulled]
     is_hit = torch.stack(hits, -1)  # (rows or columns of y, probes)
     count = is_hit.sum(-1)
     half = takes_part.shape[1] // 2
@@ -445,11 +444,8 @@ def compute_map(
         one_channel.scatter_(-1, channel[..., None], 1.0)
         pulled = source.pull(one_channel)
         gradient = take_entries(pulled, rows, columns)  # (windows, heads, tokens, e)
-        # The gradient of a channel is its row of the Jacobian.
-        if shared:  # each vector has differentiated another channel
-            jacobian[*indices, channel] = gradient
-        else:  # all vectors have differentiated the same channel (count = 1)
-            jacobian[..., shift, :] = gradient
+        # The gradient of a vector's channel is one row of the Jacobian that the vector shares.
+        jacobian[*indices, channel] = gradient
     return jacobian
 
 

@@ -18,6 +18,7 @@ from lipaudit.models.attention.logits import read_product
 from lipaudit.models.attention.projections import NotClosedForm, ProjectionForm
 from lipaudit.models.precision import HALF, refer_to_weight
 from lipaudit.theory.head_norms import forward_error
+from lipaudit.theory.heads import Heads
 
 
 class Analysis(NamedTuple):
@@ -118,14 +119,20 @@ def _read_structure(call: AttentionCall, batch: Batch, kinds: list[str]) -> capt
     joint = q is not None and _is_joint(q, q_leaves[0].origin, k, k_origin)
     structure = capture.Structure(q, k, v, joint, out=None)
     heads, parts = capture.add_inputs(structure, attention, call, batch, relative)
-    if forward_error(heads).amax() > capture.HOPELESS:
-        reason = f"its logits are so large that {call.q.dtype} cannot resolve its attention map"
-        if call.q.dtype != torch.float64:
-            reason += "; use --dtype float64"
-        raise NotClosedForm(reason)
+    _require_resolved(heads)
     if not capture.matches_autograd(heads, parts, call):
         raise NotClosedForm("its closed form disagrees with autograd")
     return structure
+
+
+def _require_resolved(heads: Heads) -> None:
+    """Raise NotClosedForm if logits are so large that rounding changes P by a large part."""
+    if forward_error(heads).amax() > capture.HOPELESS:
+        dtype = heads.q.dtype
+        reason = f"its logits are so large that {dtype} cannot resolve its attention map"
+        if dtype != torch.float64:
+            reason += "; use --dtype float64"
+        raise NotClosedForm(reason)
 
 
 def _decode_projections(
@@ -179,9 +186,7 @@ def _is_joint(q: ProjectionForm, q_origin: Origin, k: ProjectionForm, k_origin: 
     """
     if q_origin.reads_same(k_origin) and q.index.is_same(k.index):
         return True
-    tokens_of_q = q.index.read_tokens(q_origin)  # in the order of the queries
-    tokens_of_k = k.index.read_tokens(k_origin)
-    if _is_reordered(tokens_of_q, tokens_of_k):
+    if _is_reordered(q.index.read_tokens(q_origin), k.index.read_tokens(k_origin)):
         raise NotClosedForm("its keys are the tokens of its queries in another order")
     return False
 

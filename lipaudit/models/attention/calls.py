@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -262,7 +262,7 @@ class Explicit:
 
 
 Role = Literal["sample", "window", "head", "token"]
-ROLES: tuple[Role, ...] = ("sample", "window", "head", "token")
+ROLES: tuple[Role, ...] = get_args(Role)
 """What an axis may hold, in the order of `AxisLayout.arrange`."""
 
 
@@ -294,9 +294,7 @@ class AxisLayout:
     @property
     def is_plain(self) -> bool:
         """Say whether the axes are (samples, heads, tokens, width) already."""
-        roles = []
-        for axis in self.leading:
-            roles.append([factor.role for factor in axis])
+        roles = [[factor.role for factor in axis] for axis in self.leading]
         return roles == [["sample"], ["head"]] and self.queries == TOKENS
 
     @property
@@ -374,9 +372,7 @@ def _find_sizes(axis: tuple[Factor, ...], size: int, samples: int) -> list[int]:
     """
     if len(axis) == 1:
         return [size]
-    sizes = []
-    for factor in axis:
-        sizes.append(samples if factor.role == "sample" else factor.size)
+    sizes = [samples if factor.role == "sample" else factor.size for factor in axis]
     known = prod(n for n in sizes if n)
     if size % known or (0 not in sizes and size != known):
         raise InputError(
@@ -453,18 +449,16 @@ class AttentionCall:
         if isinstance(form, Explicit):
             form = form.arrange(arrange_pairs)
         else:
-            form = self._arrange_mask(form, layout, arrange_pairs)
+            form = self._arrange_mask(form, layout, samples)
         return replace(self, q=q, k=k, v=v, output=o, form=form)
 
-    def _arrange_mask(
-        self, form: Fused, layout: AxisLayout, arrange_pairs: Callable[[Tensor], Tensor]
-    ) -> Fused:
-        """Return the scale and mask of torch's fused attention, with canonical axes of the mask.
+    def _arrange_mask(self, form: Fused, layout: AxisLayout, samples: int) -> Fused:
+        """Return the logits of torch's fused attention with the mask in canonical axes.
 
         Args:
-            form: scale and mask of this call.
+            form: the logits of this call.
             layout: what the axes of the model hold.
-            arrange_pairs: converts a mask of the shape (..., queries, keys) to these axes.
+            samples: number of samples in the batch.
         """
         mask = form.mask
         rows = self.q.shape[:-1]  # (..., queries), with the axes of the model
@@ -479,7 +473,7 @@ class AttentionCall:
             # the axes of samples and heads with size 1.
             mask = mask[(None,) * (4 - mask.ndim)]
         elif mask is not None:
-            mask = arrange_pairs(mask.expand(*rows, keys))
+            mask = layout.arrange(mask.expand(*rows, keys), samples)
         return replace(form, mask=mask)
 
 
@@ -557,9 +551,10 @@ class Loop:
             elif form.mask is not None:
                 # A mask may be broadcast along the axis of the loop: expand it before joining.
                 masks.append(form.mask.expand(*rows, call.k.shape[-2]))
-        if written_out:
-            return self._join_explicit(written_out)
-        return replace(calls[0].form, mask=self.cat(masks) if masks else None)
+        first = calls[0].form
+        if isinstance(first, Fused):
+            return replace(first, mask=self.cat(masks) if masks else None)
+        return self._join_explicit(written_out)
 
     def _join_explicit(self, forms: Sequence[Explicit]) -> Explicit:
         """Return the logits and P of calls that write their softmax out as those of one call."""

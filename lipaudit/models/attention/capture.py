@@ -22,7 +22,6 @@ from lipaudit.models.attention.calls import (
     Address,
     AttentionCall,
     AxisLayout,
-    Explicit,
     Fused,
     Loop,
 )
@@ -66,18 +65,7 @@ def add_inputs(
     Raises:
         NotClosedForm: the call does not have this structure.
     """
-    parts: dict[str, Projected] = {}
-    for name in "qkv":
-        form: ProjectionForm | None = getattr(structure, name)
-        if form is None:  # the queries are constants
-            continue
-        t: Tensor = getattr(call, name)
-        part = projections.project(form, t, call.origins.leaves(t), len(batch))
-        # Set padded tokens to 0: bounds contain norms of X, and must not count padding.
-        if batch.mask is not None and batch.mask.shape[1] == part.index.length:
-            is_real = part.index.pick(batch.mask)  # (windows, tokens)
-            part = replace(part, x=part.x * is_real[..., None])
-        parts[name] = part
+    parts = _project(structure, call, batch)
     x_kv = parts["k"].x  # keys and values always read the same tensor
     windows, heads, queries, _ = call.q.shape
     if "q" in parts:
@@ -98,6 +86,34 @@ def add_inputs(
     if relative is not None:  # position vectors, from the logits and the projections
         layer = replace(layer, pairs=read_position_terms(layer, relative, parts))
     return layer, parts
+
+
+def _project(structure: Structure, call: AttentionCall, batch: Batch) -> dict[str, Projected]:
+    """Return the maps from the input X of a layer to its q, k and v, by the names "q", "k", "v".
+
+    "q" is missing if the queries are constants. X is 0 at padded tokens.
+
+    Args:
+        structure: how q, k and v are computed, from the survey of the layer.
+        call: the attention call of the layer, with canonical axes.
+        batch: the samples.
+
+    Raises:
+        NotClosedForm: the call does not have this structure.
+    """
+    parts = {}
+    for name in "qkv":
+        form: ProjectionForm | None = getattr(structure, name)
+        if form is None:  # the queries are constants
+            continue
+        t: Tensor = getattr(call, name)
+        part = projections.project(form, t, call.origins.leaves(t), len(batch))
+        # Set padded tokens to 0: bounds contain norms of X, and must not count padding.
+        if batch.mask is not None and batch.mask.shape[1] == part.index.length:
+            is_real = part.index.pick(batch.mask)  # (windows, tokens)
+            part = replace(part, x=part.x * is_real[..., None])
+        parts[name] = part
+    return parts
 
 
 Result = TypeVar("Result")
@@ -236,16 +252,8 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     """
     with torch.enable_grad():  # `Layer.heads` walks the graph of these tensors
         call = call.arrange(site.layout, len(batch))
-    # A call with the same P, from which `read_product` reads the attention. For a written-out
-    # softmax, its logits are the mask of a fused call with q k^T = 0: q and k have width 0.
-    same_p = call
-    if isinstance(call.form, Explicit):
-        logits = call.form.logits.detach()  # (windows, heads, queries, keys)
-        q = logits[..., :0]
-        k = logits.mT[..., :0]
-        same_p = replace(call, q=q, k=k, v=k, form=Fused(scale=0.0, mask=logits, causal=False))
     form_of_q = site.structure.q if site.structure else None
-    attention, _ = read_product(same_p, batch, form_of_q)
+    attention, _ = read_product(_fuse(call), batch, form_of_q)
     heads = attention.q.shape[1]
     if heads != site.heads:  # the survey took an axis of tokens for heads
         raise InputError(
@@ -257,13 +265,24 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
         )
     # Find the call of the module that holds the layer, and the numbers of the layer's attention
     # calls in this module call. With these, the module can run again alone, for numerical norms.
-    scopes = [frame for frame in frames if frame.name == site.scope]
-    if not scopes:
-        return Layer(site, call, batch, attention, frame=None, numbers=[])
-    frame = scopes[-1]  # the innermost one
-    addresses = [address for address in site.addresses if address in frame.attentions]
-    numbers = [frame.attentions.index(address) for address in addresses]
+    frame = next((frame for frame in reversed(frames) if frame.name == site.scope), None)
+    calls = [] if frame is None else frame.attentions
+    numbers = [calls.index(address) for address in site.addresses if address in calls]
     return Layer(site, call, batch, attention, frame, numbers)
+
+
+def _fuse(call: AttentionCall) -> AttentionCall:
+    """Return a call of torch's fused attention with the same P; a fused call as it is.
+
+    For a written-out softmax, the logits are the mask of the result, and q k^T = 0: q, k and v
+    have width 0. Logits of any kind can be read in this form.
+    """
+    if isinstance(call.form, Fused):
+        return call
+    logits = call.form.logits.detach()  # (windows, heads, queries, keys)
+    q = logits[..., :0]
+    k = logits.mT[..., :0]
+    return replace(call, q=q, k=k, v=k, form=Fused(scale=0.0, mask=logits, causal=False))
 
 
 ONE_INPUT = "one input"
@@ -331,15 +350,15 @@ class Site:
         scope: path of the innermost module that holds the layer and its projections.
         inputs: arguments of that module that depend on the model's input; empty if the Jacobian
             cannot be computed numerically.
-        inner: further linear maps between the input and q, k and v.
+        arguments: names of `inputs` in the module's code; one tensor given twice has one name.
         direct: whether the projections read these arguments directly: the norm with respect to the
             projections' inputs is then the module's.
         line: the line of code that computes it, `file:line`.
-        partners: numbers of all layers that share its maps of q and k; empty if none do.
         loop: its attention calls, if the model computes heads, or chunks of queries, one by one;
             `address` is the last one.
         learned: whether its queries are the same for all samples.
-        arguments: names of `inputs` in the module's code; one tensor given twice has one name.
+        inner: further linear maps between the input and q, k and v.
+        partners: numbers of all layers that share its maps of q and k; empty if none do.
     """
 
     index: int
@@ -354,13 +373,13 @@ class Site:
     explicit: bool
     scope: str
     inputs: tuple[int | str, ...]
+    arguments: tuple[str, ...]
+    direct: bool
+    line: str
+    loop: Loop | None
+    learned: bool
     inner: frozenset[Address] = frozenset()
-    direct: bool = False
-    line: str = ""
     partners: tuple[int, ...] = ()
-    loop: Loop | None = None
-    learned: bool = False
-    arguments: tuple[str, ...] = ()
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -435,9 +454,7 @@ def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> t
         is_inside_other = any(name.startswith(f"{outer}.") for outer in stacks)
         if is_inside_other or not has_attention(stack):
             continue
-        for i, block in enumerate(stack):
-            if not has_attention(block):
-                without.append(f"{name}.{i}")
+        without += [f"{name}.{i}" for i, block in enumerate(stack) if not has_attention(block)]
     return tuple(without)
 
 

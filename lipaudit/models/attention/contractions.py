@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from string import ascii_lowercase
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,7 +77,7 @@ class Contraction(NamedTuple):
             yield calls.LEFT, self.swap()
 
     def swap(self) -> Contraction:
-        """Return the same product with `x` and `weight`, its two factors, in each other's place."""
+        """Return the same product with its two factors, `x` and `weight`, exchanged."""
         return self._replace(
             x=self.weight,
             x_letters=self.weight_letters,
@@ -92,10 +93,7 @@ class Contraction(NamedTuple):
         a block for each index of b. None also if such a matrix is too large.
         """
         # If all blocks are equal, "abc,bcd->abd" becomes "abc,cd->abd": W is a single block.
-        product = self._drop_constant_axes()
-        x_letters = product.x_letters
-        w_letters = product.weight_letters
-        out = product.out
+        x, x_letters, weight, w_letters, out, *_ = self._drop_constant_axes()
         # Sort the axes (letters): of x and the result, of all three (a block of W for each index),
         # of x and W only (summed over), of W and the result.
         rows = [a for a in out if a not in w_letters]
@@ -104,9 +102,9 @@ class Contraction(NamedTuple):
         columns = [a for a in out if a not in x_letters]
         if not summed:  # an entry-wise or outer product
             return None
-        x = product.x.permute([x_letters.index(a) for a in rows + blocks + summed])
+        x = x.permute([x_letters.index(a) for a in rows + blocks + summed])
         x = x.flatten(len(rows))  # (*rows, channels in)
-        weight = product.weight.permute([w_letters.index(a) for a in blocks + summed + columns])
+        weight = weight.permute([w_letters.index(a) for a in blocks + summed + columns])
         matrix = _make_matrix(weight, blocks=len(blocks), summed=len(summed))
         if matrix is None:
             return None
@@ -126,11 +124,8 @@ class Contraction(NamedTuple):
         If x is equal along b, the result is "ac,bcd->abd". The other factor always keeps the axis,
         so the result of the product has it, too.
         """
-        x = self.x
-        x_letters = self.x_letters
-        weight = self.weight
-        weight_letters = self.weight_letters
-        for letter in set(x_letters) & set(weight_letters) & set(self.out):  # axes of the batch
+        x, x_letters, weight, weight_letters, out, *_ = self
+        for letter in {*x_letters} & {*weight_letters} & {*out}:  # axes of the batch
             weight_axis = weight_letters.index(letter)
             x_axis = x_letters.index(letter)
             if _is_constant_along(weight, weight_axis):
@@ -204,11 +199,10 @@ def _read_conv(
     for the pixels. None for any other convolution, because it mixes pixels.
     """
     is_pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
-    steps = {stride} if isinstance(stride, int) else set(stride)
-    pads: set[Any] = {0}  # "same" and "valid" mean no padding for a 1x1 kernel
-    if not isinstance(padding, str):
-        pads = {padding} if isinstance(padding, int) else set(padding)
-    if not is_pointwise or steps != {1} or pads != {0}:
+    reads_all_pixels = np.equal(stride, 1).all()
+    # The texts "same" and "valid" mean no padding for a 1x1 kernel.
+    is_padded = not isinstance(padding, str) and np.any(padding)
+    if is_padded or not (is_pointwise and reads_all_pixels):
         return None
     weight = weight.flatten(1)
     pixels = ascii_lowercase[: input.ndim - 2]
@@ -245,8 +239,7 @@ def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Contr
     b_letters = list(ascii_lowercase[a.ndim :][: b.ndim])
     for i, j in zip(*dims, strict=True):
         b_letters[j] = a_letters[i]
-    out = [c for c in a_letters if c not in b_letters]
-    out += [c for c in b_letters if c not in a_letters]
+    out = sorted({*a_letters} ^ {*b_letters})  # the axes of one factor, first those of a
     return Contraction(a, a_letters, b, "".join(b_letters), "".join(out))
 
 

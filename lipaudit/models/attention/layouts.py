@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -97,15 +97,14 @@ class _Moved:
         maps: for each map, the vectors that change with its whole output.
         columns: for each map, the vectors that change with one channel of its output.
         rows: for two tokens of each map's output, the vectors that change with this token.
-        weights: the weight of each map; None for an input without a linear map.
-        channels: for each map, the channel that changes in `columns`.
+        known: for each map, its weight (None for an input without a linear map), and the channel
+            that changes in `columns`.
     """
 
     maps: list[Tensor] = field(default_factory=list)
     columns: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor | None] = field(default_factory=list)
-    channels: list[int] = field(default_factory=list)
+    known: list[tuple[Tensor | None, int]] = field(default_factory=list)
 
     def add_map(self, source: Probed, weight: Tensor | None, channel: int) -> None:
         """Add the vectors that change with a map's whole output, and with one channel of it.
@@ -115,28 +114,16 @@ class _Moved:
             weight: the weight of the map, if it is a linear map.
             channel: the channel, unless the weight is known and has a channel already.
         """
-        changed = _find_moved(source)
-        known = self._find_weight(weight)
-        if known is None:
-            self.weights.append(weight)
-            self.channels.append(channel)
-            self.maps.append(changed)
-            self.columns.append(_find_moved(source, column=channel))
-        else:
-            # The same weight again, for other tokens: the model projects windows one by one. Join
-            # the patterns of all calls to the patterns of a single map.
-            self.maps[known] |= changed
-            self.columns[known] |= _find_moved(source, column=self.channels[known])
-
-    def _find_weight(self, weight: Tensor | None) -> int | None:
-        """Return the index of the first map whose weight equals a weight, or None.
-
-        None in place of a weight stands for an input without a linear map: it equals nothing.
-        """
-        for i, other in enumerate(self.weights):
+        for i, (other, known_channel) in enumerate(self.known):
             if other is not None and weight is not None and torch.equal(other, weight):
-                return i
-        return None
+                # The same weight again, for other tokens: the model projects windows one by one.
+                # Join the patterns of all calls to the patterns of a single map.
+                self.maps[i] |= _find_moved(source)
+                self.columns[i] |= _find_moved(source, column=known_channel)
+                return
+        self.known.append((weight, channel))
+        self.maps.append(_find_moved(source))
+        self.columns.append(_find_moved(source, column=channel))
 
 
 def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
@@ -249,9 +236,8 @@ def _find_query_factors(moved: Mapping[str, _Moved], size: int) -> tuple[Factor,
     # If one channel of a map changes fewer keys or values than the whole map does, each head has
     # its own keys or values. Then no heads can lie along the axis of queries.
     for name in "kv":
-        for by_channel, by_map in zip(moved[name].columns, moved[name].maps, strict=True):
-            if not torch.equal(by_channel, by_map):
-                return TOKENS
+        if not all(map(torch.equal, moved[name].columns, moved[name].maps)):
+            return TOKENS
     # If one channel of a map changes fewer queries than the whole map does, it changes the queries
     # of one head.
     patterns_of_heads = []
@@ -276,6 +262,10 @@ class _Span(NamedTuple):
 
     start: int
     end: int
+
+    def is_within(self, other: _Span) -> bool:
+        """Say whether another span covers this one."""
+        return other.start <= self.start and self.end <= other.end
 
 
 def _split_axis(
@@ -303,11 +293,9 @@ def _split_axis(
     spans: dict[str, set[_Span]] = {}  # by kind: the factors of which a pattern has a single index
     strides = {1, size}  # the starts and ends of all spans
     for kind, patterns in patterns_by_kind.items():
-        spans[kind] = set()
-        for pattern in patterns:
-            spans[kind].update(_find_spans(_project_to_axis(pattern, axis)))
-        for span in spans[kind]:
-            strides.update(span)
+        projected = [_project_to_axis(pattern, axis) for pattern in patterns]
+        spans[kind] = {*chain(*map(_find_spans, projected))}
+        strides.update(*spans[kind])
     # Neighbouring strides are the span of a factor: 1, 3, 12 give (1, 3) and (3, 12).
     divided = [_Span(*neighbours) for neighbours in pairwise(sorted(strides))]
     # If a stride is no multiple of the one before, the patterns contradict each other: no division
@@ -316,10 +304,7 @@ def _split_axis(
         return [(size, {kind for kind in spans if spans[kind]})]
     factors: list[tuple[int, set[str]]] = []
     for factor in reversed(divided):
-        single = set()  # the kinds with a span that covers this factor
-        for kind in spans:
-            if any(span.start <= factor.start and factor.end <= span.end for span in spans[kind]):
-                single.add(kind)
+        single = {kind for kind in spans if any(map(factor.is_within, spans[kind]))}
         factors.append((factor.end // factor.start, single))
     return factors or [(size, set())]  # no factor: an axis of size 1
 

@@ -176,9 +176,7 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     # S is another function of q and k: keep S itself, and its slopes relative to s.
     fields["bias"] = logits.masked_fill(masked, -torch.inf)
     fields["pairs"] = Pairs(slope=_divide_slopes(form, slope, scale, is_live))
-    if form.has_other_inputs:
-        return fields, form.logits
-    return fields, None
+    return fields, form.logits if form.has_other_inputs else None
 
 
 def _find_sink(form: Explicit, keys: slice) -> Tensor | None:
@@ -275,36 +273,44 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
     """
     if largest:
         _require_subtracted(form, largest)
-
-    def pull(cotangent: Tensor) -> Tensor:
-        """Return J^T u, where J is the Jacobian of the logits with respect to q k^T.
-
-        u is a cotangent of the keys' logits. A sink, a logit without a key, gets a cotangent, too:
-        minus the sum of u in its row, so that a row sums to 0, like every gradient behind a
-        softmax. If the sink depends on q k^T, the result is not slopes * u: the caller's test of
-        this equation then fails.
-        """
-        whole = cotangent
-        if keys.start is not None:  # there is a sink
-            whole = cotangent.new_zeros(form.logits.shape)
-            whole[..., keys] = cotangent
-            # The sink is the column before the keys, or the last one (-1) if keys start at 0.
-            whole[..., keys.start - 1] = -cotangent.sum(-1)
-        result, _ = _pull_logits(form, largest, whole.to(form.logits.dtype))
-        if result is None:  # the graph is cut between q k^T and S, at a linear map of the logits
-            raise NotClosedForm(BESIDE)
-        return result.to(cotangent.dtype)
-
     # If S_ij depends on the product of its own pair only, J^T u = slopes * u for every u. Test a u
     # that is 1 in a random half of the pairs and 0 in the others.
     generator = torch.Generator(product.device).manual_seed(0)
     u = torch.rand(product.shape, generator=generator, device=product.device) < 0.5
     u = u.to(product)
-    slopes = pull(torch.ones_like(u))
+    slopes = _pull_keys(form, keys, largest, torch.ones_like(u))
     # Where u is 0, `_is_close` demands exactly 0, however small the slopes of a head are.
-    if not _is_close(pull(u), slopes * u, relative=1e-3):
+    if not _is_close(_pull_keys(form, keys, largest, u), slopes * u, relative=1e-3):
         raise NotClosedForm("its logits mix heads or keys")
     return slopes
+
+
+def _pull_keys(form: Explicit, keys: slice, largest: Sequence[Node], u: Tensor) -> Tensor:
+    """Return J^T u for a cotangent u of the keys' logits, where J is their Jacobian by q k^T.
+
+    A sink, a logit without a key, gets a cotangent, too: minus the sum of u in its row, so that a
+    row sums to 0, like every gradient behind a softmax. If the sink depends on q k^T, the result
+    is not slopes * u: the caller's test of this equation then fails.
+
+    Args:
+        form: the logits.
+        keys: the columns of the logits that belong to keys.
+        largest: the graph nodes that take the largest logit of a row.
+        u: the cotangent, (windows, heads, queries, keys).
+
+    Raises:
+        NotClosedForm: the graph has no path from the logits to q k^T.
+    """
+    whole = u
+    if keys.start is not None:  # there is a sink
+        whole = u.new_zeros(form.logits.shape)
+        whole[..., keys] = u
+        # The sink is the column before the keys, or the last one (-1) if keys start at 0.
+        whole[..., keys.start - 1] = -u.sum(-1)
+    result, _ = _pull_logits(form, largest, whole.to(form.logits.dtype))
+    if result is None:  # the graph is cut between q k^T and S, at a linear map of the logits
+        raise NotClosedForm(BESIDE)
+    return result.to(u.dtype)
 
 
 def _pull_logits(
@@ -447,7 +453,7 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     parts_of_qk = [part for name, part in parts.items() if name != "v"]
     leaves_of_qk = {id(leaf.tensor) for part in parts_of_qk for leaf in part.leaves}
     inputs, _ = leaves(logits)
-    if any(id(leaf) not in leaves_of_qk for leaf in inputs):
+    if not leaves_of_qk.issuperset(map(id, inputs)):
         raise NotClosedForm(BESIDE)
     slope = heads.pairs.slope
     is_live = heads.attention() > 0  # pairs with P_ij = 0 do not change the output
@@ -602,20 +608,20 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
         width: number of columns of each head.
     """
     windows, heads, tokens, _ = source.t.shape
-    # A row of y belongs to the token whose query reads it. It may affect no logits but this
-    # token's: for each row, the token that it affects (-1: none) is compared with this token.
+    # A row of y belongs to the token whose query reads it, and a column of y to the head.
     token = torch.arange(windows * tokens, device=rows.device)
-    affected_token = graph.label_affected(source, token.view(windows, 1, tokens, 1), rows=True)
-    if affected_token is None:  # a row affects several tokens
-        raise NotClosedForm(BESIDE)
-    own_token = torch.full_like(affected_token, -1)
-    own_token[rows.flatten()] = token
-    # The same for the columns of y, each of which belongs to the head that reads it.
     head = torch.arange(heads, device=rows.device)
+    y = source.as_rows(*source.leaves)
+    own_token = token.new_full((len(y),), -1)  # of each row; -1: no query reads it
+    own_token[rows.flatten()] = token
     own_head = head.repeat_interleave(width)
-    affected_head = graph.label_affected(source, head.view(1, heads, 1, 1), rows=False)
-    if affected_head is None:  # a column affects several heads
-        raise NotClosedForm(BESIDE)
-    for affected, own in ((affected_token, own_token), (affected_head, own_head)):
-        if not ((affected == own) | (affected == -1)).all():
+    token_of_logit = token.view(windows, 1, tokens, 1)
+    head_of_logit = head.view(1, heads, 1, 1)
+    # A row may affect no logits but its token's, and a column none but its head's.
+    for own, label, is_row in (
+        (own_token, token_of_logit, True),
+        (own_head, head_of_logit, False),
+    ):
+        affected = graph.label_affected(source, label, rows=is_row)  # -1: none; None: several
+        if affected is None or not ((affected == own) | (affected == -1)).all():
             raise NotClosedForm(BESIDE)

@@ -56,10 +56,7 @@ class Surveyed:
 
         The maps themselves are left out: each head of a layer may have maps of its own.
         """
-        numbers = []
-        for reads in self.reads:
-            numbers.append(sorted(number for _, number in reads.rows))
-        return numbers
+        return [sorted(number for _, number in reads.rows) for reads in self.reads]
 
     def refuse(self, reason: str) -> None:
         """Give up the closed form and all norms of the layer, for a reason."""
@@ -169,9 +166,8 @@ def _are_heads(group: Sequence[Surveyed]) -> bool:
     if not _are_same(shapes) or not _are_same([layer.tokens for layer in group]):
         return False
     # For q, for k and for v: whether no two calls read the same columns.
-    differs = []
-    for part in range(3):
-        differs.append(_are_disjoint([layer.reads[part].columns for layer in group]))
+    columns = [[layer.reads[part].columns for layer in group] for part in range(3)]
+    differs = [*map(_are_disjoint, columns)]
     q_shape = shapes[0][0]  # of the first call, (windows, heads, tokens, width)
     if q_shape[:2] == (1, 1):  # one head: other queries or other keys are enough
         return differs[0] or differs[1]

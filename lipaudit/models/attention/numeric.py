@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, first_line, is_machine_error
@@ -46,39 +46,50 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
     one_head = layer.output[:, 0]  # (windows, tokens, d_v)
     size = one_head.numel() // layer.samples
     start = random_starts(seeds, size).to(one_head.device)  # (samples, numbers of one head)
-    start = _zero_padding(start.view(one_head.shape), layer).reshape(start.shape)
-
-    def compute_head_norms(head: int) -> Norms:
-        """Return ||J_h|| at every sample, where J_h is the Jacobian of this head's output O_h."""
-
-        def embed(u: Tensor) -> Tensor:
-            """Return a cotangent of all heads' O that is u in this head and 0 in the others.
-
-            It is one vector of all samples, (1, numbers), as the linearised module expects.
-            """
-            cotangent = torch.zeros_like(layer.output)
-            rows = u.reshape(cotangent[:, head].shape)
-            cotangent[:, head] = _zero_padding(rows, layer)
-            return cotangent.flatten()[None]
-
-        def multiply(u: Tensor) -> Tensor:
-            """Return J_h J_h^T u at every sample, for a cotangent u of this head's output.
-
-            They are the rows of this head in J J^T w, where J is the Jacobian of all heads, and w
-            is u in this head and 0 in the others.
-            """
-            product = linear.outer(embed(u)).view_as(layer.output)  # J J^T w
-            rows = _zero_padding(product[:, head], layer)
-            return rows.reshape(u.shape)
-
-        # All samples share one graph, because the module runs as a whole. So converged samples
-        # cannot be left out: with `rebuild` above 1, the solver never asks for fewer samples.
-        norms = spectral_norms(lambda _: multiply, start, rebuild=2.0, **accuracy)
-        require_range(linear, norms.norm, embed(torch.ones_like(start)))
-        return norms
-
-    by_head = [compute_head_norms(head) for head in range(layer.site.heads)]
+    start = _zero_padding(start.view_as(one_head), layer).reshape_as(start)
+    heads = range(layer.site.heads)
+    by_head = [_compute_head_norms(layer, head, linear, start, **accuracy) for head in heads]
     return Norms.join(by_head, partial(torch.stack, dim=1))
+
+
+def _compute_head_norms(
+    layer: Layer, head: int, linear: Linearization, start: Tensor, **accuracy: Any
+) -> Norms:
+    """Return ||J_h|| at every sample, where J_h is the Jacobian of the output O_h of head h.
+
+    Args:
+        layer: the layer, while the model runs it.
+        head: the number h of the head.
+        linear: the module, linearised from all its inputs to O of all heads.
+        start: start vector of the solver for each sample, (samples, numbers of one head).
+        accuracy: `tol`, `max_steps` and `within` of `spectral_norms`.
+    """
+
+    def embed(u: Tensor) -> Tensor:
+        """Return a cotangent of all heads' O that is u in this head and 0 in the others.
+
+        It is one vector of all samples, (1, numbers), as the linearised module expects.
+        """
+        cotangent = torch.zeros_like(layer.output)
+        rows = u.reshape_as(cotangent[:, head])
+        cotangent[:, head] = _zero_padding(rows, layer)
+        return cotangent.flatten()[None]
+
+    def multiply(u: Tensor) -> Tensor:
+        """Return J_h J_h^T u at every sample, for a cotangent u of this head's output.
+
+        They are the rows of this head in J J^T w, where J is the Jacobian of all heads, and w is u
+        in this head and 0 in the others.
+        """
+        product = linear.outer(embed(u)).view_as(layer.output)  # J J^T w
+        rows = _zero_padding(product[:, head], layer)
+        return rows.reshape_as(u)
+
+    # All samples share one graph, because the module runs as a whole. So converged samples cannot
+    # be left out: with `rebuild` above 1, the solver never asks for fewer samples.
+    norms = spectral_norms(lambda _: multiply, start, rebuild=2.0, **accuracy)
+    require_range(linear, norms.norm, embed(torch.ones_like(start)))
+    return norms
 
 
 def linearize_module(layer: Layer) -> Linearization | str:
@@ -86,9 +97,9 @@ def linearize_module(layer: Layer) -> Linearization | str:
     reason = "its module cannot be run alone"
     # Some attention calls of a loop may lie outside of the module.
     has_outside_calls = len(layer.numbers) < len(layer.site.addresses)
-    if not layer.site.inputs or layer.frame is None or has_outside_calls:
-        return reason
-    if len(layer.output) % layer.samples:  # samples do not have the same number of windows
+    # Samples may have different numbers of windows.
+    is_uneven = len(layer.output) % layer.samples
+    if not layer.site.inputs or layer.frame is None or has_outside_calls or is_uneven:
         return reason
     try:
         linear = _linearize_layer(layer)
@@ -126,13 +137,10 @@ def _linearize_layer(layer: Layer) -> Linearization:
 
         z and O are one vector of all samples, (1, numbers).
         """
-        replacements = {}  # by the identity of the tensor that is replaced
         parts = torch.split(z[0], [t.numel() for t in inputs])
-        for t, part in zip(inputs, parts, strict=True):
-            replacements[id(t)] = part.view(t.shape)
-        args = [replacements.get(id(value), value) for value in frame.args]
-        kwargs = {k: replacements.get(id(value), value) for k, value in frame.kwargs.items()}
-        output = _run_alone(layer, lambda: frame.module(*args, **kwargs))
+        # By the identity of the tensor that is replaced.
+        replacements = {id(t): part.view_as(t) for t, part in zip(inputs, parts, strict=True)}
+        output = _run_alone(layer, lambda: _run_again(frame, replacements))
         return output.flatten()[None]
 
     only_sample = z.new_zeros(1, dtype=torch.long)
@@ -144,6 +152,13 @@ def _linearize_layer(layer: Layer) -> Linearization:
             "It keeps state between calls. Leave its layers out with --layers.",
         )
     return linear
+
+
+def _run_again(frame: trace.Frame, replacements: Mapping[int, Tensor]) -> Any:
+    """Repeat a call of a module with other tensors in place of arguments, by their `id`."""
+    args = [replacements.get(id(value), value) for value in frame.args]
+    kwargs = {k: replacements.get(id(value), value) for k, value in frame.kwargs.items()}
+    return frame.module(*args, **kwargs)
 
 
 def _run_alone(layer: Layer, run_module: Callable[[], object]) -> Tensor:
@@ -406,9 +421,7 @@ def compute_residual_norms(
         """Copy the arguments of a residual block's call, before the call can change them."""
         residual = by_call.get((frame.name, frame.number))
         if residual is not None:
-            copies = tree_map(
-                lambda v: v.clone() if isinstance(v, Tensor) else v, (frame.args, frame.kwargs)
-            )
+            copies = tree_map_only(Tensor, Tensor.clone, (frame.args, frame.kwargs))
             # The module, a flat list of its arguments, and their structure.
             calls[residual] = frame.module, *tree_flatten(copies)
 

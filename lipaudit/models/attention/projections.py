@@ -170,7 +170,7 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
         return None
     outputs, origins = zip(*leaves, strict=True)
     first, *others = origins
-    if not all(first.reads_same(other) for other in others):
+    if not all(map(first.reads_same, others)):
         raise NotClosedForm("is made from linear maps of several tensors", kind="multi-source")
     linears = [origin.linear for origin in origins if origin.linear is not None]
     if not linears:
@@ -253,16 +253,19 @@ def find_token_rows(source: Probed) -> Tensor:
         return ordered
     # Row r of y affects the token with the number token[r], or none: -1.
     token = graph.label_affected(source, number.view(windows, 1, tokens, 1), rows=True)
-    if token is None:  # a row affects several tokens
+    # None: a row affects several tokens. A count above 1: several rows affect one token.
+    if token is None or (torch.bincount(token[token >= 0]) > 1).any():
         raise NotClosedForm("depends on several tokens", kind="mixing")
-    has_effect = token >= 0
-    if (torch.bincount(token[has_effect]) > 1).any():  # several rows affect one token
-        raise NotClosedForm("depends on several tokens", kind="mixing")
-    if has_effect.sum() < number.numel():  # some token depends on no row
+    in_order = _sort_by_label(token)
+    if len(in_order) < len(number):  # some token depends on no row
         raise NotClosedForm("has tokens that do not come from the input", kind="partial")
-    # Rows in the order of their tokens; rows without an effect (-1) come first.
-    without_effect = int((~has_effect).sum())
-    return token.argsort()[without_effect:].view(windows, tokens)
+    return in_order.view(windows, tokens)
+
+
+def _sort_by_label(label: Tensor) -> Tensor:
+    """Return the numbers of rows in the order of their labels, without rows of the label -1."""
+    unlabelled = int((label < 0).sum())  # these come first
+    return label.argsort(stable=True)[unlabelled:]
 
 
 def _is_identity(mix: Tensor) -> bool:
@@ -348,10 +351,7 @@ def _find_columns(source: Probed) -> Tensor | None:
     sizes = torch.bincount(head[head >= 0], minlength=count)
     if (sizes != sizes[0]).any():
         raise NotClosedForm("uses more channels in some heads than in others", kind="ragged")
-    # Columns in the order of their heads; columns without an effect (-1) come first.
-    without_effect = int((head < 0).sum())
-    order = head.argsort(stable=True)[without_effect:]
-    return order.view(count, -1)
+    return _sort_by_label(head).view(count, -1)
 
 
 def _refuse_large(source: Probed, form: ProjectionForm) -> None:
@@ -445,7 +445,7 @@ def _find_same_maps(
     in_order = tuple(by_address[address] for address in form.source if address in by_address)
     linears = [leaf.origin.linear for leaf in in_order if leaf.origin.linear is not None]
     has_same_maps = len(linears) == len(leaves) == len(form.source)
-    if not has_same_maps or not all(other.reads_same(linears[0]) for other in linears[1:]):
+    if not has_same_maps or not all(map(linears[0].reads_same, linears[1:])):
         raise NotClosedForm("comes from other linear maps than in the first pass", kind="changed")
     return in_order, linears
 

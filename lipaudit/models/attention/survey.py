@@ -161,13 +161,10 @@ def survey(net: Net, batch: Batch) -> Survey:
         ) from error
     # Modules with more attention than the layers that were found. `uses` counts products of two
     # activations, so attention of learned queries (constants) is not in its count.
-    modules = []
-    for site in sites:
-        if not site.learned:
-            modules += [address.module for address in site.addresses]
-    unread = tuple(dict.fromkeys(uses.list_unread(modules)))
+    counted = chain(*(site.addresses for site in sites if not site.learned))
+    unread = uses.list_unread(address.module for address in counted)
     # The fingerprint comes last: a model may fill buffers in its first pass.
-    return Survey(sites, unread, _fingerprint_weights(net.module), scores)
+    return Survey(sites, tuple(unread), _fingerprint_weights(net.module), scores)
 
 
 def _run_unobserved(net: Net, pair: Batch, uses: Uses, call_stack: trace.CallStack) -> Tensor:

@@ -145,9 +145,8 @@ class Surveyor(Tracer):
         if not _has_axes_of_queries(call):  # `Uses` counts it, and the survey reports it
             return
         tensors = (call.q, call.k, call.v)
-        origins = []  # the linear maps behind q, behind k and behind v
-        for t in tensors:
-            origins.append([leaf.origin for leaf in call.origins.leaves(t)])
+        # The linear maps behind q, behind k and behind v.
+        origins = [[leaf.origin for leaf in call.origins.leaves(t)] for t in tensors]
         analysis = analyse(call, self.batch)
         arranged = call.arrange(analysis.layout, len(self.batch))
         # q, k and v, (windows, heads, tokens, width). The first half of the windows belongs to the
@@ -256,10 +255,13 @@ class Surveyor(Tracer):
         return replace(site, reason=reason, inputs=())
 
     def _may_confuse_heads(self, q: Tensor) -> bool:
-        """Say whether the axis of heads of q, (windows, heads, tokens, width), may hold the tokens.
+        """Say whether the axis of heads of q may hold the tokens of a text instead.
 
         So it is if the heads are as many as the tokens of the text, and the axis of tokens has
         another size. Without a closed form, nothing distinguishes heads from tokens.
+
+        Args:
+            q: the queries, (windows, heads, tokens, width), by the layout of the layer.
         """
         x = self.batch.x
         _, heads, tokens, _ = q.shape

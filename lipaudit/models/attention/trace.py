@@ -268,14 +268,14 @@ class Tracer(AttentionMode):
         """
         # Each tensor is given by an object that identifies it (`root`). The tensors themselves
         # would keep all activations of the model in memory.
-        ancestors: list[tuple[object, tuple[Address, ...]]] = [(root(x), ())]
+        ancestors: Ancestors = ((root(x), ()),)
         earlier = self.origins.leaves(x)
         if len(earlier) == 1:  # x is made from the output of one linear map
-            for mark, maps in earlier[0].origin.ancestors:
-                ancestors.append((mark, (address, *maps)))
+            behind = earlier[0].origin.ancestors
+            ancestors += tuple((mark, (address, *maps)) for mark, maps in behind)
         # Tensors behind more maps are left out: known models apply at most three maps in sequence
         # to the input of a layer, to compute q, k or v.
-        return tuple(ancestors[:_DEEPEST])
+        return ancestors[:_DEEPEST]
 
     def _is_map(self, factors: Contraction, address: Address) -> bool:
         """Say whether to cut the graph at a product x W, because the product is a linear map of x.
@@ -292,9 +292,8 @@ class Tracer(AttentionMode):
         if address in self.uncut_maps:
             return False
         x = factors.x
-        weight = factors.weight
         bias = factors.bias
-        weight_depends = weight.requires_grad or (bias is not None and bias.requires_grad)
+        weight_depends = factors.weight.requires_grad or (bias is not None and bias.requires_grad)
         if weight_depends or not x.requires_grad:
             return False
         if factors.is_linear_layer:  # F.linear and the like; otherwise a matmul or einsum
@@ -375,10 +374,7 @@ def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
     # The graph of a text model is cut at its token embedding (by the hook), and of other models at
     # the input itself.
     with torch.enable_grad(), following, tracer, wide, watch_embeddings(net, tracer.cut_input):
-        if net.kind == "text":
-            x = batch.x
-        else:
-            x = tracer.cut_input(batch.x)
+        x = batch.x if net.kind == "text" else tracer.cut_input(batch.x)
         return net.read(net.call(x, batch.mask)).detach()
 
 

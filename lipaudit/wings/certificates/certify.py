@@ -7,11 +7,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import base
-from lipaudit.measures.base import Arrays, AuditRole, Measure, Part
+from lipaudit.measures.base import Arrays, AuditRole, Facts, Measure, Part
 from lipaudit.tables import Note, Row, Section
 from lipaudit.wings.certificates.certificate_tables import CERTIFY_TABLE, RADII_TABLE
 from lipaudit.wings.certificates.exports import (
@@ -100,7 +100,7 @@ def _make_part(
     arrays = {}
     for name in values[0]:
         arrays[name] = np.array([of_sample[name] for of_sample in values])
-    facts: dict[str, Any] = {
+    facts: Facts = {
         # Signs of weak attacks at the clean samples, such as gradients that are 0.
         "checks": base.read_checks(*(bracket.clean for bracket in brackets)),
         "dtype": str(net.dtype).removeprefix("torch."),
@@ -230,7 +230,7 @@ def _require_memory(net: Net, batch: Batch, options: CertifyOptions) -> None:
         require_room(net, sample, order, inputs)
 
 
-def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
+def _read_bracket(bracket: Bracket, options: CertifyOptions) -> Facts:
     """Return the results of a sample by name; lists have a value for each radius of --eps.
 
     `bracket` has run the attacks and the proofs of the sample.
@@ -290,35 +290,45 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
         parts: the results of the batches, arrays with an entry per sample.
         options: the options of the run.
     """
-    import numpy as np
-
     arrays = base.join_arrays(parts)
     # A repeated sample counts once in every row.
     unique = {name: values[base.mark_unique(parts)] for name, values in arrays.items()}
-    robust = unique["robust"]
-    certified = unique["certified"]
-    correct = unique["correct"]
-    rows = base.make_rows(
-        CERTIFY_TABLE,
-        norm=options.norm or "linf",
-        eps=[float(radius) for radius in options.eps],
-        eps_text=[radius.text for radius in options.eps],
-        samples=len(robust),
-        clean=base.reduce_known(correct[unique["label"] >= 0], np.mean),
-        **base.make_share_columns("robust", robust),
-        **base.make_share_columns("certified", certified),
-        undecided=(robust > certified).sum(0),  # robust, but not certified
-        places=[base.reduce_known(shares, np.mean) for shares in unique["places"].T],
-        order=int(unique["order"].max()),
-        nodes=unique["nodes"].sum(0),
-        seconds=unique["seconds"].sum(0).round(3),
-    )
+    rows = _make_rows(unique, options)
     notes = _write_notes(parts, arrays, options)
     columns = _make_columns(arrays, rows)
     sections = [base.make_section(CERTIFY_TABLE, parts, options, rows, notes, samples=columns)]
     if options.radius:
         sections.append(_summarise_radii(unique, options))
     return sections
+
+
+def _make_rows(arrays: Arrays, options: CertifyOptions) -> Sequence[Row]:
+    """Return the rows of the section `certify`: shares of robust and certified samples by ball.
+
+    Args:
+        arrays: the results of the samples, by name; repeated samples are left out.
+        options: the options of the run.
+    """
+    import numpy as np
+
+    robust = arrays["robust"]  # (samples, balls), like `certified`
+    certified = arrays["certified"]
+    correct = arrays["correct"]
+    return base.make_rows(
+        CERTIFY_TABLE,
+        norm=options.norm or "linf",
+        eps=[float(radius) for radius in options.eps],
+        eps_text=[radius.text for radius in options.eps],
+        samples=len(robust),
+        clean=base.reduce_known(correct[arrays["label"] >= 0], np.mean),
+        **base.make_share_columns("robust", robust),
+        **base.make_share_columns("certified", certified),
+        undecided=(robust > certified).sum(0),  # robust, but not certified
+        places=base.reduce_columns(arrays["places"], np.mean),
+        order=int(arrays["order"].max()),
+        nodes=arrays["nodes"].sum(0),
+        seconds=arrays["seconds"].sum(0).round(3),
+    )
 
 
 def _summarise_radii(arrays: Arrays, options: CertifyOptions) -> Section:

@@ -173,7 +173,7 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
         raise InputError(
             f"{proofs} is no file of --proofs", "Write one: certify --proofs FILE.npz."
         )
-    predicted: dict[str, Any] = dict(zip(section.ids, section.samples["predicted"], strict=True))
+    predicted = dict(zip(section.ids, section.samples["predicted"], strict=True))
     radii = _find_certified(section, options)
     net = job.net
     _, batches = job.batches("certify")
@@ -184,7 +184,7 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
                 continue
             radius = radii[name]
             # The class to prove is the label, or the prediction of a sample without one.
-            label = predicted[name]
+            label: Any = predicted[name]
             if sample.y is not None and int(sample.y) >= 0:
                 label = int(sample.y)
             # With the stored parts of the ball (leaves) the proof is evaluated without a search.

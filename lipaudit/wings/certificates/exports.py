@@ -37,32 +37,42 @@ def export_balls(net: Net, brackets: Sequence[Bracket], options: CertifyOptions)
         options: the options of the run; `eps` are the radii of the balls.
     """
     from lipaudit.wings.certificates.onnx_graph import export_onnx
-    from lipaudit.wings.certificates.vnnlib import write_property
 
     files: Files = {}
-    lowest, highest = net.box or (-math.inf, math.inf)
     for bracket in brackets:
         sample = bracket.sample
-        name = sample.ids[0]
         # A network of token embeddings has the ids, positions and mask of its text as constants:
         # so each text needs a model file.
         if net.kind == "text":
-            files[f"{name}.onnx"] = export_onnx(net, sample)
+            files[f"{sample.ids[0]}.onnx"] = export_onnx(net, sample)
         elif sample.start == 0:  # the first sample of the run: all samples share one model file
             files["model.onnx"] = export_onnx(net, sample)
-        if not bracket.correct:  # there is no property to prove
-            continue
-        x = net.point(sample).double()
-        free_tokens = net.find_free_tokens(sample)
-        # 1 for entries that may change: all entries of an image, or of the free tokens of a text.
-        moving = x.new_ones(x.shape) if free_tokens is None else free_tokens[..., None]
-        label = bracket.label_to_prove
-        for eps in options.eps:
-            low = (x - float(eps) * moving).clamp(lowest, highest)
-            high = (x + float(eps) * moving).clamp(lowest, highest)
-            title = f"sample {name}, class {label}, L-inf radius {eps.text}"
-            text = write_property(low, high, net.classes or 0, label, title)
-            files[f"{name}_eps_{float(eps)}.vnnlib"] = text.encode()
+        if bracket.correct:  # otherwise there is no property to prove
+            files |= _write_balls(net, bracket, options)
+    return files
+
+
+def _write_balls(net: Net, bracket: Bracket, options: CertifyOptions) -> Files:
+    """Return the balls around a sample, one for each radius, as VNN-LIB files by name.
+
+    `bracket` has the sample and the class to prove.
+    """
+    from lipaudit.wings.certificates.vnnlib import write_property
+
+    files = {}
+    sample = bracket.sample
+    label = bracket.label_to_prove
+    lowest, highest = net.box or (-math.inf, math.inf)
+    x = net.point(sample).double()
+    free_tokens = net.find_free_tokens(sample)
+    # 1 for entries that may change: all entries of an image, or of the free tokens of a text.
+    moving = x.new_ones(x.shape) if free_tokens is None else free_tokens[..., None]
+    for eps in options.eps:
+        low = (x - float(eps) * moving).clamp(lowest, highest)
+        high = (x + float(eps) * moving).clamp(lowest, highest)
+        title = f"sample {sample.ids[0]}, class {label}, L-inf radius {eps.text}"
+        text = write_property(low, high, net.classes or 0, label, title)
+        files[f"{sample.ids[0]}_eps_{float(eps)}.vnnlib"] = text.encode()
     return files
 
 

@@ -248,6 +248,18 @@ class CertifyOptions(MeasureOptions):
             raise UsageError(
                 "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
             )
+        self._require_provable(norm)
+        attack = self.attack or self.counted or "pgd"
+        chosen = {"norm": norm, "eps": eps, "nodes": self.most_nodes, "attack": attack}
+        if norm == "words":
+            chosen["order"] = "1"
+        options = self.model_copy(update=chosen)
+        # Before a radius search there are no radii: any radius shows whether the attacks suit.
+        require_suitable(options.trials(eps or (PLACEHOLDER_RADIUS,)), kind, changes, why)
+        return options
+
+    def _require_provable(self, norm: str) -> None:
+        """Refuse --export and --order 2 for a norm that they do not support."""
         if self.export is not None and norm != "linf":
             raise UsageError(
                 f"--export writes properties of boxes, and a ball of the norm {norm} is none",
@@ -255,14 +267,6 @@ class CertifyOptions(MeasureOptions):
             )
         if norm == "words" and self.order == "2":
             raise UsageError("--order 2 has no rule for words", "Leave it out.")
-        chosen: dict[str, Any] = {"norm": norm, "eps": eps, "nodes": self.most_nodes}
-        chosen["attack"] = self.attack or self.counted or "pgd"
-        if norm == "words":
-            chosen["order"] = "1"
-        options = self.model_copy(update=chosen)
-        # Before a radius search there are no radii: any radius shows whether the attacks suit.
-        require_suitable(options.trials(eps or (PLACEHOLDER_RADIUS,)), kind, changes, why)
-        return options
 
     @property
     def files(self) -> tuple[Path, ...]:

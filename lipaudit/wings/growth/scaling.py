@@ -166,18 +166,18 @@ def _measure_lengths(net: Net, batch: Batch, options: ScalingOptions) -> Part:
             shape = (len(batch), len(options.lengths), values.shape[1])
             array = arrays.setdefault(name, np.full(shape, np.nan))  # made at the first cut
             array[place] = values
-    facts = {
-        **of_heads[0].facts,
-        "model": f"{of_model[0].facts['from']} to {of_model[0].facts['to']}",
-        "kind": net.kind,
-    }
     # The largest proven relative error of a norm. Layers without a norm have NaN.
     errors = [
         base.join_parts(of_heads, "within"),
         base.join_parts(of_heads, "layer_within"),
         base.join_parts(of_model, "within"),
     ]
-    facts["within"] = max(float(np.nanmax(values, initial=0.0)) for values in errors)
+    facts = {
+        **of_heads[0].facts,
+        "model": f"{of_model[0].facts['from']} to {of_model[0].facts['to']}",
+        "kind": net.kind,
+        "within": max(float(np.nanmax(values, initial=0.0)) for values in errors),
+    }
     missed = int(base.join_parts(of_heads, "missed").sum())  # norms that did not converge
     missed += int((~base.join_parts(of_model, "converged")).sum())
     return Part(batch.ids, arrays, facts, (*base.notes(of_heads), *base.note_missed(missed)))

@@ -27,7 +27,8 @@ from lipaudit.wings.growth.worst_tokens import affine_projections, duplicated_no
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    Heights = Callable[[Float[Tensor, "rows size"]], Float[Tensor, " rows"]]
+    Rows = Float[Tensor, "rows size"]
+    Heights = Callable[[Rows], Float[Tensor, " rows"]]
 
 _MEMORY = 12
 _FIRST = 0.1  # length of a step without a memory
@@ -40,14 +41,12 @@ _PATIENCE = 5
 class Position(NamedTuple):
     """A point of each row, with the height of the function there and its gradient."""
 
-    x: Float[Tensor, "rows size"]
+    x: Rows
     height: Float[Tensor, " rows"]
-    slope: Float[Tensor, "rows size"]
+    slope: Rows
 
 
-def climb(
-    heights: Heights, x: Float[Tensor, "rows size"], *, steps: int, gain: float = 1e-6
-) -> Position:
+def climb(heights: Heights, x: Rows, *, steps: int, gain: float = 1e-6) -> Position:
     """Maximise a function by L-BFGS from every row of x; return where each row ends.
 
     Rows are independent searches, computed together.
@@ -79,7 +78,7 @@ def climb(
     return position
 
 
-def measure_heights(heights: Heights, x: Float[Tensor, "rows size"]) -> Position:
+def measure_heights(heights: Heights, x: Rows) -> Position:
     """Return the rows x with the value of the function and its gradient at each."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()

@@ -32,6 +32,7 @@ from lipaudit.data.loading import Samples
 from lipaudit.engine.files import ordinary_mode, require_folder, write
 from lipaudit.engine.results import versions
 from lipaudit.errors import EvaluationError, InputError, UsageError, is_out_of_memory
+from lipaudit.measures.base import Facts
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import has_converted_weights, seed_device
 from lipaudit.models.sources.saving import save_net
@@ -47,8 +48,6 @@ Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # Tensors, numbers, strings, and lists and dictionaries of them: `torch.load` reads no other
 # objects with `weights_only`.
 CheckpointState = dict[str, Any]
-# Values by name that JSON can hold, such as the record of a training or one of its epochs.
-Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -222,13 +221,21 @@ class Training:
             sums = np.sum([sums, *sizes[:, None] * values], axis=0)
         net.module.eval()
         loss, penalty = sums / len(data)
-        finite = [weight.isfinite().all() for weight in net.module.parameters()]
+        self._require_progress(penalty)
+        return float(loss), float(penalty) if recipe.penalty else None
+
+    def _require_progress(self, penalty: float) -> None:
+        """Refuse to go on after an epoch with infinite weights, or with a penalty without effect.
+
+        `penalty` is the mean penalty of the epoch.
+        """
+        finite = [weight.isfinite().all() for weight in self.net.module.parameters()]
         if not torch.stack(finite).all():
             raise EvaluationError("the weights are not finite", "Lower --lr or --weight.")
-        if recipe.penalty == "jasmin" and recipe.k and penalty == 0:
-            text = f"no query attends to more than k = {recipe.k} keys, so JaSMin is 0"
+        k = self.recipe.k
+        if self.recipe.penalty == "jasmin" and k and penalty == 0:
+            text = f"no query attends to more than k = {k} keys, so JaSMin is 0"
             raise UsageError(text, "Give a smaller --k.")
-        return float(loss), float(penalty) if recipe.penalty else None
 
     def step(self, batch: Batch) -> Tensor:
         """Take one step of the optimizer on a batch; return its mean loss and penalty, (2,).
@@ -463,7 +470,7 @@ class TrainingRecord:
         self.command = command
         self.notes = [note.text for note in net.notes + data.notes]
         # A run that is resumed must have the same identity: model, data and settings.
-        self.identity: Document = {
+        self.identity: Facts = {
             "model": {
                 "spec": net.name,
                 "weights_sha256": net.weights_sha256,
@@ -474,7 +481,7 @@ class TrainingRecord:
             "held_out": None if held_out is None else _describe(held_out),
             "recipe": recipe.model_dump(mode="json"),
         }
-        self.epochs: list[Document] = []
+        self.epochs: list[Facts] = []
 
     def read_state(self) -> CheckpointState | None:
         """Return the state of an interrupted run, None for a new one.
@@ -515,7 +522,7 @@ class TrainingRecord:
         write(self.out / CHECKPOINT, buffer.getvalue())
         self.write_record(finished=False)
 
-    def write_record(self, *, finished: bool) -> Document:
+    def write_record(self, *, finished: bool) -> Facts:
         """Write the record of the training (command, data, recipe, epochs), and return it."""
         record = {
             "schema": "lipaudit.wings.training",
@@ -533,7 +540,7 @@ class TrainingRecord:
         return record
 
 
-def _describe(samples: Samples) -> Document:
+def _describe(samples: Samples) -> Facts:
     """Return what identifies the samples: DATA as typed, their number, and a hash of them."""
     return {"spec": samples.spec, "samples": len(samples.batch), "suite_id": samples.suite_id}
 

@@ -23,7 +23,7 @@ from lipaudit.models.attention.calls import (
     hide_later_keys,
     make_additive,
 )
-from lipaudit.models.attention.capture import Site
+from lipaudit.models.attention.capture import Site, Structure
 from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
@@ -315,14 +315,8 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
     parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
     for layer in layers:
         where = f"layer {layer.index} ({layer.module})"
-        if layer.structure is None:
-            raise InputError(f"{where}: {layer.reason}, so its weights are unknown")
-        if layer.inner:
-            raise InputError(
-                f"{where} computes queries, keys or values by several linear maps in a row, so "
-                "they have no weight of their own"
-            )
-        for projection in filter(None, (layer.structure.q, layer.structure.k, layer.structure.v)):
+        structure = _require_structure(layer, where)
+        for projection in filter(None, (structure.q, structure.k, structure.v)):
             # Several linear maps may compute q together, each for some of the heads. Their columns
             # are numbered one map after the other; `first` is the first column of a map.
             first = 0
@@ -336,6 +330,24 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
                 )
                 yield partial(_read_heads, parameter, weight, columns)
                 first += weight.shape[1]
+
+
+def _require_structure(layer: Site, where: str) -> Structure:
+    """Return the linear maps to q, k and v of a layer, each of which needs weights of its own.
+
+    `where` is the name of the layer in messages.
+
+    Raises:
+        InputError: the layer has no such maps.
+    """
+    if layer.structure is None:
+        raise InputError(f"{where}: {layer.reason}, so its weights are unknown")
+    if layer.inner:
+        raise InputError(
+            f"{where} computes queries, keys or values by several linear maps in a row, so they "
+            "have no weight of their own"
+        )
+    return layer.structure
 
 
 def _survey_weights(net: Net, batch: Batch) -> tuple[Sequence[Site], dict[Address, Tensor]]:

@@ -30,6 +30,7 @@ from lipaudit.engine.files import require_folder, write
 from lipaudit.engine.prepare import Job, Request, prepare
 from lipaudit.errors import InputError, UsageError, explain_error
 from lipaudit.measures import summarise
+from lipaudit.measures.base import Facts
 from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic, seed_device
 from lipaudit.models.sources.own import unwrap
@@ -343,7 +344,7 @@ def collect_figures(report: Report) -> dict[str, float]:
 
     Names have only characters that every logger accepts.
     """
-    figures: dict[str, Any] = {}
+    figures: Facts = {}
     for row in summarise(report).rows:
         name = LOGGED.get(row.name, row.name)
         if row.norm:

@@ -12,8 +12,7 @@ from lipaudit.gate.comparison import Pair, SampleChange
 from lipaudit.gate.ranking import Ranking
 from lipaudit.gate.verdicts import Verdict, format_change
 from lipaudit.measures import find_headline
-from lipaudit.report import blocks
-from lipaudit.report.blocks import Bar, Block, Forest, Paragraph, Tone
+from lipaudit.report.blocks import Bar, Block, Forest, Gallery, Item, Paragraph, Tone
 from lipaudit.report.cells import HEADINGS
 from lipaudit.report.document import show_example
 from lipaudit.report.groups import count_part
@@ -67,21 +66,13 @@ def write_answer(pair: Pair) -> str:
     judged = list_distinct(pair.verdicts)
     # The main figure of a model, such as robust accuracy: the answer names it before all others.
     leading = find_leading(judged)
-    clauses = []
-    for status, word in (("regressed", "worse"), ("improved", "better")):
-        moved = [verdict for verdict in judged if verdict.status == status]
-        if moved:
-            moved.sort(key=lambda verdict: (verdict is not leading, -compute_size(verdict)))
-            figures = join_few([verdict.sentence for verdict in moved], NAMED)
-            clauses.append(f"{word} in {figures}")
-    if leading is not None and leading.status == "improved":
-        clauses.reverse()  # "better in ..." comes first
     sentences = []
     # The main figure changed, but the change is not proven.
     if leading is not None and leading.change and leading.status not in MOVED:
         sentences.append(
             f"{pair.new}: {leading.sentence}, not proven with {leading.samples} samples."
         )
+    clauses = _list_clauses(judged, leading)
     if clauses:
         sentences.append(f"{pair.new} is {'; and '.join(clauses)}.")
         for verdict in judged:
@@ -97,6 +88,27 @@ def write_answer(pair: Pair) -> str:
     if incomparable:
         sentences.append(f"{incomparable} figures cannot be compared.")
     return write_arrows(" ".join(sentences))
+
+
+def _list_clauses(judged: Sequence[Verdict], leading: Verdict | None) -> list[str]:
+    """Return "worse in FIGURES" and "better in FIGURES", without a clause that has no figures.
+
+    If the main figure is better, "better in FIGURES" comes first.
+
+    Args:
+        judged: the verdicts on all figures.
+        leading: the verdict on the main figure; each clause names this figure first.
+    """
+    clauses = []
+    for status, word in (("regressed", "worse"), ("improved", "better")):
+        moved = [verdict for verdict in judged if verdict.status == status]
+        if moved:
+            moved.sort(key=lambda verdict: (verdict is not leading, -compute_size(verdict)))
+            figures = join_few([verdict.sentence for verdict in moved], NAMED)
+            clauses.append(f"{word} in {figures}")
+    if leading is not None and leading.status == "improved":
+        clauses.reverse()
+    return clauses
 
 
 def choose_tone(pairs: Sequence[Pair]) -> Tone:
@@ -290,15 +302,13 @@ def show_flipped(flipped: Sequence[SampleChange], reports: Sequence[Report]) -> 
             items.append(item)
     if not items:
         return []
-    gallery = blocks.Gallery(text="", items=items[:PICTURES])
+    gallery = Gallery(text="", items=items[:PICTURES])
     if len(items) <= PICTURES:
         return [gallery]
     return [Paragraph(f"The first {PICTURES} of {len(items)}."), gallery]
 
 
-def _show_sample(
-    sample: SampleChange, title: str, reports: Sequence[Report]
-) -> blocks.Item | None:
+def _show_sample(sample: SampleChange, title: str, reports: Sequence[Report]) -> Item | None:
     """Return a sample with its adversarial example, or else its text; None if neither is stored.
 
     Args:
@@ -315,7 +325,7 @@ def _show_sample(
             return replace(item, lines=(changed, model, *item.lines))
     for report in reports:
         if sample.id in report.texts:
-            return blocks.Item(title, pictures=(), lines=(changed, f'"{report.texts[sample.id]}"'))
+            return Item(title, pictures=(), lines=(changed, f'"{report.texts[sample.id]}"'))
     return None
 
 

@@ -9,8 +9,31 @@ from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
 from lipaudit.measures import list_headlines, summarise
-from lipaudit.report import blocks, cells, opening
-from lipaudit.report.blocks import Block, Card, Cells, Chapter, Document, Paragraph, Table
+from lipaudit.report import blocks, opening
+from lipaudit.report.blocks import (
+    Block,
+    Card,
+    Cells,
+    Chapter,
+    Document,
+    Gallery,
+    Heatmap,
+    Item,
+    Paragraph,
+    Passage,
+    Table,
+)
+from lipaudit.report.cells import (
+    HEADINGS,
+    MISSING,
+    STATUS,
+    UNMEASURED,
+    format_limits,
+    format_significant,
+    format_value,
+    pick_columns,
+    write_math,
+)
 from lipaudit.report.groups import show_groups
 from lipaudit.report.markup import HTML
 from lipaudit.report.pictures import compare_steepness
@@ -40,7 +63,7 @@ WORDS = Chapter(
     "words",
     "What do the words mean?",
     (
-        Card([(STATUSES.get(name, name), text) for name, text in cells.STATUS.items()]),
+        Card([(STATUSES.get(name, name), text) for name, text in STATUS.items()]),
         Paragraph("lipaudit explain WORD explains any word of this page."),
     ),
     folded=True,
@@ -50,7 +73,7 @@ SHORT = ("model", "data", "run", "reason")
 """Facts on one screen."""
 LAST = 1000
 """The place of a chapter without a figure on the scorecard."""
-OF_SAMPLE = cells.pick_columns("figure", "value", "all", "from the worst")
+OF_SAMPLE = pick_columns("figure", "value", "all", "from the worst")
 """The columns of the figures of one sample."""
 
 
@@ -158,7 +181,7 @@ def _show_shares(shares: Section, bounds: Section | None, shown: Sequence[Note])
     maps = [*compare_steepness(bounds, shares)]
     if not maps:
         return parts
-    others = [part for part in parts if not isinstance(part, blocks.Heatmap)]
+    others = [part for part in parts if not isinstance(part, Heatmap)]
     return [*others[:1], *maps, *others[1:]]
 
 
@@ -239,10 +262,10 @@ def make_pages(
     facts = [opening.list_facts(report) for report in reports]
     rows = []
     for fact in dict.fromkeys(chain.from_iterable(facts)):
-        texts = [each.get(fact, cells.MISSING) for each in facts]
+        texts = [each.get(fact, MISSING) for each in facts]
         if len(set(texts)) > 1:
             rows.append({"fact": fact} | dict(zip(names, texts, strict=True)))
-    columns = cells.pick_columns("fact")
+    columns = pick_columns("fact")
     for name in names:
         columns[name] = Column(name, meaning="", format="s")
     tables = tabulate_rows(columns, rows)
@@ -330,25 +353,25 @@ class SampleColumn:
         column = self.column
         # A sample that occurs several times in the data counts once, as in the gate.
         numbers = finite(v for name, v in self.values.items() if not is_repeat(name))
-        text = cells.format_value(value, column)
+        text = format_value(value, column)
         typical = ""
         rank = ""
         if kind in FLAGS:  # yes-or-no values, stored as 1 and 0
             if value is not None:
-                text = cells.format_value(bool(value), column)
+                text = format_value(bool(value), column)
             typical = _describe_flags(kind, numbers)
         elif self.name in CLASSES:  # the number of a class
             name = self.section.classes.get(value, "") if isinstance(value, int) else ""
             if name not in ("", text):
                 text += f" ({name})"
-        elif column.format not in cells.UNMEASURED:
-            typical = cells.format_value(middle(numbers), column)
+        elif column.format not in UNMEASURED:
+            typical = format_value(middle(numbers), column)
         if column.better and kind not in FLAGS and finite([value]):
             # Multiplied by this sign, larger values are worse.
             sign = 1 if column.better == "lower" else -1
             worse = sum(sign * other > sign * value for other in numbers)
             rank = f"{worse + 1} of {len(numbers)}"
-        label = cells.write_math(column.label)
+        label = write_math(column.label)
         if trial:
             label += f", {trial}"
         return {"figure": label, "value": text, "all": typical, "from the worst": rank}
@@ -366,7 +389,7 @@ def _describe_flags(kind: str, flags: Sequence[float]) -> str:
     if kind not in SHARES:
         return share
     low, high = wilson(count, len(flags))
-    return f"{share}, {cells.format_limits(low, high, SHARE)}"
+    return f"{share}, {format_limits(low, high, SHARE)}"
 
 
 def list_columns(report: Report) -> list[SampleColumn]:
@@ -469,7 +492,7 @@ def _show_examples(report: Report, names: Sequence[str]) -> Iterator[Block]:
     if items:
         # Formats without pictures print where the pictures are.
         text = DRAWN if any(item.pictures for item in items) else ""
-        yield blocks.Gallery(text, items)
+        yield Gallery(text, items)
 
 
 def _shade_texts(report: Report, names: Sequence[str]) -> Iterator[Block]:
@@ -482,10 +505,10 @@ def _shade_texts(report: Report, names: Sequence[str]) -> Iterator[Block]:
         gradient = gradients[name]
         # `of`: the gradient of the margin, or the direction in which the output changes most, for
         # all texts of the report.
-        column = cells.HEADINGS[SHADES[gradient.of]]
+        column = HEADINGS[SHADES[gradient.of]]
         if several and number == 0:  # "their": of the samples in the table above
             yield Paragraph(f"Their tokens with the largest {column.label}:")
-        yield blocks.Passage(
+        yield Passage(
             title=name_sample(name, report.places),
             tokens=gradient.tokens,
             shares=gradient.shares,
@@ -495,7 +518,7 @@ def _shade_texts(report: Report, names: Sequence[str]) -> Iterator[Block]:
         )
 
 
-def show_example(title: str, example: Example) -> blocks.Item:
+def show_example(title: str, example: Example) -> Item:
     """Show a sample before and after an attack: class scores, the changed text, and pictures."""
     # The names of the true class and of the class predicted after the attack. `before` and `after`
     # have the scores of these two classes.
@@ -512,14 +535,14 @@ def show_example(title: str, example: Example) -> blocks.Item:
     ]
     if example.text:
         lines.append(f'the text became "{example.text}"')
-    times = cells.format_significant(example.times, ".2g")
+    times = format_significant(example.times, ".2g")
     pictures = {
         "sample": example.image,
         "adversarial": example.adversarial,
         f"difference × {times}": example.difference,
     }
     kept = [(caption, picture) for caption, picture in pictures.items() if picture]
-    return blocks.Item(title, pictures=kept, lines=lines)
+    return Item(title, pictures=kept, lines=lines)
 
 
 # The worst samples, and the page of one
@@ -530,7 +553,7 @@ def show_worst(report: Report) -> tuple[Block, ...]:
     names = find_worst(report)
     balls = find_broken(report)  # for each sample, the balls in which an attack succeeded
     rows = list_names(names, describe_places(report))
-    columns = cells.pick_columns("sample", "place", "broken")
+    columns = pick_columns("sample", "place", "broken")
     # The per-sample figures that a measure declares for the table of the worst samples.
     figures = {}
     for figure in list_columns(report):
@@ -542,7 +565,7 @@ def show_worst(report: Report) -> tuple[Block, ...]:
         # The smallest ball of each norm: a dict keeps the last ball, so large radii come first.
         broken = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
         smallest = {ball.norm: ball.ball for ball in broken}
-        row["broken"] = ", ".join(smallest.values()) or cells.MISSING
+        row["broken"] = ", ".join(smallest.values()) or MISSING
         for key, figure in figures.items():
             row[key] = figure.values.get(name)
     title = "The worst samples: most often broken first, then the largest norm"
@@ -605,7 +628,7 @@ def list_carriers(section: Section, sample: str) -> list[Table]:
         return []
     place = section.ids.index(sample)  # column of the arrays, which are (heads, samples)
     values = {name: section.arrays[name].numpy()[:, place].tolist() for name in names}
-    columns = cells.pick_columns("head")
+    columns = pick_columns("head")
     columns |= {name: section.columns[name] for name in names}
     columns["all"] = replace(section.columns["share"], label="share, all")
     rows = []

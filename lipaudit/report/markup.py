@@ -20,10 +20,14 @@ from lipaudit.errors import visible
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import (
     ALL_COLUMNS,
+    Block,
     Card,
+    Chapter,
     Curve,
+    Document,
     Forest,
     Gallery,
+    Grid,
     Heatmap,
     Paragraph,
     Passage,
@@ -35,7 +39,7 @@ from lipaudit.report.charts import draw_svg
 HTML = "html"
 
 
-def render_html(page: blocks.Document) -> bytes:
+def render_html(page: Document) -> bytes:
     """Write a page as HTML."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -94,7 +98,7 @@ class Places(NamedTuple):
     whole: str
 
 
-def place_columns(block: Table, grid: blocks.Grid, *, cut: bool) -> Places:
+def place_columns(block: Table, grid: Grid, *, cut: bool) -> Places:
     """Return the style classes by which a page shows a table in windows of different widths.
 
     The classes say whether the table takes half of the page (beside a picture) or the whole width,
@@ -160,7 +164,7 @@ WHOLE = re.compile(r"[-+]?\d+")
 UNIT = re.compile(r"[^\d.)]*$")
 
 
-def align_numbers(grid: blocks.Grid) -> list[tuple[str, ...]]:
+def align_numbers(grid: Grid) -> list[tuple[str, ...]]:
     """Return the padding of each cell that aligns the decimal points of every column.
 
     The page aligns numbers on the right and prints these characters invisibly behind the number.
@@ -205,13 +209,13 @@ def _align_column(texts: Sequence[str]) -> list[str]:
     return pads
 
 
-def has_all_columns(chapter: blocks.Chapter) -> bool:
+def has_all_columns(chapter: Chapter) -> bool:
     """Say whether a chapter has a folded table of all columns."""
     titles = [block.title for block in chapter.blocks if isinstance(block, Table)]
     return ALL_COLUMNS in titles
 
 
-def find_passport(opening: blocks.Chapter | None) -> Card | None:
+def find_passport(opening: Chapter | None) -> Card | None:
     """Return the card of facts (model, data, run) in the opening of a page, if it has one."""
     if opening is None:
         return None
@@ -221,7 +225,7 @@ def find_passport(opening: blocks.Chapter | None) -> Card | None:
     return None
 
 
-def list_sort_keys(block: Table, grid: blocks.Grid) -> list[tuple[str, ...]]:
+def list_sort_keys(block: Table, grid: Grid) -> list[tuple[str, ...]]:
     """Return for each cell the number by which the page's script sorts a column.
 
     A cell whose text is a number that occurs once in the column needs no such number: the script
@@ -267,7 +271,7 @@ MARKDOWN = "markdown"
 SPECIAL = re.compile(r"([\\`*_\[\]|#~$])")
 
 
-def render_markdown(page: blocks.Document) -> bytes:
+def render_markdown(page: Document) -> bytes:
     """Write a page as Markdown."""
     lines = [f"# {escape_markdown(page.title)}", ""]
     for chapter in page.chapters:
@@ -284,7 +288,7 @@ def escape_markdown(text: str) -> str:
     return SPECIAL.sub(r"\\\1", plain)
 
 
-def _write_markdown(block: blocks.Block) -> Iterator[str]:
+def _write_markdown(block: Block) -> Iterator[str]:
     """Yield the Markdown lines of a block. A picture becomes a sentence that describes it."""
     match block:
         case Table() | Card() | Heatmap(square=False) | Curve(table=Table()):
@@ -293,28 +297,41 @@ def _write_markdown(block: blocks.Block) -> Iterator[str]:
             text = escape_markdown(block.text)
             yield f"**{text}**" if block.tone else text  # a tone: an answer, or what is missing
         case Points():
-            for mark, text, command in block.points:
-                line = escape_markdown(text)
-                if mark:
-                    line = f"**{mark}**: {line}"
-                if command:
-                    line += f" <code>{escape_markdown(command)}</code>"
-                yield f"- {line}"
+            yield from _write_points(block)
         case Gallery():
             for item in block.items:
                 yield f"- {escape_markdown(item.title)}: {escape_markdown('; '.join(item.lines))}"
             yield from ["", escape_markdown(block.text)]
         case Passage():
-            words = []
-            for token in blocks.shade_tokens(block):
-                text = escape_markdown(token.text)
-                words.append(f"**{text}**" if token.top else text)
-            yield from [f"**{escape_markdown(block.title)}**", "", " ".join(words), ""]
-            yield _small(blocks.explain_shades(block))
+            yield from _write_passage(block)
         case Forest():  # the table below it has the same figures
             pass
         case _:
             yield _small(f"Chart, in the {HTML} format: {blocks.describe(block)}")
+
+
+def _write_points(block: Points) -> Iterator[str]:
+    """Yield a Markdown line for each point: a mark in bold, a sentence, a command as code."""
+    for mark, text, command in block.points:
+        line = escape_markdown(text)
+        if mark:
+            line = f"**{mark}**: {line}"
+        if command:
+            line += f" <code>{escape_markdown(command)}</code>"
+        yield f"- {line}"
+
+
+def _write_passage(block: Passage) -> Iterator[str]:
+    """Yield the Markdown lines of a text: its title, its tokens, and the largest shares in words.
+
+    Tokens with the largest shares are bold.
+    """
+    words = []
+    for token in blocks.shade_tokens(block):
+        text = escape_markdown(token.text)
+        words.append(f"**{text}**" if token.top else text)
+    yield from [f"**{escape_markdown(block.title)}**", "", " ".join(words), ""]
+    yield _small(blocks.explain_shades(block))
 
 
 def _small(text: str) -> str:
@@ -366,7 +383,7 @@ WRITTEN = {
 }
 
 
-def render_latex(page: blocks.Document) -> bytes:
+def render_latex(page: Document) -> bytes:
     """Write the scorecard and the tables of a page, without folded tables and pictures."""
     lines = [r"% needs \usepackage{booktabs}", f"% {escape_latex(page.title)}"]
     for chapter in page.chapters:
@@ -396,7 +413,7 @@ def _write_character(character: str) -> str:
     return f"U+{ord(character):04X}"
 
 
-def _write_latex(block: blocks.Block) -> Iterator[str]:
+def _write_latex(block: Block) -> Iterator[str]:
     """Yield the LaTeX lines of a block; pictures, plain prose and folded tables have no lines."""
     match block:
         case Card(note=""):  # facts on model, data and run become comments
@@ -417,7 +434,7 @@ def _write_remark(text: str) -> str:
     return rf"{{\footnotesize {escape_latex(text)}\par}}"
 
 
-def _write_latex_table(grid: blocks.Grid) -> Iterator[str]:
+def _write_latex_table(grid: Grid) -> Iterator[str]:
     """Yield the lines of a floating table: its title, its rows and its notes."""
     yield ""
     yield r"\begin{table}"

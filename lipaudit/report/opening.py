@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lipaudit.measures import list_headlines
-from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
+from lipaudit.report.cells import format_value, list_footnotes, read_words, write_math
 from lipaudit.settings import DATA, spell_options
 from lipaudit.tables import Note, Report, Row, Run, Section
 from lipaudit.tables.columns import group_values, order, wilson
@@ -35,11 +35,6 @@ def list_facts(report: Report) -> dict[str, str]:
     run = report.run
     model = run.model
     data = run.data
-    commits = []
-    if model.commit:
-        commits.append(f"model {model.commit[:12]} ({model.revision})")
-    if data.commit:
-        commits.append(f"data {data.commit[:12]} ({data.revision})")
     versions = {"lipaudit": run.lipaudit} | run.versions
     arithmetic = run.dtype
     if "autocast" in run.options:
@@ -52,7 +47,7 @@ def list_facts(report: Report) -> dict[str, str]:
         "weights": f"{model.parameters:,} parameters, sha256 {model.weights_sha256[:16]}",
         "quantised": model.quantised,
         "data": f"{data.spec}, {number}, suite {data.suite_id[:16]}",
-        "commit": ", ".join(commits),
+        "commit": _describe_commits(run),
         **_list_preprocessing(run),
         "first sample": data.steps,  # how the first sample was prepared
         "run": f"{run.device}, {arithmetic}, seed {run.seed}, {run.created}",
@@ -62,6 +57,18 @@ def list_facts(report: Report) -> dict[str, str]:
         "reason": run.reason,
     }
     return {name: text for name, text in facts.items() if text}
+
+
+def _describe_commits(run: Run) -> str:
+    """Return the commits of model and data on their hub, such as `model 0123abcd (main)`.
+
+    A model or data without a commit, such as a file, is left out.
+    """
+    commits = []
+    for name, source in (("model", run.model), ("data", run.data)):
+        if source.commit:
+            commits.append(f"{name} {source.commit[:12]} ({source.revision})")
+    return ", ".join(commits)
 
 
 def _list_preprocessing(run: Run) -> dict[str, str]:
@@ -140,20 +147,20 @@ def show_scorecard(summary: Section) -> list[Chapter]:
     if not summary.rows:
         return []
     columns = [describe_figure(row) for row in summary.rows]
-    marks, notes = cells.list_footnotes(columns)
+    marks, notes = list_footnotes(columns)
     # A headline explains its figure; without a headline, the column of the figure does.
     explained = {each.name: each.meaning for _, each in list_headlines() if each.meaning}
-    norms = cells.read_words()["words"]["Norms of attacks"]
+    norms = read_words()["words"]["Norms of attacks"]
     rows = []
     meanings = []
     for row, column, mark in zip(summary.rows, columns, marks, strict=True):
-        label = cells.write_math(row.figure) + mark
-        figure = cells.format_value(row.value, column)
-        rows.append((label, figure, cells.write_math(row.text)))
+        label = write_math(row.figure) + mark
+        figure = format_value(row.value, column)
+        rows.append((label, figure, write_math(row.text)))
         meaning = explained.get(row.name) or row.meaning
         if row.norm in norms:
             meaning += f" {row.norm}: {norms[row.norm]}"
-        meanings.append(cells.write_math(meaning))
+        meanings.append(write_math(meaning))
     card = Card(rows, note="; ".join(notes), meanings=meanings)
     return [Chapter("scorecard", summary.title, (card,))]
 

@@ -11,8 +11,19 @@ from statistics import fmean, median
 from typing import Any
 
 from lipaudit.measures.attention_rows import CLASSES
-from lipaudit.report import blocks, cells
-from lipaudit.report.blocks import Block, Cells, Curve, Paragraph, Table
+from lipaudit.report.blocks import (
+    Block,
+    Cells,
+    Curve,
+    Heatmap,
+    Paragraph,
+    Passage,
+    Scale,
+    Series,
+    Stack,
+    Table,
+)
+from lipaudit.report.cells import HEADINGS, describe_domain, format_with_limits, pick_columns
 from lipaudit.report.rows import (
     Sections,
     add_model,
@@ -59,7 +70,7 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
         return
     title = "How many times ‖J‖ is each bound?"
     names = ("bound", "status", "model", "holds", "heads", "median", "largest")
-    (table,) = tabulate_rows(cells.pick_columns(*names), lines, title, folded=bool(series))
+    (table,) = tabulate_rows(pick_columns(*names), lines, title, folded=bool(series))
     if series:
         yield _plot_bounds(series, far, norm=columns["exact"], table=table)
     else:
@@ -67,7 +78,7 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
 
 
 def _plot_bounds(
-    series: Sequence[blocks.Series], far: Sequence[str], norm: Column, table: Table
+    series: Sequence[Series], far: Sequence[str], norm: Column, table: Table
 ) -> Curve:
     """Return the plot of bounds over norms, with the line y = x that no valid bound is below.
 
@@ -79,15 +90,15 @@ def _plot_bounds(
     """
     norms = list(chain.from_iterable(points.x for points in series))
     ends = (min(norms), max(norms))
-    lines = [*series, blocks.Series("y = x", x=ends, y=ends, guide=True)]
-    limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
+    lines = [*series, Series("y = x", x=ends, y=ends, guide=True)]
+    limit = replace(HEADINGS["bound"], format=".3g", status="bound")
     title = "How far is each bound above ‖J‖?"
     if far:
         title += f" Not drawn, over {FAR} times the largest norm: {', '.join(far)}"
     return Curve(title, x=norm, y=limit, series=lines, log=True, joined=False, table=table)
 
 
-def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
+def _list_points(label: str, bound: str, rows: Sequence[Row]) -> Series:
     """Return a point for each head: its norm and a bound."""
     exact = []
     bounds = []
@@ -99,7 +110,7 @@ def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
             exact.append(point[0])
             bounds.append(point[1])
             names.append(f"head {row.head} {row.model}")
-    return blocks.Series(label, x=exact, y=bounds, names=names)
+    return Series(label, x=exact, y=bounds, names=names)
 
 
 def _measure_tightness(bound: str, column: Column, model: str, section: Section) -> Cells:
@@ -119,7 +130,7 @@ def _measure_tightness(bound: str, column: Column, model: str, section: Section)
         # terminal.
         line["model"] = model
     else:
-        line["holds"] = cells.describe_domain(column, brief=True)
+        line["holds"] = describe_domain(column, brief=True)
     line |= {"heads": len(ratios), "median": None, "largest": None}
     if ratios:
         line["median"] = _write_power(median(ratios))
@@ -140,7 +151,7 @@ def _write_power(exponent: float) -> float | str:
 # Curves of attacks
 
 
-def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> blocks.Series:
+def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> Series:
     """Return a line of a picture: column y over column x, with the confidence limits of y.
 
     Args:
@@ -151,7 +162,7 @@ def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> blocks.Serie
     """
     points = [row for row in rows if len(finite((row[x], row[y]))) == 2]
     points.sort(key=lambda row: row[x])
-    return blocks.Series(
+    return Series(
         label,
         x=[float(row[x]) for row in points],
         y=[float(row[y]) for row in points],
@@ -238,7 +249,7 @@ def _count_robust(flags: Sequence[object], column: Column) -> str:
     """
     robust = sum(flag != 0 for flag in flags)
     low, high = wilson(robust, len(flags))
-    text: str = cells.format_with_limits(robust / len(flags), low, high, column)
+    text: str = format_with_limits(robust / len(flags), low, high, column)
     return text
 
 
@@ -277,7 +288,7 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
         yield Curve(title, x=depth, y=norm, series=series)
 
 
-def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
+def draw_paths(sections: Sections) -> Iterator[Stack]:
     """Draw a bar for every step of the model: how much sensitivity passes through each part.
 
     A step is the attention, the MLP, or both in parallel. The parts of a step are attention maps
@@ -302,10 +313,10 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
             parts["other"] = remainders
         places = [f"{row.layer} {row.part}" for row in steps.values()]
         column = replace(section.columns["share"], label="share")
-        yield blocks.Stack(add_model(label, title), places=places, y=column, parts=parts)
+        yield Stack(add_model(label, title), places=places, y=column, parts=parts)
 
 
-def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[blocks.Heatmap]:
+def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[Heatmap]:
     """Map the norms of heads and their shares beside each other, on one scale.
 
     Each value is divided by the largest value of the map, so the scale ends at 1. The scale starts
@@ -343,13 +354,13 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
         low = min([low, *finite(values.values())])  # a share may be negative
         maps.append(map_heads(title, values, column))
     for heatmap in maps:
-        yield replace(heatmap, scale=blocks.Scale(low, high=1.0, log=False))
+        yield replace(heatmap, scale=Scale(low, high=1.0, log=False))
 
 
 # Attention maps, and what they lie over
 
 
-def draw_attention(sections: Sections) -> Iterator[blocks.Heatmap | blocks.Passage]:
+def draw_attention(sections: Sections) -> Iterator[Heatmap | Passage]:
     """Draw each stored attention map (array `map@HEAD`), and the attention that tokens receive."""
     for label, section in sections.items():
         for name, array in section.arrays.items():
@@ -361,9 +372,7 @@ def draw_attention(sections: Sections) -> Iterator[blocks.Heatmap | blocks.Passa
                     yield _shade_received(label, array, head, attended)
 
 
-def _draw_map(
-    label: str, section: Section, head: str, attended: Attended | None
-) -> blocks.Heatmap:
+def _draw_map(label: str, section: Section, head: str, attended: Attended | None) -> Heatmap:
     """Return the attention map of a head: a cell for each query and key, or for blocks of them.
 
     Args:
@@ -387,18 +396,18 @@ def _draw_map(
     title = f"Attention map of head {head}, {where}"
     if block > 1:
         title += f", means of {block} x {block} tokens"
-    return blocks.Heatmap(
+    return Heatmap(
         add_model(label, title),
         values.tolist(),
         rows=rows,
         columns=columns,
-        column=cells.HEADINGS["P"],
+        column=HEADINGS["P"],
         axes=("query", "key"),
         square=True,
     )
 
 
-def _shade_received(label: str, array: Array, head: str, attended: Attended) -> blocks.Passage:
+def _shade_received(label: str, array: Array, head: str, attended: Attended) -> Passage:
     """Return a text whose tokens are shaded by the attention that they receive from a head.
 
     Args:
@@ -413,11 +422,11 @@ def _shade_received(label: str, array: Array, head: str, attended: Attended) -> 
         f"sample {attended.sample[:12]}"
     )
     title = add_model(label, title)
-    column = cells.HEADINGS["mean P"]
-    return blocks.Passage(title, tokens=attended.tokens, shares=received, column=column)
+    column = HEADINGS["mean P"]
+    return Passage(title, tokens=attended.tokens, shares=received, column=column)
 
 
-def draw_rows(sections: Sections) -> Iterator[blocks.Heatmap]:
+def draw_rows(sections: Sections) -> Iterator[Heatmap]:
     """Draw, for each layer, how many attention rows have a small or large statistic.
 
     The first statistic of an attention row p is the sum of the two largest entries, p(1) + p(2).
@@ -435,12 +444,12 @@ def draw_rows(sections: Sections) -> Iterator[blocks.Heatmap]:
             if f"{name}@layers" not in section.arrays:
                 continue
             shares = section.arrays[f"{name}@layers"].numpy()  # (layers, classes)
-            yield blocks.Heatmap(
+            yield Heatmap(
                 add_model(label, title),
                 shares.tolist(),
                 rows=layers,
                 columns=[f"{lower:.3g}" for lower in CLASSES[name]],
-                column=cells.HEADINGS["rows"],
+                column=HEADINGS["rows"],
                 axes=("layer", f"{statistic} from"),
             )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import visible
 from lipaudit.report import axes as frames
-from lipaudit.report import blocks, cells
+from lipaudit.report import blocks
 from lipaudit.report.axes import INK, MARKERS, MOST_NAMED, choose_colour, choose_line
 from lipaudit.report.blocks import (
     Bar,
@@ -18,9 +18,11 @@ from lipaudit.report.blocks import (
     Heatmap,
     Histogram,
     Picture,
+    Scale,
     Series,
     Stack,
 )
+from lipaudit.report.cells import format_value, format_with_limits, write_math
 from lipaudit.tables import Column
 from lipaudit.tables.columns import finite
 from lipaudit.tables.formats import join_texts
@@ -126,7 +128,7 @@ def _write_numbers(axes: Axes, block: Heatmap, mesh: Any) -> None:
                 # The brightness of the colour, from its red, green and blue.
                 luma = np.dot(mesh.to_rgba(float(value))[:3], (0.3, 0.59, 0.11))
                 ink = "#ffffff" if luma < DARK else "#000000"
-            text = cells.format_value(value, block.column)
+            text = format_value(value, block.column)
             axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
 
 
@@ -136,11 +138,11 @@ def _list_cell_tips(block: Heatmap) -> Iterator[Tip]:
     for y, row in enumerate(block.values):
         for x, value in enumerate(row):
             cell = f"{ylabel} {block.rows[y]}, {xlabel} {block.columns[x]}"
-            text = cells.format_value(value, block.column)
+            text = format_value(value, block.column)
             yield f"{cell}: {text}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
 
 
-def _choose_norm(block: Heatmap, scale: blocks.Scale) -> Any:
+def _choose_norm(block: Heatmap, scale: Scale) -> Any:
     """Return matplotlib's norm: the function that maps values to [0, 1], the range of colours."""
     from matplotlib.colors import LogNorm, Normalize, PowerNorm
 
@@ -221,7 +223,7 @@ def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
         below += np.minimum(height, 0)
         end = start + height
         for i, name in enumerate(block.places):
-            text = f"{name}, {label}: {cells.format_value(heights[i], block.y)}"
+            text = f"{name}, {label}: {format_value(heights[i], block.y)}"
             yield text, (i - 0.4, i + 0.4), (start[i], end[i])
     axes.axhline(0, color=INK, linewidth=0.7)
     frames.set_axis(axes, "y", [*above, *below], block.y)
@@ -312,17 +314,17 @@ def _describe_point(block: Curve, series: Series, i: int) -> str:
     For example: "pgd: eps 2/255, accuracy 62.5% (43.5 to 79.5%)".
     """
     x = series.x[i]
-    x_text = cells.format_value(x, block.x)
+    x_text = format_value(x, block.x)
     for name, tick in block.ticks.items():  # a tick may have a name, such as 2/255
         if tick == x:
             x_text = name
-    y_text = cells.format_value(series.y[i], block.y)
+    y_text = format_value(series.y[i], block.y)
     if series.low:
-        y_text = cells.format_with_limits(y_text, series.low[i], series.high[i], block.y)
+        y_text = format_with_limits(y_text, series.low[i], series.high[i], block.y)
     lead = series.label
     if series.names:
         lead = join_texts([series.names[i], series.label])
-    figures = cells.write_math(f"{block.x.label} {x_text}, {block.y.label} {y_text}")
+    figures = write_math(f"{block.x.label} {x_text}, {block.y.label} {y_text}")
     return f"{lead}: {figures}"
 
 

@@ -19,6 +19,8 @@ from lipaudit.report.blocks import Cells
 from lipaudit.tables import Column, Report
 
 if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
     from lipaudit.gate.comparison import Comparison
     from lipaudit.gate.ranking import Ranking
     from lipaudit.gate.verdicts import Judgement, Verdict
@@ -81,7 +83,7 @@ def write_junit(judgement: Judgement) -> bytes:
 
     An inconclusive verdict counts as a skipped test.
     """
-    from xml.etree import ElementTree
+    from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
     # The attributes of the suite count the elements of each kind.
     kinds = Counter(_choose_kind(judgement, verdict) for verdict in judgement.verdicts)
@@ -91,24 +93,36 @@ def write_junit(judgement: Judgement) -> bytes:
         "errors": str(kinds["error"]),
         "skipped": str(kinds["skipped"]),
     }
-    root = ElementTree.Element("testsuites", counts)
-    suite = ElementTree.SubElement(root, "testsuite", {"name": "lipaudit gate", **counts})
+    root = Element("testsuites", counts)
+    suite = SubElement(root, "testsuite", {"name": "lipaudit gate", **counts})
     for verdict in judgement.verdicts:
-        name = f"{verdict.rule} {verdict.row}".rstrip()
-        line = _xml(verdict.line)
-        about = {"classname": _xml(verdict.metric), "name": _xml(name)}
-        test = ElementTree.SubElement(suite, "testcase", about)
-        kind = _choose_kind(judgement, verdict)
-        if kind == "system-out":
-            ElementTree.SubElement(test, kind).text = line
-        else:
-            ElementTree.SubElement(test, kind, {"message": line, "type": verdict.status})
+        _add_test(suite, verdict, kind=_choose_kind(judgement, verdict))
     answer = f"{judgement.reason} (exit code {judgement.exit_code})"
-    ElementTree.SubElement(suite, "system-out").text = _xml(answer)
+    SubElement(suite, "system-out").text = _xml(answer)
     if judgement.warnings:
-        ElementTree.SubElement(suite, "system-err").text = _xml("\n".join(judgement.warnings))
-    ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
+        SubElement(suite, "system-err").text = _xml("\n".join(judgement.warnings))
+    indent(root)
+    return tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
+
+
+def _add_test(suite: Element, verdict: Verdict, kind: str) -> None:
+    """Add the test case of a verdict to a suite of JUnit.
+
+    Args:
+        suite: the element of the suite.
+        verdict: the verdict.
+        kind: name of the element within the test case, as `_choose_kind` returns it.
+    """
+    from xml.etree.ElementTree import SubElement
+
+    name = f"{verdict.rule} {verdict.row}".rstrip()
+    about = {"classname": _xml(verdict.metric), "name": _xml(name)}
+    result = SubElement(SubElement(suite, "testcase", about), kind)
+    line = _xml(verdict.line)
+    if kind == "system-out":
+        result.text = line
+    else:
+        result.attrib |= {"message": line, "type": verdict.status}
 
 
 def _choose_kind(judgement: Judgement, verdict: Verdict) -> str:

@@ -13,8 +13,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from lipaudit.report import cells
 from lipaudit.report.blocks import Cells, Chapter, Paragraph
+from lipaudit.report.cells import pick_columns
 from lipaudit.report.rows import tabulate_rows
 from lipaudit.tables import Report, Section
 from lipaudit.tables.formats import join_texts
@@ -54,7 +54,7 @@ def compare_with_known(report: Report, summary: Section) -> Iterator[Chapter]:
         report: the report.
         summary: the main figures of the report.
     """
-    columns = cells.pick_columns("model")
+    columns = pick_columns("model")
     spec = report.run.model.spec
     audited: Cells = {"model": spec}  # the row of the report
     known: dict[str, Cells] = {}  # the rows of known models

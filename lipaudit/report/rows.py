@@ -8,8 +8,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.measures import find_headline
-from lipaudit.report import blocks, cells
-from lipaudit.report.blocks import Table
+from lipaudit.report.blocks import Heatmap, Table
+from lipaudit.report.cells import HEADINGS, format_with_limits
 from lipaudit.tables import Column, Row, Section
 from lipaudit.tables.columns import group_values, list_keys, list_ratios, order
 from lipaudit.tables.trials import WORST
@@ -36,7 +36,7 @@ def find_columns(sections: Sections) -> dict[str, Column]:
         columns |= section.columns
     if "head" not in columns:
         return columns
-    head = {"head": cells.HEADINGS["head"]}
+    head = {"head": HEADINGS["head"]}
     # The first `head` sets the place of the column, the last one sets its description.
     return head | columns | head
 
@@ -80,7 +80,7 @@ def map_heads(
     values: Mapping[tuple[int, int], float | None],
     column: Column,
     centre: float | None = None,
-) -> blocks.Heatmap:
+) -> Heatmap:
     """Return a map of values by layer and head, blank where a layer has no such head.
 
     Args:
@@ -96,7 +96,7 @@ def map_heads(
         matrix.append([values.get((layer, head)) for head in heads])
     rows = list(map(str, layers))
     columns = list(map(str, heads))
-    return blocks.Heatmap(title, matrix, rows=rows, columns=columns, column=column, centre=centre)
+    return Heatmap(title, matrix, rows=rows, columns=columns, column=column, centre=centre)
 
 
 # Verdicts, and sections that a page makes
@@ -194,7 +194,7 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
     rows = _gather_rows(rows, keys)
     if "" not in sections:  # several reports: the name of the model follows the keys
         leading = {name: columns[name] for name in keys}
-        columns = leading | {"model": cells.HEADINGS["model"]} | columns
+        columns = leading | {"model": HEADINGS["model"]} | columns
         keys = [*keys, "model"]
     lines = []
     for row in rows:
@@ -202,7 +202,7 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
         for name, column in columns.items():
             low = row.get(f"{name}_low")
             high = row.get(f"{name}_high")
-            line.append(cells.format_with_limits(row.get(name), low, high, column))
+            line.append(format_with_limits(row.get(name), low, high, column))
         lines.append(line)
     # Emphasised: the rows of all attacks together.
     strong = {i for i, row in enumerate(rows) if row.get("attack") == WORST}

@@ -13,8 +13,9 @@ from statistics import median
 
 from lipaudit.errors import UsageError
 from lipaudit.measures import layouts, load_measures
-from lipaudit.report import blocks, cells
-from lipaudit.report.blocks import EXTREME, Block, Paragraph
+from lipaudit.report import blocks
+from lipaudit.report.blocks import EXTREME, Block, Heatmap, Histogram, Paragraph, Table
+from lipaudit.report.cells import HEADINGS, UNMEASURED, format_significant, write_math
 from lipaudit.report.opening import SEED, format_setting
 from lipaudit.report.pictures import draw_declared
 from lipaudit.report.rows import (
@@ -50,7 +51,7 @@ def find_display(section: Section) -> Display:
     maps: list[str] = []
     if {"layer", "head"} <= required:  # every row is a head: draw all columns with better values
         maps = [name for name, column in columns.items() if column.better]
-    measured = [n for n, column in samples.items() if column.format not in cells.UNMEASURED]
+    measured = [n for n, column in samples.items() if column.format not in UNMEASURED]
     return Display(about="", maps=tuple(maps), histograms=tuple(measured))
 
 
@@ -105,9 +106,9 @@ def describe_closeness(section: Section) -> str:
     logarithms = list_ratios(columns, section.rows)  # log10(bound / norm), by bound
     for name in find_closest_bounds(columns, section.rows).values():
         ratios = [10**logarithm for logarithm in logarithms[name]]
-        middle = cells.format_significant(median(ratios))
-        label = cells.write_math(columns[name].label)
-        spread = f"at most {cells.format_significant(max(ratios))}"
+        middle = format_significant(median(ratios))
+        label = write_math(columns[name].label)
+        spread = f"at most {format_significant(max(ratios))}"
         if columns[name].status == "certified":
             lead = "The closest certified bound"
         else:
@@ -195,7 +196,7 @@ def show_sections(sections: Sections) -> Iterator[Block]:
         yield from _tabulate_all(first, tables)
 
 
-def _tabulate_all(section: Section, tables: Sequence[blocks.Table]) -> Iterator[blocks.Table]:
+def _tabulate_all(section: Section, tables: Sequence[Table]) -> Iterator[Table]:
     """Yield a folded table with all columns of a section, except columns of empty texts.
 
     Nothing is yielded if a table above has as many columns and rows already.
@@ -211,24 +212,24 @@ def _tabulate_all(section: Section, tables: Sequence[blocks.Table]) -> Iterator[
         return
     values = [[*map(row.get, columns)] for row in rows]
     keys = 2 if list(columns)[:2] == ["layer", "head"] else 1  # columns that name a row
-    yield blocks.Table(blocks.ALL_COLUMNS, [*columns.values()], values, keys=keys, folded=True)
+    yield Table(blocks.ALL_COLUMNS, [*columns.values()], values, keys=keys, folded=True)
 
 
 # Maps of heads, histograms of samples
 
 
-def map_column(sections: Sections, name: str) -> Iterator[blocks.Heatmap]:
+def map_column(sections: Sections, name: str) -> Iterator[Heatmap]:
     """Yield a map of a column over layers and heads for each report that has values."""
     for label, section in sections.items():
-        column = section.columns.get(name, cells.HEADINGS["value"])
+        column = section.columns.get(name, HEADINGS["value"])
         titles = find_display(section).titles  # of maps and histograms, by column
         values = {(row.layer, row.head): row.get(name) for row in section.rows}
         if any(value is not None for value in values.values()):
             title = titles.get(name, f"{column.label} of each head")
-            yield map_heads(add_model(label, cells.write_math(title)), values, column)
+            yield map_heads(add_model(label, write_math(title)), values, column)
 
 
-def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
+def count_samples(sections: Sections, name: str) -> Iterator[Histogram]:
     """Yield one histogram of a per-sample column for all reports, unless all values are equal."""
     values = {}  # by the name of the report
     for label, section in sections.items():
@@ -241,4 +242,4 @@ def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
         first = next(iter(sections.values()))
         column = first.sample_column(name)
         title = find_display(first).titles.get(name, f"{column.label} of each sample")
-        yield blocks.Histogram(cells.write_math(title), x=column, values=values)
+        yield Histogram(write_math(title), x=column, values=values)

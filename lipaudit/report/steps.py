@@ -52,24 +52,8 @@ def suggest_after_comparison(
         reports: the reports of the old and of the new model.
         files: the files of these reports; empty if unknown.
     """
-    leading = find_leading(pair.verdicts)  # on the main figure, such as robust accuracy
-    unproven = [
-        verdict
-        for verdict in list_distinct(pair.verdicts)
-        if verdict.status == "inconclusive" and verdict.samples_needed
-    ]
-    if unproven:
-        # The main figure comes first, then figures of the scorecard, then all others; among
-        # these, the figure that needs the fewest samples.
-        chosen = min(
-            unproven,
-            key=lambda verdict: (
-                verdict != leading,
-                find_headline(verdict.metric) is None,
-                verdict.samples_needed or 0,
-            ),
-        )
-        yield from _suggest_samples(chosen, reports)
+    for verdict in _sort_unproven(pair)[:1]:  # empty if all changes are proven
+        yield from _suggest_samples(verdict, reports)
     if not files:
         return
     old, new = files
@@ -79,6 +63,28 @@ def suggest_after_comparison(
             yield Suggestion(text="Look at a sample that got worse.", command=command)
     command = _write("gate", new, "--baseline", old)
     yield Suggestion(text=f"Make CI fail where {pair.new} is worse.", command=command)
+
+
+def _sort_unproven(pair: Pair) -> list[Verdict]:
+    """Return the verdicts on changes that more samples may prove, the most useful verdict first.
+
+    The main figure, such as robust accuracy, comes first, then figures of the scorecard, then all
+    others; among these, the figure that needs the fewest samples.
+    """
+    leading = find_leading(pair.verdicts)  # on the main figure
+    unproven = [
+        verdict
+        for verdict in list_distinct(pair.verdicts)
+        if verdict.status == "inconclusive" and verdict.samples_needed
+    ]
+    unproven.sort(
+        key=lambda verdict: (
+            verdict != leading,
+            find_headline(verdict.metric) is None,
+            verdict.samples_needed or 0,
+        )
+    )
+    return unproven
 
 
 def suggest_after_judgement(

@@ -16,8 +16,11 @@ from rich.text import Text
 from lipaudit.errors import visible
 from lipaudit.report import blocks, records
 from lipaudit.report.blocks import (
+    Block,
     Card,
+    Chapter,
     Curve,
+    Document,
     Forest,
     Gallery,
     Grid,
@@ -38,7 +41,7 @@ LEVELS = " ▁▂▃▄▅▆▇█"
 DIM = "dim"
 
 
-def render(page: blocks.Document, width: int | None = None, colour: str | None = None) -> bytes:
+def render(page: Document, width: int | None = None, colour: str | None = None) -> bytes:
     """Write a page as text.
 
     Args:
@@ -56,19 +59,9 @@ def render(page: blocks.Document, width: int | None = None, colour: str | None =
         no_color=False,
         legacy_windows=False,
     )
-    items: list[RenderableType] = [_heading(page.title, rule="═", width=console.width)]
-    for chapter in page.chapters:
-        if chapter.title:
-            items.append(_heading(chapter.title, rule="─", width=console.width))
-        # A blank line in place of a title, but not between the title of the page and a table: a
-        # table prints a blank line itself.
-        elif chapter is not page.chapters[0] or not _begins_with_table(chapter):
-            items.append(Text(""))
-        for block in chapter.blocks:
-            if not isinstance(block, Forest):  # the table below it has the same figures
-                items += _write_block(block, console.width)
     with console.capture() as capture:
-        for item in items:  # wrapped already: rich must neither wrap the texts nor read markup
+        # The items are wrapped already: rich must neither wrap the texts nor read markup.
+        for item in _write_page(page, console.width):
             console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
     lines = capture.get().strip("\n").split("\n")
     if colour is None:
@@ -76,7 +69,22 @@ def render(page: blocks.Document, width: int | None = None, colour: str | None =
     return "\n".join([*lines, ""]).encode()
 
 
-def write(page: blocks.Document, stream: TextIO) -> None:
+def _write_page(page: Document, width: int) -> Iterator[RenderableType]:
+    """Yield the texts of a page, for a terminal of this width: titles, then blocks."""
+    yield _heading(page.title, rule="═", width=width)
+    for chapter in page.chapters:
+        if chapter.title:
+            yield _heading(chapter.title, rule="─", width=width)
+        # A blank line in place of a title, but not between the title of the page and a table: a
+        # table prints a blank line itself.
+        elif chapter is not page.chapters[0] or not _begins_with_table(chapter):
+            yield Text("")
+        for block in chapter.blocks:
+            if not isinstance(block, Forest):  # the table below it has the same figures
+                yield from _write_block(block, width)
+
+
+def write(page: Document, stream: TextIO) -> None:
     """Write a page to a stream, with the width and colours of its terminal.
 
     The width is COLUMNS, else the width of the process's terminal, else 80.
@@ -86,7 +94,7 @@ def write(page: blocks.Document, stream: TextIO) -> None:
     stream.write(render(page, width=console.width, colour=colour).decode())
 
 
-def _begins_with_table(chapter: blocks.Chapter) -> bool:
+def _begins_with_table(chapter: Chapter) -> bool:
     """Say whether the first block of a chapter is a table: a table prints a blank line first."""
     return bool(chapter.blocks) and isinstance(chapter.blocks[0], Table)
 
@@ -113,7 +121,7 @@ def wrap(text: str, width: int) -> list[str]:
     return [line.plain.rstrip() for line in lines] or [""]
 
 
-def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
+def _write_block(block: Block, width: int) -> Iterator[RenderableType]:
     """Yield the texts of a block, for a terminal of this width."""
     match block:
         # Tables and lists come first: pictures (the last case) are only described.
@@ -282,13 +290,7 @@ def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> lis
         rows: the texts of each row.
         width: columns of the terminal.
     """
-    widths = []
-    for i in range(len(grid.align)):
-        # A heading may wrap at spaces, a value never does.
-        texts = [row[i] for row in rows]
-        if grid.heads:
-            texts += grid.heads[i].split()
-        widths.append(max(map(cell_len, texts), default=0))
+    widths = _measure_columns(grid, rows)
     gaps = GAP * (len(widths) - 1)
     if sum(widths) + gaps <= width:  # everything fits
         return widths
@@ -308,6 +310,20 @@ def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> lis
     if sum(widths[i] for i in names) > room:
         for i in names:
             widths[i] = min(widths[i], max(LEAST, room // len(names)))
+    return widths
+
+
+def _measure_columns(grid: Grid, rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the width of the longest value of each column, or of the longest word of its heading.
+
+    A heading may wrap at spaces, a value never does.
+    """
+    widths = []
+    for i in range(len(grid.align)):
+        texts = [row[i] for row in rows]
+        if grid.heads:
+            texts += grid.heads[i].split()
+        widths.append(max(map(cell_len, texts), default=0))
     return widths
 
 

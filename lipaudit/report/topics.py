@@ -15,7 +15,7 @@ from functools import cache
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
 from lipaudit.gate.rules import find_words
 from lipaudit.measures import find_column, layouts, list_headlines, load_measures
-from lipaudit.report import cells
+from lipaudit.report.cells import HEADINGS, MARKS, STATUS, UNMEASURED, read_words, write_math
 from lipaudit.settings.option import Settings
 from lipaudit.tables import Column
 from lipaudit.tables.plugins import load_wings
@@ -103,7 +103,7 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     # A status and a domain in the form of footnotes: `exact at X`.
     status, _, domain = name.partition(" ")
     domains = _find_named(domain, known)
-    if status not in cells.STATUS or not domains:
+    if status not in STATUS or not domains:
         return []
     return _find_named(status, known) + domains
 
@@ -125,8 +125,8 @@ def _find_named(name: str, known: Sequence[Topic]) -> list[Topic]:
 @cache
 def strip_name(name: str) -> str:
     """Return a name without marks, case, spaces, hyphens and mathematical signs."""
-    text = cells.write_math(name).lower()
-    return re.sub(rf"[\s_\-]|[{cells.MARKS}]$", "", text)
+    text = write_math(name).lower()
+    return re.sub(rf"[\s_\-]|[{MARKS}]$", "", text)
 
 
 def _list_measures() -> Iterator[Topic]:
@@ -184,9 +184,9 @@ def _describe_column(group: str, section: str, name: str, column: Column) -> Top
     details = []
     if reading:
         details.append(f"How to read it: {' '.join(reading)}")
-    if column.domain and column.format not in cells.UNMEASURED:
+    if column.domain and column.format not in UNMEASURED:
         where = DOMAINS.get(column.domain, f"Domain: {column.domain}. ")
-        details.append(f"What it does not say: {where}{cells.STATUS[column.status]}")
+        details.append(f"What it does not say: {where}{STATUS[column.status]}")
     if column.formula:
         details.append(f"{FORMULA}{column.formula}")
     details += sources
@@ -205,7 +205,7 @@ def _describe_column(group: str, section: str, name: str, column: Column) -> Top
 def _list_attacks() -> Iterator[Topic]:
     """Yield the attacks with their norms, then the presets."""
     group = "Attacks"
-    known = cells.read_words()["attacks"]
+    known = read_words()["attacks"]
     for name, kind in attack_kinds().items():
         meaning = known.get(name, f"An attack of the package {kind.package}.")
         norms = f"Norms: {', '.join(kind.norms)}."
@@ -242,11 +242,11 @@ def _list_headlines() -> Iterator[Topic]:
 
 def _list_words() -> Iterator[Topic]:
     """Yield the words that no other topic explains; words of wings (plug-ins) come last."""
-    headings = {label: column.meaning for label, column in cells.HEADINGS.items()}
+    headings = {label: column.meaning for label, column in HEADINGS.items()}
     # Each glossary has groups of words, and each group the meaning of every word.
     glossaries = [
-        {"How far a figure is proven": cells.STATUS, "Words of pages": headings},
-        cells.read_words()["words"],
+        {"How far a figure is proven": STATUS, "Words of pages": headings},
+        read_words()["words"],
         *(wing.topics for wing in load_wings().values()),
     ]
     for glossary in glossaries:

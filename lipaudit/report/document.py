@@ -9,7 +9,6 @@ from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
 from lipaudit.measures import list_headlines, summarise
-from lipaudit.report import blocks, opening
 from lipaudit.report.blocks import (
     Block,
     Card,
@@ -22,6 +21,8 @@ from lipaudit.report.blocks import (
     Paragraph,
     Passage,
     Table,
+    list_notes,
+    list_steps,
 )
 from lipaudit.report.cells import (
     HEADINGS,
@@ -36,6 +37,16 @@ from lipaudit.report.cells import (
 )
 from lipaudit.report.groups import show_groups
 from lipaudit.report.markup import HTML
+from lipaudit.report.opening import (
+    describe_gaps,
+    list_common_notes,
+    list_facts,
+    list_top_notes,
+    open_page,
+    show_scorecard,
+    suggest_steps,
+    write_answer,
+)
 from lipaudit.report.pictures import compare_steepness
 from lipaudit.report.reference import compare_with_known
 from lipaudit.report.rows import tabulate_rows
@@ -85,19 +96,19 @@ def make_page(report: Report, *, short: bool = False) -> Document:
         short: whether the page has to fit one screen. A report of several measures then has the
             answer, warnings and the scorecard; a report of one measure has its tables.
     """
-    notes = opening.list_top_notes(report)
+    notes = list_top_notes(report)
     measures = report.main_sections
     if short and len(measures) > 1:
         return _shorten(report, notes=notes, more=MORE)
     if short and measures:
         return _make_brief(report, measures[0])
-    facts = opening.list_facts(report).items()
+    facts = list_facts(report).items()
     figures = summarise(report)
-    chapters = [_open_report(report, figures, facts, notes), *opening.show_scorecard(figures)]
-    chapters += blocks.list_steps(opening.suggest_steps(report, figures))
+    chapters = [_open_report(report, figures, facts, notes), *show_scorecard(figures)]
+    chapters += list_steps(suggest_steps(report, figures))
     chapters += compare_with_known(report, figures)
     # The top of the page shows these notes, so the chapters leave them out.
-    chapters += harmonise(list_chapters([report], shown=opening.list_common_notes(report)))
+    chapters += harmonise(list_chapters([report], shown=list_common_notes(report)))
     groups = show_groups(report)
     if groups:
         chapters.append(Chapter("groups", "Which groups fare worse?", groups))
@@ -119,10 +130,8 @@ def _open_report(
         facts: names and texts of facts on model, data and run.
         notes: warnings, and notes that concern all figures.
     """
-    answer = opening.write_answer(figures)
-    return opening.open_page(
-        answer=answer, gaps=opening.describe_gaps(report), facts=facts, notes=notes
-    )
+    answer = write_answer(figures)
+    return open_page(answer=answer, gaps=describe_gaps(report), facts=facts, notes=notes)
 
 
 def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iterator[Chapter]:
@@ -193,8 +202,8 @@ def _make_brief(report: Report, main: Section) -> Document:
         main: the section of the measure. All other sections are parts of this measure.
     """
     # The page begins with what is missing, if anything is.
-    gaps = opening.describe_gaps(report)
-    start = opening.open_page(gaps=gaps)
+    gaps = describe_gaps(report)
+    start = open_page(gaps=gaps)
     chapters: list[Chapter] = []
     for section in report.sections:
         if section is main or find_display(section).brief:
@@ -206,7 +215,7 @@ def _make_brief(report: Report, main: Section) -> Document:
                 chapters.append(replace(start, blocks=(*start.blocks, *tables)))
     data = report.run.data
     title = f"{name_chapter(main)} {report.run.label} on {data.samples} samples of {data.spec}"
-    notes = blocks.list_notes(summary.list_warnings(report))
+    notes = list_notes(summary.list_warnings(report))
     if notes:
         chapters.append(Chapter(name="", title="", blocks=notes))
     return Document(title, (*chapters, END))
@@ -229,14 +238,14 @@ def _shorten(report: Report, notes: Iterable[Note], more: str) -> Document:
         notes: notes to show at the top.
         more: the last line, which says where all sections are.
     """
-    facts = opening.list_facts(report)
+    facts = list_facts(report)
     facts["run"] = f"{facts['status']}; {facts['run']}"
     few = [(name, facts[name]) for name in SHORT if name in facts]
     figures = summarise(report)
     start = _open_report(report, figures, few, notes)
     end = Chapter(name="", title="", blocks=(Paragraph(more),))
     title = f"lipaudit: {report.run.label}"
-    return Document(title, (start, *opening.show_scorecard(figures), end))
+    return Document(title, (start, *show_scorecard(figures), end))
 
 
 # Several reports
@@ -259,7 +268,7 @@ def make_pages(
     chapters += list_chapters(reports)
     names = model_labels(reports)
     # A table of the facts that differ between reports, with a column for each report.
-    facts = [opening.list_facts(report) for report in reports]
+    facts = [list_facts(report) for report in reports]
     rows = []
     for fact in dict.fromkeys(chain.from_iterable(facts)):
         texts = [each.get(fact, MISSING) for each in facts]
@@ -287,15 +296,15 @@ def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chap
     """
     gaps = []
     for name, report in zip(model_labels(reports), reports, strict=True):
-        gap = opening.describe_gaps(report)
+        gap = describe_gaps(report)
         if gap:
             gaps.append(f"{name}: {gap}")
-    facts = [opening.list_facts(report).items() for report in reports]
+    facts = [list_facts(report).items() for report in reports]
     common = [fact for fact in facts[0] if all(fact in each for each in facts)]
     if short:
         common = [(name, text) for name, text in common if name in SHORT]
     outcome = Paragraph(answer, tone="answer") if answer else None
-    return opening.open_page(
+    return open_page(
         answer=outcome, gaps=" ".join(gaps), facts=common, notes=list_warnings(reports)
     )
 
@@ -360,21 +369,29 @@ class SampleColumn:
             if value is not None:
                 text = format_value(bool(value), column)
             typical = _describe_flags(kind, numbers)
-        elif self.name in CLASSES:  # the number of a class
+        elif self.name in CLASSES:  # the number of a class, such as 3: `3 (cat)`
             name = self.section.classes.get(value, "") if isinstance(value, int) else ""
             if name not in ("", text):
                 text += f" ({name})"
         elif column.format not in UNMEASURED:
             typical = format_value(middle(numbers), column)
         if column.better and kind not in FLAGS and finite([value]):
-            # Multiplied by this sign, larger values are worse.
-            sign = 1 if column.better == "lower" else -1
-            worse = sum(sign * other > sign * value for other in numbers)
-            rank = f"{worse + 1} of {len(numbers)}"
+            rank = _rank_from_worst(value, numbers, column.better)
         label = write_math(column.label)
         if trial:
             label += f", {trial}"
         return {"figure": label, "value": text, "all": typical, "from the worst": rank}
+
+
+def _rank_from_worst(value: float, values: Sequence[float], better: str) -> str:
+    """Return the rank of a value among all values, such as "3 of 64"; the worst value has rank 1.
+
+    `better` is "lower" or "higher": which values are better.
+    """
+    # Multiplied by this sign, larger values are worse.
+    sign = 1 if better == "lower" else -1
+    worse = sum(sign * other > sign * value for other in values)
+    return f"{worse + 1} of {len(values)}"
 
 
 def _describe_flags(kind: str, flags: Sequence[float]) -> str:
@@ -594,12 +611,12 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         # What the report has on samples, by the id of the sample.
         described = {"place": report.places, "group": report.groups, "text": report.texts}
         facts |= {fact: texts[sample] for fact, texts in described.items() if sample in texts}
-    of_run = opening.list_facts(report)
+    of_run = list_facts(report)
     facts["model"] = of_run["model"]
     facts["data"] = of_run["data"]
-    gaps = opening.describe_gaps(report)
-    notes = opening.list_top_notes(report)
-    start = opening.open_page(gaps=gaps, facts=facts.items(), notes=notes)
+    gaps = describe_gaps(report)
+    notes = list_top_notes(report)
+    start = open_page(gaps=gaps, facts=facts.items(), notes=notes)
     return Document(f"lipaudit: {subject} of {report.run.model.spec}", (start, *chapters))
 
 

@@ -121,20 +121,28 @@ def make_judgement_page(
     )
     warnings = [Note.warn(code="differs", text=warning) for warning in judgement.warnings]
     opening = open_page(answer=Paragraph(answer, tone=tone), facts=facts, notes=warnings)
-    explanation = (
+    explanation = Paragraph(_explain_confidence(judgement, confidence))
+    contents = [*_show_verdicts(judgement), explanation]
+    verdicts = Chapter("verdicts", "What is the verdict on each rule?", contents)
+    steps = list_steps(suggest_after_judgement(judgement, reports, files))
+    title = f"lipaudit gate {ending}{undecided}: {judgement.current} against {judgement.baseline}"
+    return Document(title, (opening, *steps, verdicts))
+
+
+def _explain_confidence(judgement: Judgement, confidence: str) -> str:
+    """Say for what the confidence of verdicts and of limits holds, and what --strict means.
+
+    Args:
+        judgement: the judgement of the gate.
+        confidence: the confidence in percent, such as "95%".
+    """
+    text = (
         f"Verdicts: {confidence} confidence over all rules together. Limits: {confidence} "
         f"confidence for each figure alone{count_samples(judgement.verdicts)}."
     )
     if judgement.strict:
-        explanation += " Rules that are not proven fail (--strict)."
-    verdicts = Chapter(
-        "verdicts",
-        "What is the verdict on each rule?",
-        [*_show_verdicts(judgement), Paragraph(explanation)],
-    )
-    steps = list_steps(suggest_after_judgement(judgement, reports, files))
-    title = f"lipaudit gate {ending}{undecided}: {judgement.current} against {judgement.baseline}"
-    return Document(title, (opening, *steps, verdicts))
+        text += " Rules that are not proven fail (--strict)."
+    return text
 
 
 def _describe_ending(judgement: Judgement) -> tuple[str, str, Tone]:

@@ -12,8 +12,15 @@ from lipaudit.gate.ranking import Ranked, Ranking
 from lipaudit.gate.rules import find_words
 from lipaudit.gate.verdicts import Judgement, Verdict
 from lipaudit.measures import find_column
-from lipaudit.report import blocks, gates
-from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph
+from lipaudit.report.blocks import (
+    Block,
+    Cells,
+    Chapter,
+    Document,
+    Paragraph,
+    list_notes,
+    list_steps,
+)
 from lipaudit.report.cells import pick_columns
 from lipaudit.report.changes import (
     MOVED,
@@ -28,6 +35,7 @@ from lipaudit.report.changes import (
     write_answer,
 )
 from lipaudit.report.document import list_names, list_warnings, make_pages, open_several
+from lipaudit.report.gates import make_judgement_page
 from lipaudit.report.groups import count_part, show_group_changes, show_movement
 from lipaudit.report.opening import open_page
 from lipaudit.report.rows import (
@@ -66,7 +74,7 @@ def make_page(
     if isinstance(result, Comparison):
         return make_comparison_page(result, reports, files, short=short)
     if isinstance(result, Judgement):
-        return gates.make_judgement_page(result, reports, files)
+        return make_judgement_page(result, reports, files)
     opening = open_several(reports, describe_ranking(result), short=short)
     return make_pages(reports, [opening, show_ranking(result, reports, short=short)], short=short)
 
@@ -140,7 +148,7 @@ def make_comparison_page(
         if not short:
             two_files = [files[0], files[number]] if files else []
             steps += suggest_after_comparison(pair, [reports[0], reports[number]], two_files)
-    chapters[1:1] = blocks.list_steps(steps)  # after the first chapter: what changed
+    chapters[1:1] = list_steps(steps)  # after the first chapter: what changed
     page = make_pages(reports, [_open_comparison(comparison, reports), *chapters], short=short)
     which = f"{len(pairs)} models" if several else pairs[0].new
     return replace(page, title=f"lipaudit: {which} against {pairs[0].old}")
@@ -258,7 +266,7 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     if not short:
         if shown:
             parts.append(Paragraph(OF_FIGURES))
-        parts += blocks.list_notes(Note.info(code="differs", text=text) for text in pair.notes)
+        parts += list_notes(Note.info(code="differs", text=text) for text in pair.notes)
     return parts
 
 
@@ -450,7 +458,7 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
         pictures = draw_ranking(ranking)
     columns, rows = list_models(ranking, reports, FIGURES if short else None)
     tables = tabulate_rows(columns, rows, keys=keys)
-    parts = (*tables, *criterion, *pictures, *blocks.list_notes(ranking.notes))
+    parts = (*tables, *criterion, *pictures, *list_notes(ranking.notes))
     return Chapter("ranking", title, parts)
 
 

@@ -33,6 +33,9 @@ from lipaudit.report.blocks import (
     Passage,
     Points,
     Table,
+    explain_shades,
+    lay_out,
+    shade_tokens,
 )
 from lipaudit.report.charts import draw_svg
 
@@ -54,14 +57,14 @@ def render_html(page: Document) -> bytes:
     environment.filters |= {
         "plain": visible,
         "drawn": lambda block: Markup(draw_svg(block)),  # drawn here, with escaped texts
-        "laid": blocks.lay_out,
+        "laid": lay_out,
         "numbers": list_sort_keys,
         "places": place_columns,
         "pads": align_numbers,
         "passport": find_passport,
         "complete": has_all_columns,
-        "tokens": blocks.shade_tokens,
-        "legend": blocks.explain_shades,
+        "tokens": shade_tokens,
+        "legend": explain_shades,
     }
     # The page permits only the script with this hash, so a name cannot smuggle in another.
     script = environment.get_template("page.js").render()
@@ -327,11 +330,11 @@ def _write_passage(block: Passage) -> Iterator[str]:
     Tokens with the largest shares are bold.
     """
     words = []
-    for token in blocks.shade_tokens(block):
+    for token in shade_tokens(block):
         text = escape_markdown(token.text)
         words.append(f"**{text}**" if token.top else text)
     yield from [f"**{escape_markdown(block.title)}**", "", " ".join(words), ""]
-    yield _small(blocks.explain_shades(block))
+    yield _small(explain_shades(block))
 
 
 def _small(text: str) -> str:
@@ -341,7 +344,7 @@ def _small(text: str) -> str:
 
 def _write_markdown_table(block: Table | Heatmap | Card | Curve) -> Iterator[str]:
     """Yield the Markdown lines of a table. A folded table opens by a click on its title."""
-    grid = blocks.lay_out(block)
+    grid = lay_out(block)
     folded = isinstance(block, Table) and block.folded
     title = escape_markdown(grid.title)
     if folded:
@@ -420,7 +423,7 @@ def _write_latex(block: Block) -> Iterator[str]:
             for row in block.rows:
                 yield f"% {escape_latex(': '.join(row))}"
         case Table(folded=False) | Heatmap(square=False) | Card() | Curve(table=Table()):
-            yield from _write_latex_table(blocks.lay_out(block))
+            yield from _write_latex_table(lay_out(block))
         case Paragraph(tone=tone) if tone:  # the answer of the page, or what is missing
             yield _write_remark(block.text)
         case Points():

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lipaudit.measures import list_headlines
-from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
+from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, Tone, list_notes
 from lipaudit.report.cells import format_value, list_footnotes, read_words, write_math
 from lipaudit.settings import DATA, spell_options
 from lipaudit.tables import Note, Report, Row, Run, Section
@@ -206,14 +206,26 @@ def write_answer(summary: Section) -> Paragraph | None:
             sentences.append((positive or worded)[-1].sentence)
     if not sentences:
         return None
-    text = " ".join(sentences)
-    if broken or at_chance:
-        return Paragraph(text, tone="broken")
-    certified = figures.get(CERTIFIED, [])
-    # Every correct sample is proven to be robust, even in the largest ball.
+    tone: Tone = "broken"
+    if not broken and not at_chance:
+        tone = _choose_tone(figures)
+    return Paragraph(" ".join(sentences), tone)
+
+
+def _choose_tone(figures: Mapping[str, Sequence[Row]]) -> Tone:
+    """Return the tone (the colour on a page) of an answer without a proven loss of accuracy.
+
+    "kept" (good): every correct sample is proven to be robust, even in the largest ball. Else
+    "open" (undecided) if attacks ran, and "answer" (neutral) if not.
+
+    Args:
+        figures: the rows of each main figure by name, with the largest ball last.
+    """
+    clean = figures.get(CLEAN)
+    certified = figures.get(CERTIFIED)
     if clean and certified and certified[-1].value >= clean[0].value > 0:
-        return Paragraph(text, tone="kept")
-    return Paragraph(text, tone="open" if attacked else "answer")
+        return "kept"
+    return "open" if ATTACKED in figures else "answer"
 
 
 def _find_broken(summary: Section) -> list[Row]:

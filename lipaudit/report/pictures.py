@@ -215,12 +215,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         # Without labels there are no classes. A model that scores texts has a loss in their place.
         if "label" not in samples or "loss" in samples:
             continue
-        # The columns of the table and the yes-or-no columns of samples from which they are
-        # counted: `correct` without attack, and for each ball such as `robust@worst,linf,2/255`.
-        flags = {"clean": "correct"}
-        for row in section.rows:
-            if row.attack == WORST:
-                flags[row.trial.ball] = row.trial.column("robust")
+        flags = _list_flags(section)
         columns = {
             "class": Column.text("class", "Name of the class, or its number."),
             "samples": section.columns["samples"],
@@ -239,6 +234,19 @@ def list_classes(sections: Sections) -> Iterator[Table]:
             lines.append(line)
         title = add_model(model, "How accurate is each class?")
         yield from tabulate_rows(columns, lines, title, folded=True)
+
+
+def _list_flags(section: Section) -> dict[str, str]:
+    """Return the columns of a table of classes, and the yes-or-no columns of samples behind them.
+
+    These are `clean` from `correct`, and each ball, such as `linf 2/255`, from the samples that
+    are robust to all attacks in this ball, `robust@worst,linf,2/255`.
+    """
+    flags = {"clean": "correct"}
+    for row in section.rows:
+        if row.attack == WORST:
+            flags[row.trial.ball] = row.trial.column("robust")
+    return flags
 
 
 def _count_robust(flags: Sequence[object], column: Column) -> str:

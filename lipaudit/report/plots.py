@@ -8,9 +8,19 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import visible
-from lipaudit.report import axes as frames
-from lipaudit.report import blocks
-from lipaudit.report.axes import INK, MARKERS, MOST_NAMED, choose_colour, choose_line
+from lipaudit.report.axes import (
+    INK,
+    MARKERS,
+    MOST_NAMED,
+    choose_colour,
+    choose_line,
+    name_ticks,
+    set_axis,
+    set_ends,
+    set_legend,
+    set_ticks,
+    write_label,
+)
 from lipaudit.report.blocks import (
     Bar,
     Curve,
@@ -21,6 +31,7 @@ from lipaudit.report.blocks import (
     Scale,
     Series,
     Stack,
+    compute_scale,
 )
 from lipaudit.report.cells import format_value, format_with_limits, write_math
 from lipaudit.tables import Column
@@ -68,7 +79,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     values = np.array(block.values, dtype=np.float64)
     if block.square:  # an attention map
         values[values == 0] = float("nan")  # of masked keys: such cells stay blank
-    scale = blocks.compute_scale(block)
+    scale = compute_scale(block)
     height, width = values.shape
     # Many cells drawn as paths would make the page several megabytes large: embed an image.
     embedded = block.square or values.size > MANY
@@ -106,8 +117,8 @@ def _name_cells(axes: Axes, block: Heatmap, height: int, width: int) -> None:
         axes.set_box_aspect(height / width)
         if max(height, width) <= MOST_NAMED:
             most = MOST_NAMED
-    frames.name_ticks(axes.xaxis, block.columns, most)
-    frames.name_ticks(axes.yaxis, block.rows, most)
+    name_ticks(axes.xaxis, block.columns, most)
+    name_ticks(axes.yaxis, block.rows, most)
 
 
 def _write_numbers(axes: Axes, block: Heatmap, mesh: Any) -> None:
@@ -120,7 +131,7 @@ def _write_numbers(axes: Axes, block: Heatmap, mesh: Any) -> None:
     """
     import numpy as np
 
-    scale = blocks.compute_scale(block)
+    scale = compute_scale(block)
     for y, row in enumerate(block.values):
         for x, value in enumerate(row):
             ink = INK  # the colour of text on the page, for a cell without a colour
@@ -158,13 +169,13 @@ def _draw_colours(axes: Axes, mesh: Any, column: Column, *, log: bool) -> None:
     """Draw the scale of colours beside a map."""
     figure: Any = axes.get_figure()
     bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=30)
-    label = frames.write_label(column)
+    label = write_label(column)
     if log:
         label += ", log scale"
     bar.set_label(label)
     bar.outline.set_visible(False)
     bar.solids.set_rasterized(True)
-    frames.set_ticks(bar.ax.yaxis, column, log=log)
+    set_ticks(bar.ax.yaxis, column, log=log)
 
 
 # Counts and shares
@@ -195,11 +206,11 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
         axes.stairs(counts, edges, fill=True, alpha=0.3, color=colour, linewidth=0)
         axes.stairs(counts, edges, label=visible(label), color=colour, linestyle=line)
         most = max(most, int(counts.max()))
-    frames.set_axis(axes, "x", (low, high), block.x, log=log)
+    set_axis(axes, "x", (low, high), block.x, log=log)
     axes.set(ylabel="count", ylim=(0, 1.05 * most))
-    frames.set_ticks(axes.yaxis, Column("count", meaning="", format="d"))
+    set_ticks(axes.yaxis, Column("count", meaning="", format="d"))
     if len(block.values) > 1:
-        frames.set_legend(axes)
+        set_legend(axes)
     yield from ()  # a histogram has no tooltips: the axes name the figures
 
 
@@ -226,10 +237,10 @@ def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
             text = f"{name}, {label}: {format_value(heights[i], block.y)}"
             yield text, (i - 0.4, i + 0.4), (start[i], end[i])
     axes.axhline(0, color=INK, linewidth=0.7)
-    frames.set_axis(axes, "y", [*above, *below], block.y)
+    set_axis(axes, "y", [*above, *below], block.y)
     axes.set(xlim=(-0.6, count - 0.4))
-    frames.name_ticks(axes.xaxis, block.places, MOST_NAMED)
-    frames.set_legend(axes)
+    name_ticks(axes.xaxis, block.places, MOST_NAMED)
+    set_legend(axes)
 
 
 # Points and lines
@@ -257,14 +268,14 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
     for series in block.series:
         xs += series.x
         ys += (*series.y, *series.low, *series.high)
-    frames.set_axis(axes, "x", finite(xs), block.x, log=block.log)
+    set_axis(axes, "x", finite(xs), block.x, log=block.log)
     if block.y.format.endswith("%") and not block.log:  # a share: from 0 to 100%
-        frames.set_ends(axes, "y", (0.0, 1.02), block.y)
+        set_ends(axes, "y", (0.0, 1.02), block.y)
     else:
-        frames.set_axis(axes, "y", finite(ys), block.y, log=block.log)
+        set_axis(axes, "y", finite(ys), block.y, log=block.log)
     if block.ticks:
         axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
-    frames.set_legend(axes)
+    set_legend(axes)
 
 
 def _draw_series(axes: Axes, block: Curve, index: int) -> None:
@@ -347,7 +358,7 @@ def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
     ends: list[float | None] = [block.centre]
     for bar in block.bars:
         ends += (bar.low, bar.value, bar.high, bar.limit)
-    frames.set_axis(axes, "x", _clip_ends(ends, block), block.x, log=block.log)
+    set_axis(axes, "x", _clip_ends(ends, block), block.x, log=block.log)
     low, high = axes.get_xlim()
     for row, bar in enumerate(block.bars):
         axes.vlines(block.centre, row - 0.22, row + 0.3, INK, linewidth=0.7)
@@ -359,7 +370,7 @@ def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
         axes.plot([], [], color=choose_colour(index), label=word, **MARK)
     if any(bar.limit is not None for bar in block.bars):
         axes.plot([], [], label="limit of the rule", **LIMIT)
-    frames.set_legend(axes)
+    set_legend(axes)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
 

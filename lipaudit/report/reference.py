@@ -55,14 +55,9 @@ def compare_with_known(report: Report, summary: Section) -> Iterator[Chapter]:
         summary: the main figures of the report.
     """
     columns = pick_columns("model")
-    spec = report.run.model.spec
-    audited: Cells = {"model": spec}  # the row of the report
+    audited: Cells = {"model": report.run.model.spec}  # the row of the report
     known: dict[str, Cells] = {}  # the rows of known models
-    has_images = "mean" in report.run.preprocess  # only images have a mean
-    models = []  # the known models to compare with
-    for model in list_known_models():
-        if model["images"] == has_images and model["name"] != spec:
-            models.append(model)
+    models = _list_comparable(report)
     for row in summary.rows:
         label = COMPARED.get(row.name, "")
         condition = row.ball
@@ -80,3 +75,11 @@ def compare_with_known(report: Report, summary: Section) -> Iterator[Chapter]:
     if known:
         tables = tabulate_rows(columns, [audited, *known.values()], strong={0})
         yield Chapter("reference", "Is that much?", (*tables, Paragraph(ABOUT)))
+
+
+def _list_comparable(report: Report) -> list[Mapping[str, Any]]:
+    """Return the known models that take images or texts like the model of a report, without it."""
+    run = report.run
+    has_images = "mean" in run.preprocess  # only images have a mean
+    alike = [model for model in list_known_models() if model["images"] == has_images]
+    return [model for model in alike if model["name"] != run.model.spec]

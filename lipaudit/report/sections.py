@@ -14,7 +14,7 @@ from statistics import median
 from lipaudit.errors import UsageError
 from lipaudit.measures import layouts, load_measures
 from lipaudit.report import blocks
-from lipaudit.report.blocks import EXTREME, Block, Heatmap, Histogram, Paragraph, Table
+from lipaudit.report.blocks import EXTREME, Block, Heatmap, Histogram, Paragraph, Table, list_notes
 from lipaudit.report.cells import HEADINGS, UNMEASURED, format_significant, write_math
 from lipaudit.report.opening import SEED, format_setting
 from lipaudit.report.pictures import draw_declared
@@ -74,7 +74,7 @@ def show_section(section: Section, shown: Collection[Note] = ()) -> list[Block]:
     if settings:
         result.append(Paragraph(f"Settings: {'; '.join(settings)}."))
     notes = [note for note in section.notes if note.level != "warning" and note not in shown]
-    result += blocks.list_notes(notes)
+    result += list_notes(notes)
     return result
 
 
@@ -167,18 +167,12 @@ def show_sections(sections: Sections) -> Iterator[Block]:
     Args:
         sections: the section of one report (named ""), or of several by the names of their models.
     """
-    measured = {}
-    failed = False
-    for label, section in sections.items():
-        failure = section.failure
-        if failure:
-            failed = True
-            text = f"FAILED: {failure.reason}. {failure.advice}"
-            yield Paragraph(add_model(label, text).strip())
-        if section.rows or len(section.samples) > 1:  # more than the ids of the samples
-            measured[label] = section
+    failures = [*_show_failures(sections)]
+    yield from failures
+    # Sections with rows, or with more than the ids of the samples.
+    measured = {n: each for n, each in sections.items() if each.rows or len(each.samples) > 1}
     if not measured:
-        if not failed:
+        if not failures:
             yield Paragraph("No results: nothing was measured.")
         return
     first = next(iter(measured.values()))
@@ -194,6 +188,15 @@ def show_sections(sections: Sections) -> Iterator[Block]:
     # A single report also gets the columns that the table above leaves out.
     if display.columns and "" in measured and first.rows:
         yield from _tabulate_all(first, tables)
+
+
+def _show_failures(sections: Sections) -> Iterator[Paragraph]:
+    """Yield the reason and advice of each section that failed, with the name of its report."""
+    for label, section in sections.items():
+        failure = section.failure
+        if failure:
+            text = f"FAILED: {failure.reason}. {failure.advice}"
+            yield Paragraph(add_model(label, text).strip())
 
 
 def _tabulate_all(section: Section, tables: Sequence[Table]) -> Iterator[Table]:

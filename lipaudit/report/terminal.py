@@ -29,6 +29,10 @@ from lipaudit.report.blocks import (
     Passage,
     Points,
     Table,
+    compute_scale,
+    explain_shades,
+    lay_out,
+    shade_tokens,
 )
 from lipaudit.report.markup import HTML, MARKDOWN
 
@@ -129,10 +133,10 @@ def _write_block(block: Block, width: int) -> Iterator[RenderableType]:
             formats = f"{records.JSON}, {MARKDOWN} and {HTML}"
             yield Text(f"\n{block.title}: in the {formats} formats", DIM)
         case Card():
-            yield from _write_grid(blocks.lay_out(block), min(width, PROSE))
+            yield from _write_grid(lay_out(block), min(width, PROSE))
         case Table() | Curve(table=Table()):
             cut = isinstance(block, Table) and block.cut
-            yield from _write_grid(blocks.lay_out(block), width, cut=cut)
+            yield from _write_grid(lay_out(block), width, cut=cut)
         case Heatmap(square=False):  # of layers and heads, not an attention map
             yield from _write_grid(_add_bars(block), width)
         case Paragraph(tone=""):
@@ -156,12 +160,12 @@ def _write_block(block: Block, width: int) -> Iterator[RenderableType]:
 
 def _write_passage(block: Passage, width: int) -> Iterator[Text]:
     """Yield the tokens of a text; tokens with the largest shares are followed by their share."""
-    shares = blocks.explain_shades(block)
+    shares = explain_shades(block)
     if block.folded:  # one of several texts: only the largest shares, in a line
         yield _prose(f"{block.title}: {shares}", width, mark="• ")
         return
     words = []
-    for token in blocks.shade_tokens(block):
+    for token in shade_tokens(block):
         share = f" ({token.share})" if token.top else ""
         words.append(token.text + share)
     yield _title(block.title, width)
@@ -186,8 +190,8 @@ def _add_bars(block: Heatmap) -> Grid:
 
     The bars show what colours show on a page: where the number is on the scale of the map.
     """
-    grid = blocks.lay_out(block)
-    scale = blocks.compute_scale(block)
+    grid = lay_out(block)
+    scale = compute_scale(block)
     rows = []
     for names_and_numbers, values in zip(grid.rows, block.values, strict=True):
         row = list(names_and_numbers)

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.report import markup, records, terminal
+from lipaudit.report import terminal
+from lipaudit.report.markup import HTML, MARKDOWN, render_html, render_latex, render_markdown
+from lipaudit.report.records import (
+    JSON,
+    list_rows,
+    write_csv,
+    write_json,
+    write_junit,
+    write_lines,
+)
 from lipaudit.tables import Report
 
 if TYPE_CHECKING:
@@ -53,14 +62,14 @@ class Format:
 
 _FORMATS = (
     # Of formats with one suffix, a file gets the first that can show the result.
-    Format("text", "lines", records.write_lines, (".txt",)),
+    Format("text", "lines", write_lines, (".txt",)),
     Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
-    Format(records.JSON, "record", records.write_json, (".json",)),
-    Format(markup.HTML, "page", markup.render_html, (".html", ".htm")),
-    Format(markup.MARKDOWN, "page", markup.render_markdown, (".md", ".markdown")),
-    Format("latex", "page", markup.render_latex, (".tex",)),
-    Format("csv", "rows", records.write_csv, (".csv",)),
-    Format("junit", "judgement", records.write_junit, (".xml",)),
+    Format(JSON, "record", write_json, (".json",)),
+    Format(HTML, "page", render_html, (".html", ".htm")),
+    Format(MARKDOWN, "page", render_markdown, (".md", ".markdown")),
+    Format("latex", "page", render_latex, (".tex",)),
+    Format("csv", "rows", write_csv, (".csv",)),
+    Format("junit", "judgement", write_junit, (".xml",)),
 )
 RENDERERS: dict[str, Format] = {known.name: known for known in _FORMATS}
 """Every format, by the name that `--format` takes; a terminal gets the first possible one."""
@@ -109,7 +118,7 @@ class Subject:
         if form == "page":
             return self.page(short=short)
         if form == "rows":
-            return records.list_rows(self.record, self.reports)
+            return list_rows(self.record, self.reports)
         if form == "lines":
             return self.lines
         return self.record

@@ -10,7 +10,13 @@ from statistics import median
 from typing import Any, Literal
 
 from lipaudit.errors import visible
-from lipaudit.report import cells
+from lipaudit.report.cells import (
+    describe_standing,
+    format_number,
+    format_value,
+    list_footnotes,
+    write_math,
+)
 from lipaudit.tables import Column, Note
 from lipaudit.tables.columns import finite
 
@@ -368,7 +374,7 @@ def shade_tokens(block: Passage) -> list[Token]:
     tokens = []
     for token, share in zip(block.tokens, block.shares, strict=True):
         text = visible(token).strip() or "␣"
-        shown = cells.format_value(share, block.column)
+        shown = format_value(share, block.column)
         tokens.append(Token(text, share=shown, shade=share / largest, top=share in listed))
     return tokens
 
@@ -379,10 +385,10 @@ def explain_shades(block: Passage) -> str:
     top = [token for token in shade_tokens(block) if token.top]
     top.sort(key=lambda token: -token.shade)
     names = ", ".join(f"{token.text} {token.share}" for token in top)
-    text = f"{column.label} ({cells.describe_standing(column)}): {names}"
+    text = f"{column.label} ({describe_standing(column)}): {names}"
     if block.left_out:
         share = max(0.0, 1 - sum(block.shares))  # all shares of the text sum to 1
-        others = cells.format_value(share, column)
+        others = format_value(share, column)
         text += f"; {block.left_out} more tokens are left out: {others}"
     return text
 
@@ -420,13 +426,13 @@ def lay_out(block: Table | Heatmap | Card | Curve) -> Grid:
     elif isinstance(block, Heatmap):
         block = _tabulate_map(block)
     columns = block.columns
-    marks, notes = cells.list_footnotes(columns)
+    marks, notes = list_footnotes(columns)
     heads = []
     align = ""
     for column, mark in zip(columns, marks, strict=True):
-        heads.append(cells.write_math(visible(column.label)) + mark)
+        heads.append(write_math(visible(column.label)) + mark)
         align += "l" if column.format == "s" else "r"
-    rows = [list(map(cells.format_value, row, columns)) for row in block.rows]
+    rows = [list(map(format_value, row, columns)) for row in block.rows]
     return Grid(
         title=block.title,
         heads=heads,
@@ -471,16 +477,16 @@ def describe(block: Picture) -> str:
             values = chain.from_iterable(block.values)
             known = [value for value in values if value is not None and not math.isnan(value)]
             if known:
-                text += f", largest {cells.format_value(max(known), block.column)}"
+                text += f", largest {format_value(max(known), block.column)}"
         case Histogram():
             counted = list(chain.from_iterable(block.values.values()))
-            low = cells.format_number(min(counted), ".3g")
-            high = cells.format_number(max(counted), ".3g")
-            text = f"histogram of {cells.write_math(block.x.label)} from {low} to {high}"
+            low = format_number(min(counted), ".3g")
+            high = format_number(max(counted), ".3g")
+            text = f"histogram of {write_math(block.x.label)} from {low} to {high}"
         case Curve():
             names = ", ".join(series.label for series in block.series)
             axes = f"{block.y.label} over {block.x.label}"
-            text = f"{cells.write_math(axes)} for {names}"
+            text = f"{write_math(axes)} for {names}"
         case Stack():
             text = f"{block.y.label} of {', '.join(block.parts)} in {len(block.places)} bars"
         case Forest():

@@ -443,16 +443,7 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
     if ranking.criterion:
         title = "Which model is the most robust?"
         keys = 2  # the rank and the model
-        # The difference of each model from the best one, which has none itself.
-        differences = [model.difference for model in ranking.models if model.difference]
-        text = (
-            f"Ranked by {differences[0].subject}{count_samples(differences)}; rank 1 has the best "
-            "model and every one that is not distinguishable from it. Limits of differences: 95%, "
-            "paired"
-        )
-        if ranking.compared > 1:
-            text += f", each corrected for {ranking.compared} comparisons"
-        criterion.append(Paragraph(f"{text}."))
+        criterion.append(Paragraph(_describe_criterion(ranking)))
     pictures = []
     if not short:
         pictures = draw_ranking(ranking)
@@ -460,6 +451,20 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
     tables = tabulate_rows(columns, rows, keys=keys)
     parts = (*tables, *criterion, *pictures, *list_notes(ranking.notes))
     return Chapter("ranking", title, parts)
+
+
+def _describe_criterion(ranking: Ranking) -> str:
+    """Say by which metric models are ranked, what rank 1 means, and what the limits are."""
+    # The difference of each model from the best one, which has none itself.
+    differences = [model.difference for model in ranking.models if model.difference]
+    text = (
+        f"Ranked by {differences[0].subject}{count_samples(differences)}; rank 1 has the best "
+        "model and every one that is not distinguishable from it. Limits of differences: 95%, "
+        "paired"
+    )
+    if ranking.compared > 1:
+        text += f", each corrected for {ranking.compared} comparisons"
+    return f"{text}."
 
 
 def list_models(

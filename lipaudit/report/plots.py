@@ -247,21 +247,12 @@ def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
 
 
 def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
-    """Draw the points and lines of each series, and yield tooltips: (text, ends in x, ends in y).
-
-    With very many points, only the points with the largest y have tooltips. The two ends of a
-    point are equal.
-    """
+    """Draw the points and lines of each series, and yield the tooltips of points."""
     most = MOST_TIPS // sum(not series.guide for series in block.series)  # tooltips of a series
     for index, series in enumerate(block.series):
         _draw_series(axes, block, index)
         if not series.guide:  # a guide is a line such as y = x, without figures
-            shown = [i for i in range(len(series.x)) if _is_drawn(series, i, log=block.log)]
-            shown.sort(key=lambda i: -series.y[i])
-            for i in shown[:most]:
-                x = series.x[i]
-                y = series.y[i]
-                yield _describe_point(block, series, i), (x, x), (y, y)
+            yield from _list_point_tips(block, series, most)
     # The axes show all points, and the ends of all intervals.
     xs: list[float] = []
     ys: list[float | None] = []
@@ -276,6 +267,20 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
     if block.ticks:
         axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
     set_legend(axes)
+
+
+def _list_point_tips(block: Curve, series: Series, most: int) -> Iterator[Tip]:
+    """Yield the tooltips of the points of a series: (text, ends in x, ends in y).
+
+    The two ends of a point are equal. Of more than `most` points, those with the largest y have a
+    tooltip.
+    """
+    shown = [i for i in range(len(series.x)) if _is_drawn(series, i, log=block.log)]
+    shown.sort(key=lambda i: -series.y[i])
+    for i in shown[:most]:
+        x = series.x[i]
+        y = series.y[i]
+        yield _describe_point(block, series, i), (x, x), (y, y)
 
 
 def _draw_series(axes: Axes, block: Curve, index: int) -> None:

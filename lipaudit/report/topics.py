@@ -173,8 +173,25 @@ def _describe_column(group: str, section: str, name: str, column: Column) -> Top
         group: heading of the topic in the index.
         section: name of the section that has the column.
         name: name of the column.
-        column: its description. The text `reading` has lines on how to read the column, and for a
-            bound a line with its source, which the topic shows last.
+        column: its description.
+    """
+    full = f"{section}.{name}"
+    words = (full, section, column.label, find_words(full))
+    return Topic(
+        group=group,
+        name=name,
+        title=full,
+        meaning=column.meaning,
+        details=tuple(_list_details(column)),
+        words=words,
+    )
+
+
+def _list_details(column: Column) -> list[str]:
+    """Return paragraphs on a column: how to read it, what it does not say, formula, sources.
+
+    The text `reading` of the column has lines on how to read it, and for a bound lines with its
+    sources.
     """
     lines = column.reading.splitlines()
     sources = [line for line in lines if line.startswith(SOURCE)]
@@ -189,17 +206,7 @@ def _describe_column(group: str, section: str, name: str, column: Column) -> Top
         details.append(f"What it does not say: {where}{STATUS[column.status]}")
     if column.formula:
         details.append(f"{FORMULA}{column.formula}")
-    details += sources
-    full = f"{section}.{name}"
-    words = (full, section, column.label, find_words(full))
-    return Topic(
-        group=group,
-        name=name,
-        title=full,
-        meaning=column.meaning,
-        details=tuple(details),
-        words=words,
-    )
+    return details + sources
 
 
 def _list_attacks() -> Iterator[Topic]:

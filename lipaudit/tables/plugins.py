@@ -89,16 +89,25 @@ def load_wings() -> Mapping[EntryPoint, Wing]:
     for point in sorted(points, key=lambda point: (not _is_own(point), point.name)):
         if point.name in {other.name for other in wings}:
             raise _make_entry_error(point, "has a name that is in use already")
-        try:
-            wing = point.load()
-        except Exception as error:
-            reason = f"cannot be loaded: {type(error).__name__}: {error}"
-            raise _make_entry_error(point, reason) from error
-        if not isinstance(wing, Wing):
-            reason = f"is {type(wing).__name__}, not {Wing.__module__}.{Wing.__name__}"
-            raise _make_entry_error(point, reason)
-        wings[point] = wing
+        wings[point] = _load_wing(point)
     return MappingProxyType(wings)
+
+
+def _load_wing(point: EntryPoint) -> Wing:
+    """Return the wing (what a package adds to lipaudit) that an entry point names.
+
+    Raises:
+        UsageError: the wing cannot be imported, or is no `Wing`; the message names its package.
+    """
+    try:
+        wing = point.load()
+    except Exception as error:
+        reason = f"cannot be loaded: {type(error).__name__}: {error}"
+        raise _make_entry_error(point, reason) from error
+    if not isinstance(wing, Wing):
+        reason = f"is {type(wing).__name__}, not {Wing.__module__}.{Wing.__name__}"
+        raise _make_entry_error(point, reason)
+    return wing
 
 
 def collect(

@@ -252,8 +252,11 @@ class EntrySearch:
 
     def list_candidates(self) -> list[tuple[str, nn.Module]]:
         """Return the modules that may embed the input, with their names."""
-        modules = self.spec.module.named_modules()
-        return [(name, part) for name, part in modules if self._may_embed(name, part)]
+        return [
+            (name, part)
+            for name, part in self.spec.module.named_modules()
+            if self._may_embed(name, part)
+        ]
 
     def _may_embed(self, name: str, part: nn.Module) -> bool:
         """Say whether a module may embed the input: patches of an image, or ids of a text."""
@@ -304,9 +307,8 @@ class EntrySearch:
         if entry is None and names:
             entry = self.spec.module.get_submodule(names[0])
         # Whether the embedding module, by any of its names, returned (tokens, batch, width).
-        candidates = self.list_candidates()
         tokens_first = any(
-            part is entry and name in self.tokens_first for name, part in candidates
+            part is entry and name in self.tokens_first for name, part in self.list_candidates()
         )
         return replace(probe, entry=entry, tokens_first=tokens_first)
 

@@ -86,9 +86,9 @@ class Recorder(AttentionMode):
         # A view gives O a separate graph node, which stays the edge of O even if the model writes
         # into the tensor later.
         output = output.view_as(output)
-        edges = []  # of O, P and V; None without a gradient
-        for t in (output, *parts):
-            edges.append(get_gradient_edge(t) if t.requires_grad else None)
+        # Of O, P and V; None without a gradient.
+        tensors = (output, *parts)
+        edges = [get_gradient_edge(t) if t.requires_grad else None for t in tensors]
         self.calls[address] = AttentionEdges(*edges)
         return None, address, output
 

@@ -287,12 +287,8 @@ def require_autocast(net: Net, batch: Batch, autocast: str | None) -> Notes:
                 "Use the other half precision, or leave it out.",
             ) from error
     if torch.equal(exact, deployed):
-        return (
-            Note.warn(
-                "autocast",
-                f"{where} does not change the output of a sample: the model may switch it off",
-            ),
-        )
+        text = f"{where} does not change the output of a sample: the model may switch it off"
+        return (Note.warn("autocast", text),)
     text = (
         f"{where}: predictions are those of the plain forward pass in {autocast}, and may depend "
         "on the batch size. Attacks follow gradients in float32. Norms and bounds are not rounded"

@@ -97,21 +97,8 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
         InputError: the model is not supported or incomplete; the message names the tensors.
     """
     import_library("transformers.modeling_utils")  # with this, most of what models import
-    from transformers import AutoConfig
-
-    overrides = options.building  # --model-kwargs, without `pretrained`
     with silence_transformers():
-        with explain_failure(
-            f"{path} is not a model that transformers knows",
-            "Models with their own code are not run: write a py: factory. For a newer model, "
-            "update transformers.",
-            ValueError,
-            KeyError,
-            OSError,
-            AttributeError,
-            TypeError,
-        ):
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
+        config = _read_config(path, options.building)
         # If another number of classes is requested, the classifier is new, and a note says so.
         loader, head_notes = _choose_loader(config, options.classes)
         if options.pretrained:
@@ -125,6 +112,31 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
         spec = describe_transformers(module, options, path=path)
     notes = _note_unknown_fields(path, config) + head_notes + notes + spec.notes
     return replace(spec, quantised=quantised, notes=notes)
+
+
+def _read_config(path: Path, overrides: Mapping[str, Any]) -> Any:
+    """Return the configuration of a model of transformers, from its directory.
+
+    Args:
+        path: the directory.
+        overrides: values for fields of the configuration: --model-kwargs, without `pretrained`.
+
+    Raises:
+        InputError: transformers does not know the model.
+    """
+    from transformers import AutoConfig
+
+    with explain_failure(
+        f"{path} is not a model that transformers knows",
+        "Models with their own code are not run: write a py: factory. For a newer model, update "
+        "transformers.",
+        ValueError,
+        KeyError,
+        OSError,
+        AttributeError,
+        TypeError,
+    ):
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
 
 
 def _load_checkpoint(

@@ -367,14 +367,8 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     end = _find_end(module, config, tower)
     facts = describe_classes(module)
     if tower is None and module.config.is_encoder_decoder:
-        facts["notes"] = (
-            Note.info(
-                "encoder-moves",
-                "only the encoder's embeddings are perturbed; the decoder reads the unchanged "
-                "text",
-            ),
-            *facts.get("notes", ()),
-        )
+        text = "only the encoder's embeddings are perturbed; the decoder reads the unchanged text"
+        facts["notes"] = (Note.info("encoder-moves", text), *facts.get("notes", ()))
     tokenizer = load_tokenizer(path)
     feed = None
     if tokenizer is not None:

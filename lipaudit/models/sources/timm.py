@@ -270,8 +270,9 @@ def _require_known(name: str) -> None:
     if "/" in name:
         advice = f"Did you mean hf:{name}, a repository of the Hugging Face Hub?"
     else:
-        otherwise = "Search names with `lipaudit models PART`."
-        advice = suggestion(architecture, timm_names(), otherwise)
+        advice = suggestion(
+            architecture, timm_names(), "Search names with `lipaudit models PART`."
+        )
     raise InputError(f"timm has no model {name!r}", advice)
 
 

@@ -186,6 +186,21 @@ def _read_classes(result: Any, mask: Tensor | None) -> Tensor:
     return result[0]
 
 
+def _read_pooling_mode(file: Path) -> str:
+    """Return how sentence-transformers pools tokens, from its file: "mean", "cls", "mean+max".
+
+    Older files have a switch for each mode in place of `pooling_mode`, such as
+    "pooling_mode_mean_tokens": true for the mode "mean". Several modes may be on.
+    """
+    settings = read_json(file)
+    modes = []
+    for key, value in settings.items():
+        switch = SWITCH.fullmatch(key)
+        if switch and value:
+            modes.append(switch[1])
+    return str(settings.get("pooling_mode", "+".join(modes)))
+
+
 def choose_pooling(path: Path | None) -> Pooling:
     """Return the pooling that a directory of sentence-transformers prescribes, else the mean.
 
@@ -199,17 +214,7 @@ def choose_pooling(path: Path | None) -> Pooling:
         modules = read_json(path / "modules.json")
         # Class names of the steps behind each other: Transformer, Pooling, perhaps Normalize.
         steps = {module["type"].rpartition(".")[2] for module in modules}
-        settings = {"pooling_mode": "mean"}
-        if file.is_file():
-            settings = read_json(file)
-        # Older files have a switch for each mode in place of `pooling_mode`, such as
-        # "pooling_mode_mean_tokens": true for the mode "mean". Several modes may be on.
-        modes = []
-        for key, value in settings.items():
-            switch = SWITCH.fullmatch(key)
-            if switch and value:
-                modes.append(switch[1])
-        mode = str(settings.get("pooling_mode", "+".join(modes)))
+        mode = _read_pooling_mode(file) if file.is_file() else "mean"
     poolings: dict[str, Pooling] = {
         "mean": mean_pooling,
         "cls": lambda result, _mask: result.last_hidden_state[:, 0],

@@ -156,11 +156,8 @@ def _choose_state(content: Any, path: Path) -> tuple[State, Notes]:
         state = states[key]
         notes = (Note.info("checkpoint", f"weights were taken from {key!r} of the checkpoint"),)
     if COUNTER in state:  # of torch.optim.swa_utils.AveragedModel, around the averaged model
-        notes += (
-            Note.info(
-                "averaged-weights", f"weights are the average of {int(state.pop(COUNTER))} models"
-            ),
-        )
+        averaged = f"weights are the average of {int(state.pop(COUNTER))} models"
+        notes += (Note.info("averaged-weights", averaged),)
     if not state:
         content_text = "no named tensors"
         if states:
@@ -591,9 +588,16 @@ def _require_measurable(module: nn.Module, origin: str, bare: bool) -> None:
             f"{origin} has weights that are quantised or sparse: {join_few(not_dense)}",
             "Load the model before it was quantised, or make its weights dense (to_dense()).",
         )
+    _require_finite(module, origin)
+
+
+def _require_finite(module: nn.Module, origin: str) -> None:
+    """Refuse weights that are infinite or NaN, and buffers that are NaN.
+
+    Buffers may hold infinities, such as masks.
+    """
     parameters = module.named_parameters()
     not_finite = [name for name, p in parameters if not compute_values(p).isfinite().all()]
-    # Buffers may hold infinities, such as masks.
     not_finite += [name for name, buffer in module.named_buffers() if torch.isnan(buffer).any()]
     if not_finite:
         raise InputError(

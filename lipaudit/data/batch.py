@@ -342,6 +342,10 @@ def make_batch(x: Sequence[Tensor], net: Net, y: Sequence[int] | None = None) ->
 LISTED = 5
 
 
+# The model's class of each name of the data; None: no class has this name.
+_Matches = dict[str, int | None]
+
+
 class LabelError(InputError):
     """Labels of the data that are not classes of the model."""
 
@@ -429,7 +433,7 @@ def match_labels(
     return require_classes(classes_of_samples, names=words, places=places, net=net), notes
 
 
-def _match_by_order(names: Sequence[str], net: Net) -> tuple[dict[str, int | None], Notes]:
+def _match_by_order(names: Sequence[str], net: Net) -> tuple[_Matches, Notes]:
     """Return the place of each name in order as its class, and a warning that lists them."""
     ordered = names
     # Names that are all numbers are sorted by size: 2.0 < 10.0.
@@ -446,7 +450,7 @@ def _match_by_order(names: Sequence[str], net: Net) -> tuple[dict[str, int | Non
     return {name: i for i, name in enumerate(ordered)}, (note,)
 
 
-def _match_names(numbers: Mapping[str, int | None], net: Net) -> dict[str, int | None]:
+def _match_names(numbers: _Matches, net: Net) -> _Matches:
     """Return the model's class of each name of the data; None if the model has no such name.
 
     Args:

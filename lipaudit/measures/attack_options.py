@@ -249,11 +249,7 @@ class AttackOptions(MeasureOptions):
         trials = chosen.trials()
         kinds.require_suitable(trials, kind, changes, why)
         self._require_storable(trials)
-        # The attacks on texts: COUNTED are the units of texts (words, characters, tokens of a
-        # suffix). If all have the same number of queries, this number is recorded.
-        of_texts = [trial for trial in trials if trial.norm in COUNTED]
-        numbers = {attack.queries for trial in of_texts for attack in trial.attacks}
-        queries = numbers.pop() if len(numbers) == 1 else self.queries
+        queries = _find_queries(trials) or self.queries
         # The attacks that count changes: WHOLE are the units of texts, and patches of images. All
         # other attacks search a norm ball: if there is such an attack, it gets a default norm.
         counting = [trial for trial in trials if trial.norm in WHOLE]
@@ -400,6 +396,14 @@ class AttackOptions(MeasureOptions):
                 for norm, radius in balls
             )
         return plan
+
+
+def _find_queries(trials: Sequence[Trial]) -> int | None:
+    """Return the number of queries of all attacks on texts; None if there is no single number."""
+    # COUNTED are the units of texts: words, characters, tokens of a suffix.
+    of_texts = [trial for trial in trials if trial.norm in COUNTED]
+    numbers = {attack.queries for trial in of_texts for attack in trial.attacks}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def plan_attacks(request: AuditRequest) -> AttackOptions:

@@ -497,15 +497,15 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     """
     # Arrays (samples, heads, ...). Left out are the map of --map, and all rows of each layer
     # (--rows), whose sizes vary between samples.
-    rows_of_layers = [name for name in parts[0].values if name.startswith(ROWS)]
+    first = parts[0]
+    rows_of_layers = [name for name in first.values if name.startswith(ROWS)]
     arrays = base.join_arrays(parts, besides=[*MAP, *rows_of_layers])
-    heads = parts[0].facts["heads"]
+    heads = first.facts["heads"]
     rows = _make_rows(arrays, heads)
     stored = _list_compared(arrays["total"], arrays["count"])
     stored |= attention_rows.join_counts(arrays, [layer for layer, _, _ in heads])
     attended = {}
     if options.map is not None:
-        first = parts[0]
         for name in MAP:
             # The part has the map of one sample, (1, queries, keys). `make_section` transposes
             # every array, so it is transposed here as well: the report has (queries, keys).

@@ -137,6 +137,7 @@ def draw_map(net: Net, layer: Layer, head: int) -> DrawnMap:
     heads = layer.attention.pick(slice(head, head + 1)).to(torch.float64).row(0)
     queries = heads.q.shape[2]
     keys = heads.k.shape[2]
+    # The rows (queries) and columns (keys) of the map to draw.
     rows = torch.arange(queries)
     if heads.valid is not None:
         rows = rows[heads.valid[0].cpu()]  # without padding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import median_low
@@ -25,7 +25,7 @@ from lipaudit.attacks.text import (
     Source,
     TextOracle,
 )
-from lipaudit.data.batch import Batch
+from lipaudit.data.batch import Batch, Tokenize
 from lipaudit.data.continuations import WHOLE, Packer
 from lipaudit.errors import InputError, escape_controls, is_machine_error
 from lipaudit.measures.base import Facts, Part
@@ -178,7 +178,7 @@ def _make_mismatch(count: int) -> InputError:
 
 def _draft_prompts(
     reader: Reader,
-    tokenize: Callable[[str, int], list[int]],
+    tokenize: Tokenize,
     batch: Batch,
     rows: Sequence[Tensor],
 ) -> list[Draft]:
@@ -190,7 +190,7 @@ def _draft_prompts(
 
     Args:
         reader: how the model reads texts.
-        tokenize: (prompt, most tokens) -> ids.
+        tokenize: (prompt, largest number of tokens) -> token ids.
         batch: the samples, with the characters of prompts and continuations.
         rows: the packed ids of each sample, without padding.
 

@@ -160,19 +160,27 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
             # Layers may share a block: `blocks` has each block once.
             around = find_residuals(net, first, sites, entire=True)
             blocks = tuple(dict.fromkeys(filter(None, around)))
-            # `by_sample`: its input and output have a row per sample, not per token or window.
-            if options.at_samples and not all(block.by_sample for block in blocks):
-                raise InputError(
-                    f"--at-samples: blocks of {net.architecture} have no row per sample",
-                    "Leave out --at-samples.",
-                )
+            if options.at_samples:
+                _require_rows(net, blocks)
             facts, notes = _read_tables(net, first, sites, around)
         if options.at_samples and blocks:
             seeds = options.list_seeds(batch.ids)
             pairs = compute_residual_norms(net, batch, blocks, seeds=seeds, **options.accuracy)
-            norms = torch.stack([norms.norm for _, norms in pairs], 1)  # (samples, blocks)
-            values["blocks"] = norms.numpy()
+            # (samples, blocks).
+            values["blocks"] = torch.stack([norms.norm for _, norms in pairs], 1).numpy()
         yield Part(batch.ids, values, facts, notes)
+
+
+def _require_rows(net: Net, blocks: Iterable[Residual]) -> None:
+    """Refuse --at-samples if the input or output of a block has a row per token or window.
+
+    Norms at each sample need blocks with a row per sample (`by_sample`).
+    """
+    if not all(block.by_sample for block in blocks):
+        raise InputError(
+            f"--at-samples: blocks of {net.architecture} have no row per sample",
+            "Leave out --at-samples.",
+        )
 
 
 def _read_tables(

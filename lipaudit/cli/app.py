@@ -516,7 +516,7 @@ def _read_parameters(function: Callable[..., None]) -> _CommandParameters:
     groups = {}
     plain = []
     options: list[inspect.Parameter] = []
-    rare = {"config"}
+    rare = {"config"}  # names of the options that only --help-all shows
     for parameter in inspect.signature(function).parameters.values():
         hint = hints[parameter.name]
         kind = hint

@@ -174,16 +174,9 @@ def compare(
 
     check_outputs(output, REPORT)
     first, *others = reports
-    models = sum(not is_report(other) for other in others)  # to measure now
-    # Processes of a launcher (torchrun, srun) exchange results over one port, which a second model
-    # could not use: several models need a single process.
+    models = sum(not is_report(other) for other in others)
     if models > 1:
-        refuse_partial_run("comparing several")
-        if remeasure.report:
-            raise UsageError(
-                f"--report names one file, and {models} MODELs are measured",
-                "Leave it out: each report gets a folder.",
-            )
+        _refuse_options_of_one(models, remeasure)
     # A MODEL in place of a report is measured with the settings of the first report.
     loaded = [schema.load(first)]
     paths = [first]
@@ -198,6 +191,18 @@ def compare(
         terminal=terminal,
         details=extent.details,
     )
+
+
+def _refuse_options_of_one(models: int, remeasure: Remeasure) -> None:
+    """Refuse --report and several processes, if several models are measured for a comparison."""
+    # Processes of a launcher (torchrun, srun) exchange results over one port, which a second model
+    # could not use: several models need a single process.
+    refuse_partial_run("comparing several")
+    if remeasure.report:
+        raise UsageError(
+            f"--report names one file, and {models} MODELs are measured",
+            "Leave it out: each report gets a folder.",
+        )
 
 
 CURRENT = typer.Argument(metavar="CURRENT", help="A report, or a MODEL to measure now.")
@@ -413,21 +418,7 @@ def _plan_remeasurement(
     """
     from lipaudit.engine.prepare import Request
 
-    # Files that the baseline's run read may have moved. The paths that the user typed now, by
-    # measure and option: `{"attack": {"transfer": (path, ...)}}`.
-    moved = remeasure.moved
-    # Adversarial examples of another model: the files typed for --transfer, else the files that
-    # the baseline's run saved, if they still exist.
-    examples = moved.get("attack", {}).get("transfer", ())
-    if not examples:
-        examples = _find_examples(baseline, file, terminal)
-    for measure, given in moved.items():
-        if baseline.section(measure) is None:
-            # The message names one of the typed options: the first by name.
-            text = f"{flag(min(given))} needs a section {measure} in the baseline"
-            raise UsageError(text, "Leave it out.")
-    # After the check: examples that nobody typed must not be refused as an option without effect.
-    moved.setdefault("attack", {})["transfer"] = examples
+    moved = _find_moved_files(baseline, file, remeasure, terminal)
     measures = {}
     counts = {}
     for section in baseline.main_sections:
@@ -444,6 +435,40 @@ def _plan_remeasurement(
         command=typed_command(),
         place=launcher.find_place(),
     )
+
+
+def _find_moved_files(
+    baseline: Report, file: Path, remeasure: Remeasure, terminal: Terminal
+) -> dict[str, Any]:
+    """Return the files to read in place of the baseline's, by measure and option.
+
+    An example is `{"attack": {"transfer": (path, ...)}}`. These are the files that the user typed,
+    because those of the baseline's run may have moved. If no adversarial examples were typed,
+    those that the baseline's run saved are added.
+
+    Args:
+        baseline: the report.
+        file: path of the baseline; its saved examples may be in the same folder.
+        remeasure: the options that the user typed.
+        terminal: gets the messages.
+
+    Raises:
+        UsageError: a file is for a measure that the baseline does not have.
+    """
+    moved = remeasure.moved
+    # Adversarial examples of another model: the files typed for --transfer, else the files that
+    # the baseline's run saved, if they still exist.
+    examples = moved.get("attack", {}).get("transfer", ())
+    if not examples:
+        examples = _find_examples(baseline, file, terminal)
+    for measure, given in moved.items():
+        if baseline.section(measure) is None:
+            # The message names one of the typed options: the first by name.
+            text = f"{flag(min(given))} needs a section {measure} in the baseline"
+            raise UsageError(text, "Leave it out.")
+    # After the check: examples that nobody typed must not be refused as an option without effect.
+    moved.setdefault("attack", {})["transfer"] = examples
+    return moved
 
 
 def _find_examples(baseline: Report, file: Path, terminal: Terminal) -> tuple[Path, ...]:

@@ -313,7 +313,8 @@ def convolve(
     """
     if input.ndim != weight.ndim:
         raise NoRuleError("a convolution without a batch axis")
-    if weight.ndim == 3:  # over one axis: the columns of images with a single row
+    # Over one axis: the same convolution of images with a single row.
+    if weight.ndim == 3:
         if not isinstance(padding, str):
             padding = (0, as_pair(padding)[1])
         image: Any = input.unsqueeze(-2)
@@ -398,6 +399,11 @@ def read_axes(dim: Any, ndim: int) -> list[int]:
     if isinstance(dim, int):
         return [dim % ndim]
     return [axis % ndim for axis in dim or range(ndim)]
+
+
+def sum_row(t: Tensor) -> Tensor:
+    """Return the sum over the last axis, as an axis of size 1."""
+    return t.sum(-1, keepdim=True)
 
 
 def reduce_axes(

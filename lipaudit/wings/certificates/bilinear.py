@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.wings.certificates import affine, rearrangements
+from lipaudit.wings.certificates.affine import sum_row
 from lipaudit.wings.certificates.curves import RECIPROCAL, relax
 from lipaudit.wings.certificates.error_blocks import ErrorBlock, join_blocks
 from lipaudit.wings.certificates.form import Coefficients, Form, NoRuleError
@@ -440,10 +441,9 @@ def _choose_products(pairs: FactorPairs, layers: int) -> Tensor:
     radii = []
     stacks = []
     for radius, coefficients in pairs:
-        heads = radius.shape[:-2].numel()
-        r = cast_up(radius, coefficients.dtype).reshape(heads, *radius.shape[-2:])  # (heads, i, j)
-        stack = coefficients.movedim(0, -3)
-        g = stack.reshape(heads, *stack.shape[-3:])  # (heads, symbols, j, d)
+        # The new first axis is there for tensors without a batch *b, which have one head.
+        r = cast_up(radius, coefficients.dtype)[None].flatten(0, -3)  # (heads, i, j)
+        g = coefficients.movedim(0, -3)[None].flatten(0, -4)  # (heads, symbols, j, d)
         # The size of a product is a sum over channels, r_ij sum_d |g_sjd|: (heads, i, symbols, j).
         sizes.append(torch.einsum("bsj,bij->bisj", g.abs().sum(-1), r))
         radii.append(r)
@@ -511,22 +511,22 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     rounded = constant.to(dtype)
     exact = rounded.to(DOUBLE)
     # Coefficients: subtract those of (sum_k P_k) constant.
-    row_sums, block_sums = x.map_coefficients(lambda t: t.sum(-1, keepdim=True))
+    row_sums, block_sums = x.map_coefficients(sum_row)
     product.dense[: len(row_sums)] -= row_sums * rounded
     removed = [block.map_coefficients(lambda t: -t * rounded) for block in block_sums]
     blocks = join_blocks(product.blocks, removed, torch.add)
-    total = x.centre.sum(-1, keepdim=True)
+    total = sum_row(x.centre)
     centre = product.centre + (1 - total) * exact
     # Slack: the slack of P times the constant, and rounding.
     magnitude = exact.abs()
-    slack = product.slack + x.slack.sum(-1, keepdim=True) * magnitude
+    slack = product.slack + sum_row(x.slack) * magnitude
     # A coefficient, in its dtype: the sum over keys, the product and the difference are fewer than
     # keys + 4 roundings of `radius`. (The difference also rounds the old coefficient. The slack of
     # the product covers this: it counts one rounding more than the product has.)
-    radius = x.symbol_radius.sum(-1, keepdim=True) * magnitude
+    radius = sum_row(x.symbol_radius) * magnitude
     # The centre, in float64: the sum over keys and three steps, of numbers of at most `size`; the
     # count keys + 8 leaves room.
-    size = 1 + x.centre.abs().sum(-1, keepdim=True)
+    size = 1 + sum_row(x.centre.abs())
     size = size * magnitude + product.centre.abs()
     slack = (
         slack + bound_rounding(keys + 4, dtype) * radius + bound_rounding(keys + 8, DOUBLE) * size

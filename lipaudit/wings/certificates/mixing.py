@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.wings.certificates import affine, curves, rearrangements
+from lipaudit.wings.certificates.affine import sum_row
 from lipaudit.wings.certificates.form import Form, NoRuleError, require_finite
 from lipaudit.wings.certificates.rounding import DOUBLE, LIBRARY_ULPS, bound_rounding, round_up
 from lipaudit.wings.certificates.symbols import Interval
@@ -258,13 +259,13 @@ def _describe_deviation(s: Form, p: Tensor, error: float) -> Deviation:
     r = round_up(d.radii.linear + d.nonlinear_radius)  # |d_j| <= r_j on the ball
     # In exact arithmetic sum_j p_j d_j = 0. p and the mean of ds are rounded: so the sum is within
     # +-mean_error, a share of sum p r and of the radius of this mean.
-    mean_radius = round_up(_sum_row(p * s.radius), roundings=keys)
+    mean_radius = round_up(sum_row(p * s.radius), roundings=keys)
     return Deviation(
         form=d,
         p=p,
         radius=r,
         lengths=bound_lengths(d, axis=-1, weight=p.sqrt()),  # of sqrt(p) d
-        mean_error=round_up(error * (_sum_row(p * r) + mean_radius), roundings=keys),
+        mean_error=round_up(error * (sum_row(p * r) + mean_radius), roundings=keys),
     )
 
 
@@ -310,11 +311,11 @@ def _bound_taylor_terms(deviation: Deviation) -> tuple[Tensor, Tensor]:
     # Roundings: one per key, and 2 LIBRARY_ULPS for each function of the library. `second` has two
     # of them: exp of a key and of all keys, in the softmax p. `third` also has expm1, in g; one
     # more leaves room.
-    second = torch.minimum(_sum_row(squares), squared_length)
+    second = torch.minimum(sum_row(squares), squared_length)
     second = round_up(second, roundings=4 * LIBRARY_ULPS + keys)
     # Two bounds of C: by the largest deviation r_j of each key, or by the largest deviation of all
     # keys and the length of the vector sqrt(p) d. The smaller bound is taken.
-    third_by_key = _sum_row(_bound_excess(r) * squares)
+    third_by_key = sum_row(_bound_excess(r) * squares)
     third_by_length = _bound_excess(r.amax(-1, keepdim=True)) * squared_length
     third = torch.minimum(third_by_key, third_by_length)
     third = round_up(third / 2, roundings=8 * LIBRARY_ULPS + keys)
@@ -347,11 +348,11 @@ def _subtract_mean(s: Form, p: Tensor) -> Form:
     """
     return affine.linear_map(
         s.with_bounds(torch.zeros_like(p), s.slack),
-        lambda t, w: t - _sum_row(t * w),
+        lambda t, w: t - sum_row(t * w),
         p.to(s.symbols.dtype),
         roundings=p.shape[-1] + 2,  # products, their sum over the keys, and a difference
         # The map with the absolute values of its entries: it bounds how slack grows.
-        absolute_op=lambda t, w: t + _sum_row(t * w),
+        absolute_op=lambda t, w: t + sum_row(t * w),
         mixes="rows",
     )
 
@@ -412,11 +413,11 @@ def _bound_by_chords(p: Tensor, r: Tensor) -> Tensor:
     ratio = torch.sinh(r) / r.clamp_min(1e-9)
     m = p * torch.where(r > 1e-6, ratio, 1 + r.square() / 6)
     # A. The error of cosh is a share of A, so it is added to log A below.
-    a = round_up(_sum_row(p * torch.cosh(r)), roundings=keys)
+    a = round_up(sum_row(p * torch.cosh(r)), roundings=keys)
     # |M / A - p|, and the rounding of M, A and p: sinh, cosh and two exp have 2 LIBRARY_ULPS
     # roundings each, and a sum has one per key.
     slope = (m / a - p).abs() + bound_rounding(8 * LIBRARY_ULPS + keys, DOUBLE) * p
-    of_keys = round_up(_sum_row(slope * r), roundings=keys)
+    of_keys = round_up(sum_row(slope * r), roundings=keys)
     # The errors of cosh and of log, 2 LIBRARY_ULPS roundings each.
     of_library = 4 * LIBRARY_ULPS * bound_rounding(1, DOUBLE)
     return a.log() + of_library + of_keys
@@ -449,7 +450,7 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     # p, and two exp in p, 2 LIBRARY_ULPS roundings each. It is counted twice: for the coefficients
     # of products, and for p, which is not exactly the softmax.
     radius = d.radii.linear + d.nonlinear_radius
-    rounding = bound_rounding(2 * keys + 4 * LIBRARY_ULPS, dtype) * _sum_row(p * radius.square())
+    rounding = bound_rounding(2 * keys + 4 * LIBRARY_ULPS, dtype) * sum_row(p * radius.square())
     # 1/2 sum p L^2, (symbols, *rows, 1): products of two input symbols, and 0 for input symbols.
     linear = d.dense[:n]  # the coefficients of L, (inputs, *rows, keys)
     half = (p / 2).to(dtype)
@@ -473,8 +474,8 @@ def _bound_rest_of_squares(d: Form, p: Tensor, lengths: Lengths) -> tuple[Tensor
         lengths: bounds of ||sqrt(p) L|| and ||sqrt(p) R||.
     """
     cross_by_key, square_by_key = curves.bound_square_rest(d.radii.linear, d.nonlinear_radius)
-    cross = _sum_row(p * cross_by_key)
-    square = _sum_row(p * square_by_key)
+    cross = sum_row(p * cross_by_key)
+    square = sum_row(p * square_by_key)
     cross_by_length, square_by_length = curves.bound_square_rest(*lengths)
     # 2 L R + R^2 is in [-cross, cross + square], with the radius cross + square / 2. Each row
     # takes the pair with the smaller radius.
@@ -482,11 +483,6 @@ def _bound_rest_of_squares(d: Form, p: Tensor, lengths: Lengths) -> tuple[Tensor
     cross = torch.where(is_less, cross_by_length, cross)
     square = torch.where(is_less, square_by_length, square)
     return cross, square
-
-
-def _sum_row(t: Tensor) -> Tensor:
-    """Return the sum over the last axis, as an axis of size 1."""
-    return t.sum(-1, keepdim=True)
 
 
 def _compute_scores(query: Any, key: Any, scale: float) -> Any:

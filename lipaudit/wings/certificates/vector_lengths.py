@@ -14,6 +14,7 @@ Words move a vector by at most the sum of the k longest moves, one of each word.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -190,18 +191,31 @@ def _sum_outer_products(
 
     gram = stacks[0].new_zeros(count, k, k, dtype=DOUBLE)
     sum_of_s = gram.new_full((count,), float(unit))
+    for vectors in _list_vectors(stacks, axis, weight):  # h_r, (count, symbols, k)
+        # h_r h_r^T / s_r is the outer product of h_r / sqrt(s_r) with itself.
+        if not unit:
+            s = vector_norm(vectors, dim=-1, keepdim=True)
+            s = s.clamp_min(tiny(dtype))
+            sum_of_s += s.to(DOUBLE).sum((1, 2))
+            vectors = vectors / s.sqrt()
+        gram += (vectors.mT @ vectors).to(DOUBLE)
+    return gram, sum_of_s
+
+
+def _list_vectors(stacks: list[Tensor], axis: int, weight: Tensor | None) -> Iterator[Tensor]:
+    """Yield the vectors along an axis of coefficients times a weight, (count, symbols, k) each.
+
+    At most _ROWS symbols at a time; a symbol has `count` vectors with k entries.
+
+    Args:
+        stacks: coefficients (symbols, *shape).
+        axis: axis of the vectors, without that of the symbols.
+        weight: (*shape); None for 1.
+    """
     for stack in stacks:
         for part in stack.split(_ROWS):  # type: ignore[no-untyped-call]
-            vectors = part
             if weight is not None:
-                vectors = part * weight
-            vectors = vectors.movedim(axis + 1, -1).reshape(len(part), count, k)
-            vectors = vectors.transpose(0, 1)  # (count, symbols, k)
-            # h_r h_r^T / s_r is the outer product of h_r / sqrt(s_r) with itself.
-            if not unit:
-                s = vector_norm(vectors, dim=-1, keepdim=True)
-                s = s.clamp_min(tiny(dtype))
-                sum_of_s += s.to(DOUBLE).sum((1, 2))
-                vectors = vectors / s.sqrt()
-            gram += (vectors.mT @ vectors).to(DOUBLE)
-    return gram, sum_of_s
+                part = part * weight
+            vectors = part.movedim(axis + 1, -1)
+            # The new axis is there for vectors without further axes, (symbols, k).
+            yield vectors[:, None].flatten(1, -2).transpose(0, 1)

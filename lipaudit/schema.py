@@ -232,9 +232,7 @@ def _layout(value: Any, depth: int = 0) -> str:
     if isinstance(value, dict):
         left = "{"
         right = "}"
-        items = []
-        for key, inner in value.items():
-            items.append(f"{json.dumps(key)}: {_layout(inner, depth + 1)}")
+        items = [f"{json.dumps(key)}: {_layout(inner, depth + 1)}" for key, inner in value.items()]
     else:
         left = "["
         right = "]"

@@ -228,16 +228,10 @@ def encode_part(part: Part, measure: str) -> bytes:
     """
     import numpy as np
 
-    def to_json(value: Any) -> Any:
-        # json calls this for values that it cannot write.
-        if isinstance(value, np.generic | np.ndarray):
-            return value.tolist()
-        raise TypeError(f"it holds a value of type {type(value).__name__}")
-
     facts = {}
     for name, fact in part.facts.items():
         try:
-            facts[name] = json.loads(json.dumps(fact, default=to_json))
+            facts[name] = json.loads(json.dumps(fact, default=_convert_numpy))
         except (TypeError, ValueError) as error:
             raise EvaluationError(
                 f"the fact {name!r} of the measure {measure} is no JSON value: {error}",
@@ -256,6 +250,19 @@ def encode_part(part: Part, measure: str) -> bytes:
     arrays: dict[str, Any] = {f"{i}": array for i, array in enumerate(part.values.values())}
     np.savez_compressed(file, header=encoded_header, **arrays)
     return file.getvalue()
+
+
+def _convert_numpy(value: Any) -> Any:
+    """Return a number or array of numpy as plain numbers; json calls this for unknown values.
+
+    Raises:
+        TypeError: the value is of another type.
+    """
+    import numpy as np
+
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"it holds a value of type {type(value).__name__}")
 
 
 def decode_part(content: bytes) -> Part:

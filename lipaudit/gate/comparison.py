@@ -133,14 +133,11 @@ def compare(reports: Sequence[Report]) -> Comparison:
     # place in the data.
     matched, by_place = pairing.match_samples(reports, names)
     first, *others = matched
-    pairs = []
-    reasons = list[str]()
-    for name, report in zip(names[1:], others, strict=True):
-        pair = _compare_with_first(
-            first, report, names=(names[0], name), by_place=by_place.get(name, "")
-        )
-        pairs.append(pair)
-        reasons += (verdict.reason for verdict in pair.verdicts)
+    pairs = tuple(
+        _compare_with_first(first, report, names=(names[0], name), by_place=by_place.get(name, ""))
+        for name, report in zip(names[1:], others, strict=True)
+    )
+    reasons = [verdict.reason for pair in pairs for verdict in pair.verdicts]
     # Only a verdict on figures that cannot be compared has a reason. If every verdict has one, or
     # if there is no verdict, nothing was compared.
     if all(reasons):
@@ -149,7 +146,7 @@ def compare(reports: Sequence[Report]) -> Comparison:
         if any(report.status != "complete" for report in reports):
             advice = UNFINISHED
         raise BaselineError(f"the reports cannot be compared: {reason}", advice)
-    return Comparison(models=tuple(names), pairs=tuple(pairs))
+    return Comparison(models=tuple(names), pairs=pairs)
 
 
 Judged = tuple[Rule, Contrast]
@@ -245,6 +242,7 @@ def _compare_sections(
         changes: the changes found so far.
     """
     has_heads = {"layer", "head"} <= after.columns.keys()
+    # `lenient` below: a comparison leaves out rows and samples that did not converge.
     for name in _list_columns(before, after):
         metric = f"{before.measure}.{name}"
         old_figures = _list_figures(before, name)

@@ -124,25 +124,21 @@ def _contrast_reports(
         BaselineError: the two reports are not comparable.
         UsageError: the rule matches nothing, or does not suit its metric.
     """
-    old = baseline.section(rule.measure)
-    new = current.section(rule.measure)
-    if new is None:
-        if old is None:
-            text = f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
-            raise UsageError(text)
-        raise BaselineError(f"the current report has no section {rule.measure}")
+    if not any(report.section(rule.measure) for report in (current, baseline)):
+        text = f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
+        raise UsageError(text)
+    new = readings.require_section(rule, current, "the current report")
     # The current report is checked first: a failed run is an error, whatever the baseline is.
     points = readings.read_trusted(rule, current, new, lenient=lenient).points
     if rule.limit.kind == "absolute":  # a limit on the current figure, which needs no baseline
         if rule.group:
             return _contrast_own_groups(rule, current, new)
         return _contrast_current(points)
-    if old is None:
-        raise BaselineError(f"the baseline has no section {rule.measure}")
+    old = readings.require_section(rule, baseline, "the baseline")
     _require_comparable(rule, current, baseline, old, lenient)
     shared = _find_shared(rule, new, old, lenient=lenient)
     if rule.group:
-        members = groups.find_members(rule, current, baseline, lenient=lenient)
+        members = groups.find_members(rule, current, baseline, (new, old), lenient=lenient)
         contrasts = _contrast_groups(rule, shared, members, _read_tolerance(new))
     else:
         new_values, old_values, ids = _read_shared(rule, shared)

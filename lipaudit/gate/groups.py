@@ -31,7 +31,12 @@ def require_groups(report: Report, what: str) -> dict[str, str]:
 
 
 def find_members(
-    rule: Rule, current: Report, baseline: Report, *, lenient: bool
+    rule: Rule,
+    current: Report,
+    baseline: Report,
+    sections: tuple[Section, Section],
+    *,
+    lenient: bool,
 ) -> dict[str, frozenset[str]]:
     """Return the ids of the shared samples of each group that a rule judges, by group.
 
@@ -41,6 +46,7 @@ def find_members(
         rule: a rule by group: one group, or each.
         current: the report to judge.
         baseline: the report to compare the current one with.
+        sections: the sections of both reports that the rule reads.
         lenient: True for a comparison, False for a gate. A gate refuses groups of which many
             samples are missing in the current report.
 
@@ -51,10 +57,7 @@ def find_members(
     # The group of each sample, by id.
     new_groups = require_groups(current, "the current report")
     old_groups = require_groups(baseline, "the baseline")
-    new = current.section(rule.measure)
-    old = baseline.section(rule.measure)
-    assert new is not None
-    assert old is not None
+    new, old = sections
     _require_same_groups(new_groups, old_groups)
     old_members = _list_members(old, old_groups)
     new_ids = set(new.ids)
@@ -98,9 +101,7 @@ def list_own_members(rule: Rule, report: Report, what: str) -> dict[str, frozens
     Raises:
         BaselineError: the report has no such section, no groups, or not the group of the rule.
     """
-    section = report.section(rule.measure)
-    if section is None:
-        raise BaselineError(f"{what} has no section {rule.measure}")
+    section = readings.require_section(rule, report, what)
     members = _list_members(section, require_groups(report, what))
     return {group: members[group] for group in _choose_groups(rule, members)}
 
@@ -194,15 +195,15 @@ def list_group_figures(report: Report) -> Iterator[list[GroupFigure]]:
                 continue
             for trial, values in values_by_trial.items():
                 figures = _summarise_groups(rule, str(trial), ids, values, groups)
-                figures.sort(key=lambda figure: -order(rule.worse * figure.value))
-                if figures:
-                    yield figures
+                worst_first = sorted(figures, key=lambda each: -order(rule.worse * each.value))
+                if worst_first:
+                    yield worst_first
 
 
 def _summarise_groups(
     rule: Rule, name: str, ids: Sequence[str], values: Values, groups: dict[str, str]
-) -> list[GroupFigure]:
-    """Return the figure of each group, a share or a median, with 95% confidence limits.
+) -> Iterator[GroupFigure]:
+    """Yield the figure of each group, a share or a median, with 95% confidence limits.
 
     Args:
         rule: names the metric and its statistic: `mean` for yes-or-no values, else `median`.
@@ -211,26 +212,23 @@ def _summarise_groups(
         values: the value of each sample, (samples,).
         groups: the group of each sample, by id.
     """
-    pairs = []
-    for sample, value in zip(ids, values.tolist(), strict=True):
-        if sample in groups and not is_repeat(sample) and not np.isnan(value):
-            pairs.append((groups[sample], value))
-    figures = []
+    pairs = [
+        (groups[sample], value)
+        for sample, value in zip(ids, values.tolist(), strict=True)
+        if sample in groups and not is_repeat(sample) and not np.isnan(value)
+    ]
     for group, numbers in group_values(pairs).items():
         value, limits = _summarise_values(numbers, rule)
         low, high = limits or (None, None)
-        figures.append(
-            GroupFigure(
-                metric=rule.metric,
-                name=name,
-                group=group,
-                samples=len(numbers),
-                value=value,
-                low=low,
-                high=high,
-            )
+        yield GroupFigure(
+            metric=rule.metric,
+            name=name,
+            group=group,
+            samples=len(numbers),
+            value=value,
+            low=low,
+            high=high,
         )
-    return figures
 
 
 def _summarise_values(

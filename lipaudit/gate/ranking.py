@@ -5,7 +5,7 @@ Each model is compared with the best sample by sample, with the verdicts of `jud
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -210,7 +210,10 @@ def _rank_comparable(rule: Rule, worse: Mapping[int, float], reports: Sequence[R
     """
     # Bonferroni's correction for comparing all other models with the best model.
     level = LEVEL / max(1, len(worse) - 1)
-    best = _find_best(rule, worse, reports, level)
+    best, *others = worse
+    for i in others:  # the model with the best figure may not be the best sample by sample
+        if _compare_two(rule, new=reports[i], old=reports[best], level=level).status == "improved":
+            best = i
     entries: _Fields = {best: {"rank": 1, "outcome": "best"}}
     for i in worse:
         if i == best:
@@ -229,22 +232,6 @@ def _rank_comparable(rule: Rule, worse: Mapping[int, float], reports: Sequence[R
         entries[i] = {"rank": place, "outcome": outcome, "difference": change}
     # Sorting keeps the order of equal ranks: the best model stays first.
     return dict(sorted(entries.items(), key=lambda entry: entry[1]["rank"]))
-
-
-def _find_best(rule: Rule, models: Iterable[int], reports: Sequence[Report], level: float) -> int:
-    """Return the model (by index) that is the best sample by sample.
-
-    Args:
-        rule: names the figure; it allows no change.
-        models: the models; the model with the best figure first, which may not be the best one.
-        reports: the reports of all models.
-        level: one-sided error probability of each limit of a change.
-    """
-    best, *others = models
-    for i in others:
-        if _compare_two(rule, new=reports[i], old=reports[best], level=level).status == "improved":
-            best = i
-    return best
 
 
 def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:

@@ -46,6 +46,18 @@ class RuleValues:
     pairs: Mapping[Key, Values]
 
 
+def require_section(rule: Rule, report: Report, what: str) -> Section:
+    """Return the section of a report that a rule reads.
+
+    Raises:
+        BaselineError: the report has no such section; the message calls the report `what`.
+    """
+    section = report.section(rule.measure)
+    if section is None:
+        raise BaselineError(f"{what} has no section {rule.measure}")
+    return section
+
+
 def read(
     rule: Rule,
     section: Section,
@@ -439,10 +451,10 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
     # attacks. If the report stores this worst case, the stored column is used.
     if rule.column == "robust":
         attacked = [key for key in values if isinstance(key, TrialKey) and key.attack]
-        worst: dict[Key, Values] = {}
-        for ball, inside in trials.worst_cases(attacked).items():
-            of_attacks = [values[trial] for trial in inside]
-            worst[ball] = np.min(of_attacks, axis=0)
+        worst: dict[Key, Values] = {
+            ball: np.min([values[trial] for trial in inside], axis=0)
+            for ball, inside in trials.worst_cases(attacked).items()
+        }
         values = worst | values
     chosen = [key for key in values if _matches_all(key, rule.selector)]
     return {key: values[key] for key in _choose_worst(chosen, rule.selector)}

@@ -245,16 +245,28 @@ def judge_by_bootstrap(
         return exact.correct_p(by_draws, margin)
 
     def compute_limits(level: float) -> Limits:
-        # Limits of the percentile bootstrap: the k-th smallest and k-th largest of the resampled
-        # changes (`draws`, sorted), widened to contain 0 where the exact test does not reject it.
-        # A share `level` of the draws is beyond each limit: k = 50 for 2000 draws at 0.025. 1e-9
-        # makes up for a rounding error just below a whole number.
-        k = int(level * (RESAMPLES + 1) + 1e-9)
-        if not k:  # too few draws for this level
-            return _UNKNOWN
-        return exact.include_zero(float(draws[k - 1]), float(draws[-k]), level)
+        # Limits of the percentile bootstrap, widened to contain 0 where the exact test does not
+        # reject it.
+        low, high = _find_percentiles(draws, level)
+        return exact.include_zero(low, high, level)
 
     return Evidence(estimate, n, p=compute_p, limits=compute_limits, least=least)
+
+
+def _find_percentiles(draws: Values, level: float) -> Limits:
+    """Return the limits beyond which a share `level` of the resampled changes is, on each side.
+
+    They are the k-th smallest and the k-th largest change: k = 50 for 2000 draws at 0.025.
+
+    Args:
+        draws: the changes, sorted, (draws,).
+        level: one-sided error probability of each limit.
+    """
+    # 1e-9 makes up for a rounding error just below a whole number.
+    k = int(level * (RESAMPLES + 1) + 1e-9)
+    if not k:  # too few draws for this level
+        return _UNKNOWN
+    return float(draws[k - 1]), float(draws[-k])
 
 
 def _draw_changes(

@@ -259,8 +259,10 @@ def _compare_sections(
         # MAPPED names the columns to compare head by head; for other measures every column is.
         if has_heads and name in MAPPED.get(before.measure, (name,)):
             rule = no_change(f"{metric}:each", figures, sections=(before, after))
+            # The old and new value of each head; or a verdict with the reason why the two reports
+            # cannot be compared.
             examined = examine(rule, new, old, lenient=True)
-            if not isinstance(examined, Verdict):  # the old and new value of each head
+            if not isinstance(examined, Verdict):
                 changes.heads += _judge_heads(rule, examined, after)
             elif metric in OF_HEADS_ALONE:
                 # The column has no other verdict: report why the heads cannot be compared.

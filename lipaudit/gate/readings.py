@@ -324,9 +324,9 @@ def find_contradiction(section: Section, column: str) -> str:
     for name, about in section.columns.items():
         how = about.reduction  # how a cell is computed from samples
         # Only simple statistics are checked: no ratios (`per`), and no weighted means.
-        if how is None or how.per or column not in (name, how.values):
+        if how is None or how.per or how.weights in section.arrays:
             continue
-        if how.weights in section.arrays:
+        if column not in (name, how.values):
             continue
         for key, cell, values in _list_reduced(section, name, how):
             # Without a figure, or without a value for every sample, there is nothing to compare.

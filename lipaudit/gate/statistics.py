@@ -158,7 +158,7 @@ def _compute_tail(draws: Values, observed: float) -> float:
 
 @dataclass(frozen=True)
 class ExactTest:
-    """An exact test of "no change", which corrects approximate p-values and limits.
+    """The p-values of an exact test, by which approximate p-values and limits are corrected.
 
     Attributes:
         p_no_worse: the p-value of "no worse".
@@ -179,7 +179,7 @@ class ExactTest:
         return p
 
     def include_zero(self, low: float, high: float, level: float) -> Limits:
-        """Widen limits to include 0 on each side on which the exact test does not reject it.
+        """Widen limits to include 0 on each side where the exact test keeps "no change".
 
         Args:
             low: approximate lower limit of a change for the worse.

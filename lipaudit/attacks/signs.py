@@ -215,11 +215,13 @@ def note_masking(
             continue
         survived = robust[:, columns]
         where = f"{trial.norm} {trial.radius.text}"
-        excess = _describe_excess(trial, in_ball, survived, lucky)  # signs 1 and 2
-        if excess:
-            signs[trial.label] = f"{excess} ({where})"
+        # Signs 1 and 2: a sentence, such as "fgsm broke 5 samples more than pgd", or "".
+        sentence = _describe_excess(trial, in_ball, survived, lucky)
+        if sentence:
+            signs[trial.label] = f"{sentence} ({where})"
+        # Sign 3.
         survivors = survived.all(1).sum()
-        if _holds_centre(trial, box) and survivors > largest_class + lucky:  # sign 3
+        if _holds_centre(trial, box) and survivors > largest_class + lucky:
             signs["survivors"] = (
                 f"{survivors} of {len(y)} samples survive {where}, a ball that holds the same "
                 f"grey point for all of them, where at most {largest_class} can be right"

@@ -455,7 +455,10 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
 
 
 def _list_differences(heads: Heads) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield some rows of P with ||c_ij|| and d_ij of `_bound_differences`, until P is complete."""
+    """Yield (P, ||c||, d) for some queries at a time, each (batch, heads, rows, m).
+
+    c_ij is P_ij (v_j - o_i), and d_ij bounds its rounding error: see `_bound_differences`.
+    """
     v = heads.v
     sink = heads.sink_share()  # probability of a constant logit beside those of the keys, or None
     for start, stop in heads.row_blocks():

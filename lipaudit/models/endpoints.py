@@ -185,13 +185,7 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     default = "logits" if has_logits else "features"
     what, where = Target.parse(target or default)
     name = net.architecture
-    known = ["logits", "probabilities", "loss"] if has_logits else []
-    # If the model scores several continuations of a prompt, hidden states differ between
-    # continuations: a sample has no hidden states, tokens or features.
-    if not net.scored:
-        known += ["features", "tokens"]
-        if net.kind == "text":
-            known.append("hidden")
+    known = _list_outputs(net, has_logits=has_logits)
     if what not in known:
         raise InputError(
             f"{name} has no single output {what!r} per sample",
@@ -206,6 +200,18 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
             f"Use --to {what}.",
         )
     return Target(what, where="")
+
+
+def _list_outputs(net: Net, *, has_logits: bool) -> list[str]:
+    """Return the names of the outputs that a model has for each sample, such as features."""
+    outputs = ["logits", "probabilities", "loss"] if has_logits else []
+    # If the model scores several continuations of a prompt, hidden states differ between
+    # continuations: a sample has no hidden states, tokens or features.
+    if not net.scored:
+        outputs += ["features", "tokens"]
+        if net.kind == "text":
+            outputs.append("hidden")
+    return outputs
 
 
 def make_sample_function(

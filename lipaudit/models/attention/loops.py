@@ -224,11 +224,12 @@ def _share_input(a: Surveyed, b: Surveyed) -> bool:
     False for calls of several heads: the survey does not keep their linear maps, to save memory
     (`origin.linear` is None).
     """
-    roots = []  # for each call, the tensors that the linear maps of its queries read
-    for layer in (a, b):
-        queries, _, _ = layer.origins
-        roots.append({origin.root for origin in queries if origin.linear})
-    return a.site.line == b.site.line and bool(roots[0]) and roots[0] == roots[1]
+    # For each call, the tensors that the linear maps of its queries read.
+    tensors_of_a, tensors_of_b = (
+        {origin.root for origin in queries if origin.linear}
+        for queries, _, _ in (a.origins, b.origins)
+    )
+    return a.site.line == b.site.line and bool(tensors_of_a) and tensors_of_a == tensors_of_b
 
 
 def _read_same_tokens(a: Surveyed, b: Surveyed) -> bool:

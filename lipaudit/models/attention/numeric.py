@@ -143,8 +143,7 @@ def _linearize_layer(layer: Layer) -> Linearization:
         output = _run_alone(layer, lambda: _run_again(frame, replacements))
         return output.flatten()[None]
 
-    only_sample = z.new_zeros(1, dtype=torch.long)
-    linear = Linearization(compute_output, z, only_sample)
+    linear = Linearization(compute_output, z, index=z.new_zeros(1, dtype=torch.long))
     again = linear.output[0].view_as(layer.output)
     if not agree(layer.output, again, tolerance=AGREES, each=1):
         raise EvaluationError(
@@ -220,6 +219,10 @@ class Residual(NamedTuple):
     by_sample: bool
 
 
+ResidualsByCall = dict[tuple[str, int], Residual]
+"""Residual blocks by module and number of its call."""
+
+
 def find_residuals(
     net: Net, batch: Batch, sites: Sequence[Site], *, entire: bool = False
 ) -> tuple[Residual | None, ...]:
@@ -240,20 +243,8 @@ def find_residuals(
         One residual block per site, preferably with a row per sample; None if no module around
         the layer has a skip path.
     """
-    by_call: dict[tuple[str, int], Residual] = {}  # by module and number of its call
+    by_call: ResidualsByCall = {}
     frames_around: dict[Address, list[trace.Frame]] = {}  # module calls around an attention call
-
-    def note_residual(samples: int, frame: trace.Frame, output: Any) -> None:
-        """Note a module call in `by_call`, at its end, if it is a residual block.
-
-        A block has a row per sample (`by_sample`) if it has one in every pass so far.
-        """
-        residual = _find_skip_path(frame, output, samples)
-        if residual is not None:
-            key = residual.module, residual.call
-            of_earlier_pass = by_call.get(key, residual)
-            by_sample = residual.by_sample and of_earlier_pass.by_sample
-            by_call[key] = residual._replace(by_sample=by_sample)
 
     def note_frames(call_stack: trace.CallStack, _call: AttentionCall, address: Address) -> None:
         """Note the module calls in progress at an attention call, innermost first."""
@@ -262,7 +253,7 @@ def find_residuals(
     # Run with one sample and with two. If the first axis of an output is as long as the number of
     # samples in both passes, the output has a row per sample; in one pass it may be chance.
     for samples in (1, 2):
-        call_stack = trace.CallStack(on_leave=partial(note_residual, samples))
+        call_stack = trace.CallStack(on_leave=partial(_note_residual, by_call, samples))
         with trace.fork_random(net):
             first = batch[:1].trim()
             copies = first.rows(torch.zeros(samples, dtype=torch.long))
@@ -273,6 +264,27 @@ def find_residuals(
         _choose_residual(site, frames_around.get(site.address, []), by_call, entire=entire)
         for site in sites
     )
+
+
+def _note_residual(
+    by_call: ResidualsByCall, samples: int, frame: trace.Frame, output: Any
+) -> None:
+    """Add a module call to `by_call`, at its end, if it is a residual block.
+
+    A block has a row per sample (`by_sample`) if it has one in this and every earlier pass.
+
+    Args:
+        by_call: the residual blocks so far, of this pass and of earlier ones.
+        samples: number of samples in this pass.
+        frame: the module call.
+        output: its output, with its graph.
+    """
+    residual = _find_skip_path(frame, output, samples)
+    if residual is not None:
+        key = residual.module, residual.call
+        of_earlier_pass = by_call.get(key, residual)
+        by_sample = residual.by_sample and of_earlier_pass.by_sample
+        by_call[key] = residual._replace(by_sample=by_sample)
 
 
 def _find_skip_path(frame: trace.Frame, output: Any, samples: int) -> Residual | None:
@@ -304,7 +316,7 @@ def _find_skip_path(frame: trace.Frame, output: Any, samples: int) -> Residual |
 def _choose_residual(
     site: Site,
     frames: Sequence[trace.Frame],
-    by_call: Mapping[tuple[str, int], Residual],
+    by_call: ResidualsByCall,
     *,
     entire: bool,
 ) -> Residual | None:

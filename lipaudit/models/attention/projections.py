@@ -405,11 +405,10 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     leaves, linears = _find_same_maps(form, leaves)
     # Maps of one input act like one map with all their columns side by side.
     linear = join_linears(linears)
-    outputs = tuple(leaf.tensor for leaf in leaves)
     # Of repeated heads, only the first of each group is read.
     t = t[:, :: form.repeat]
     # t together with the tensors that it is computed from: its gradients show what it reads.
-    source = Probed(t, outputs, linear.outputs)
+    source = Probed(t, tuple(leaf.tensor for leaf in leaves), linear.outputs)
     total = linear.inputs.shape[0]  # rows of X: the tokens of all samples
     # Which token of X each token of t reads, from `decode`; None if a text of another length may
     # have another order. `rows` has the row of X of each token of t.

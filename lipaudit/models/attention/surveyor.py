@@ -265,8 +265,8 @@ class Surveyor(Tracer):
         """
         x = self.batch.x
         _, heads, tokens, _ = q.shape
-        is_text = x.ndim == 2
-        return is_text and heads == x.shape[1] and tokens != x.shape[1]
+        # Texts are (samples, length).
+        return x.ndim == 2 and heads == x.shape[1] != tokens
 
     def remember(self, linear: calls.Linear, result: Tensor) -> None:
         """Find the layer whose output a linear map reads, and take the map as the layer's W_O.

@@ -27,18 +27,7 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
         UsageError: an option without an effect, or a file that cannot be written.
         InputError: the list, a network or a property cannot be read.
     """
-    # Of the options given on the command line, not in a configuration file, only the seed matters.
-    without_effect = [flag(name) for name in run.model_fields_set - run._configured - {"seed"}]
-    without_effect += [f"-o {path}" for path in output.output if path.suffix != ".csv"]
-    if output.format not in (None, "csv"):
-        without_effect.append(f"-f {output.format}")
-    if without_effect:
-        raise UsageError(
-            f"{without_effect[0]} has no effect with --instances",
-            "Results are CSV: -o FILE.csv.",
-        )
-    for path in output.output:
-        files.require_writable(path)
+    _require_csv(run, output)
     text = ""
     for row, example in decide_instances(options.instances, options, run):
         line = ",".join(row) + "\n"
@@ -54,6 +43,22 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
                 files.write(path.parent / example_name, gzip.compress(example.encode()))
 
 
+def _require_csv(run: RunOptions, output: Output) -> None:
+    """Refuse options that have no effect with --instances, and files that cannot be written."""
+    # Of the options given on the command line, not in a configuration file, only the seed matters.
+    without_effect = [flag(name) for name in run.model_fields_set - run._configured - {"seed"}]
+    without_effect += [f"-o {path}" for path in output.output if path.suffix != ".csv"]
+    if output.format not in (None, "csv"):
+        without_effect.append(f"-f {output.format}")
+    if without_effect:
+        raise UsageError(
+            f"{without_effect[0]} has no effect with --instances",
+            "Results are CSV: -o FILE.csv.",
+        )
+    for path in output.output:
+        files.require_writable(path)
+
+
 def verify_report(options: Any, run: RunOptions, output: Output) -> None:
     """Print a line for every certified sample of a report: whether its proof holds again.
 
@@ -64,8 +69,10 @@ def verify_report(options: Any, run: RunOptions, output: Output) -> None:
     # file (`_configured`) have no effect.
     set_options = run.model_fields_set - run._configured or output.model_fields_set
     if set_options:
-        text = f"{flag(min(set_options))} has no effect with --verify"
-        raise UsageError(text, "Leave it out: the report has the run.")
+        raise UsageError(
+            f"{flag(min(set_options))} has no effect with --verify",
+            "Leave it out: the report has the run.",
+        )
     failed = 0
     for sample, radius, is_proven in verify_proofs(schema.load(options.verify), options.proofs):
         verdict = "proven"
@@ -74,8 +81,8 @@ def verify_report(options: Any, run: RunOptions, output: Output) -> None:
             failed += 1
         typer.echo(f"{sample} {radius} {verdict}")
     if failed:
-        advice = (
-            "Give the file of --proofs. Without it, only balls that were not split are proven."
+        raise LipauditError(
+            f"{failed} certificates of the report are not proven again",
+            "Give the file of --proofs. Without it, only balls that were not split are proven.",
+            ExitCode.NOT_PROVEN,
         )
-        text = f"{failed} certificates of the report are not proven again"
-        raise LipauditError(text, advice, ExitCode.NOT_PROVEN)

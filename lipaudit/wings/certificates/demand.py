@@ -138,8 +138,7 @@ class TrialRun:
         # A trial uses neither the coefficients of symbols nor the slack: these are placeholders.
         no_coefficients = centre.new_empty(0, *centre.shape)
         form = Form(centre, no_coefficients, slack=centre, symbols=self.symbols)
-        unread = centre.new_zeros(centre.shape, dtype=torch.bool)
-        form.__dict__["node"] = Node(unread)
+        form.__dict__["node"] = Node(read=centre.new_zeros(centre.shape, dtype=torch.bool))
         return form
 
     def record_call(self, func: Any, name: str, _rule: Any, args: Any, kwargs: Any) -> Any:
@@ -429,8 +428,7 @@ def _repeat_form(form: Form, position: Position, size: int) -> Form:
     # not computed. Then expand its forms: the quotient stays, which gives tighter bounds.
     quotient = form.pending_quotient
     if quotient:
-        parts = quotient.move(lambda part: _repeat_form(part, position, size))
-        wide = Form.from_quotient(parts)
+        wide = Form.from_quotient(quotient.move(lambda part: _repeat_form(part, position, size)))
     else:
         axis, index = position
         shape = list(form.shape)

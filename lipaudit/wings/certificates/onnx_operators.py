@@ -274,8 +274,7 @@ def _wrap_torch(name: str) -> Any:
     """
 
     def compute(*x: Any) -> Any:
-        function = getattr(torch, name, None) or getattr(F, name)
-        return function(*x)
+        return (getattr(torch, name, None) or getattr(F, name))(*x)
 
     return compute
 

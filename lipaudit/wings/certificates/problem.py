@@ -145,8 +145,7 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
     forms: list[Form | ReluCall] = [margins, *calls]
     row_count = sum(len(form.centre) for form in forms)
     room = numbers // row_count - len(always)  # a column has a coefficient in every row
-    stacks = [form.generators for form in forms]
-    has_column = _choose_columns(symbols, stacks, always, max(room, 0))
+    has_column = _choose_columns(symbols, forms, always, max(room, 0))
     margin_rows, *relu_rows = (_make_rows(symbols, form, has_column) for form in forms)
     column_of_symbol = has_column.cumsum(0) - 1  # for symbols that have a column
     # The depth of a ReLU is the number of its call: 0 for the first one in the model.
@@ -211,7 +210,7 @@ def _make_rows(symbols: Symbols, form: Form | ReluCall, has_column: Tensor) -> S
 
 
 def _choose_columns(
-    symbols: Symbols, stacks: Sequence[Tensor], always: Tensor, room: int
+    symbols: Symbols, forms: Sequence[Form | ReluCall], always: Tensor, room: int
 ) -> Tensor:
     """Return a mask of the symbols that get a column of coefficients in a `Problem`.
 
@@ -221,15 +220,15 @@ def _choose_columns(
 
     Args:
         symbols: the symbols of the pass.
-        stacks: coefficients (symbols, rows) of all rows.
+        forms: all rows; each form has coefficients (symbols, rows), its generators.
         always: indices of the symbols that always get a column: of the input and of ReLUs.
         room: largest number of other columns.
     """
-    # The sum of the absolute coefficients of each symbol. A stack lacks symbols that were created
+    # The sum of the absolute coefficients of each symbol. A form lacks symbols that were created
     # later.
     sizes = always.new_zeros(symbols.count, dtype=DOUBLE)
-    for stack in stacks:
-        sizes[: len(stack)] += stack.abs().sum(1)
+    for form in forms:
+        sizes[: len(form.generators)] += form.generators.abs().sum(1)
     sizes[symbols.inputs : symbols.first_error] = 0  # products of input symbols
     sizes[always] = 0
     others = min(room, int((sizes > 0).sum()))

@@ -303,8 +303,10 @@ def _classify_copies(
         z = point + (options.smooth or 0.0) * noise
         logits = net.forward(z, batch).cpu()
     if not bool(logits.isfinite().all()):
-        text = f"the model's output is not finite under noise of {options.smooth}"
-        raise EvaluationError(text, "Try --dtype float64, or less noise.")
+        raise EvaluationError(
+            f"the model's output is not finite under noise of {options.smooth}",
+            "Try --dtype float64, or less noise.",
+        )
     return logits.argmax(1)
 
 

@@ -258,11 +258,7 @@ def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
     or v depend. A search for tokens can leave out the other directions.
     """
     projections = affine_projections(heads)
-    weights = [projection.weight[0].cpu() for projection in projections]  # (D, d) of q, k and v
-    # The directions are the column space of [W_Q, W_K, W_V]. All-zero weights get one axis.
-    left_singular, values, _ = torch.linalg.svd(torch.cat(weights, 1), full_matrices=False)
-    rank = int((values > 1e-12 * values[0]).sum())
-    basis = left_singular[:, : max(rank, 1)].mT
+    basis = _span_columns([projection.weight[0].cpu() for projection in projections])
     narrow = []
     for projection in projections:
         weight = basis @ projection.weight[0].cpu()
@@ -280,6 +276,16 @@ def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
     )
     # A head needs some tokens: a single zero token, until the search moves the head to others.
     return move_heads(head, basis.new_zeros(1, 1, len(basis))), basis
+
+
+def _span_columns(weights: list[Tensor]) -> Tensor:
+    """Return orthonormal rows, (rank, D), that span the columns of all weights, (D, d) each.
+
+    All-zero weights get one row.
+    """
+    left_singular, values, _ = torch.linalg.svd(torch.cat(weights, 1), full_matrices=False)
+    rank = int((values > 1e-12 * values[0]).sum())
+    return left_singular[:, : max(rank, 1)].mT
 
 
 @dataclass(frozen=True)

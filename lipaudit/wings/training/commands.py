@@ -165,8 +165,9 @@ def _run_epochs(
             terminal.tell(f"epoch {epoch.number}/{recipe.epochs}: {_format_figures(epoch, left)}")
     except (Exception, KeyboardInterrupt):
         if record.epochs:
-            text = "finished epochs are kept: run the same command with --resume to continue"
-            terminal.tell(f"note: {text}")
+            terminal.tell(
+                "note: finished epochs are kept: run the same command with --resume to continue"
+            )
         raise
 
 
@@ -258,8 +259,8 @@ def watch(
             f"{folder} holds no checkpoint with a step in its name",
             "Use names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt.",
         )
-    again = "Delete its report to measure it again."
-    require_whole({report.run.model.spec: report for report in reports}, again)
+    by_checkpoint = {report.run.model.spec: report for report in reports}
+    require_whole(by_checkpoint, "Delete its report to measure it again.")
 
 
 def _join_failures(failures: Mapping[str, LipauditError]) -> LipauditError:

@@ -234,8 +234,10 @@ class Training:
             raise EvaluationError("the weights are not finite", "Lower --lr or --weight.")
         k = self.recipe.k
         if self.recipe.penalty == "jasmin" and k and penalty == 0:
-            text = f"no query attends to more than k = {k} keys, so JaSMin is 0"
-            raise UsageError(text, "Give a smaller --k.")
+            raise UsageError(
+                f"no query attends to more than k = {k} keys, so JaSMin is 0",
+                "Give a smaller --k.",
+            )
 
     def step(self, batch: Batch) -> Tensor:
         """Take one step of the optimizer on a batch; return its mean loss and penalty, (2,).
@@ -341,11 +343,15 @@ def _require_fit(net: Net, recipe: Recipe) -> None:
         advice = "For a timm or transformers model, add a new classifier with --classes."
         raise UsageError(f"training needs a classifier, and {net.name} is not one", advice)
     if has_converted_weights(net.module) or net.device_map:
-        text = "training needs its weights on one device, in the precision of the run"
-        raise UsageError(text, "Leave --weights and --device-map out.")
+        raise UsageError(
+            "training needs its weights on one device, in the precision of the run",
+            "Leave --weights and --device-map out.",
+        )
     if net.quantised:
-        text = f"training would move rounded weights ({net.name}: {net.quantised})"
-        raise UsageError(text, "Train the model before it is quantised, and quantise the result.")
+        raise UsageError(
+            f"training would move rounded weights ({net.name}: {net.quantised})",
+            "Train the model before it is quantised, and quantise the result.",
+        )
     if recipe.noise and net.kind == "text":
         raise UsageError("--noise works only for images and vectors", "Leave it out.")
     if recipe.adversarial and net.kind != "image":
@@ -357,8 +363,10 @@ def _require_labels(net: Net, data: Batch, name: str) -> None:
     classes = net.classes or 0
     is_labelled = data.y is not None and bool(((data.y >= 0) & (data.y < classes)).all())
     if not is_labelled or not len(data):
-        text = f"{name} needs samples with labels from 0 to {classes - 1}"
-        raise UsageError(text, "Give labelled samples (a folder of classes, .npz, .csv).")
+        raise UsageError(
+            f"{name} needs samples with labels from 0 to {classes - 1}",
+            "Give labelled samples (a folder of classes, .npz, .csv).",
+        )
 
 
 def _read_labels(batch: Batch) -> Tensor:

@@ -20,6 +20,7 @@ from lipaudit.models.attention.calls import (
     Address,
     AttentionCall,
     Explicit,
+    Fused,
     hide_later_keys,
     make_additive,
 )
@@ -79,8 +80,10 @@ def attention_penalty(
         advice = "Use jasmin. For a penalty on weights, use SpecformerPenalty(net, batch)."
         raise UsageError(f"{name!r} is not a penalty on attention maps", advice)
     if k == 1 or k < 0 or reduction not in get_args(penalties.Reduction):
-        text = f"k = {k}, reduction = {reduction!r}"
-        raise UsageError(text, "Use k = 0, 2, 3... and max or mean.")
+        raise UsageError(
+            f"k = {k}, reduction = {reduction!r}",
+            "Use k = 0, 2, 3... and max or mean.",
+        )
     observer = _PenaltyObserver(k, reduction, None if mask is None else mask.bool(), entries)
     hook = model.register_forward_pre_hook(observer.read_batch, with_kwargs=True)
     with hook, AttentionMode(observer.add_layer):
@@ -119,9 +122,10 @@ class _PenaltyObserver:
     def add_layer(self, call: AttentionCall, _address: Address) -> None:
         """Add the penalty of the attention call of a layer, averaged over the batch."""
         if self.batch is None:
-            text = "the batch size, over which the penalty is averaged, is unknown"
-            advice = "Call the same module that was given to attention_penalty, on tensors."
-            raise InputError(text, advice)
+            raise InputError(
+                "the batch size, over which the penalty is averaged, is unknown",
+                "Call the same module that was given to attention_penalty, on tensors.",
+            )
         # Autocast is off here: it would compute the matrix products of the penalty in 16 bits.
         with torch.autocast(call.q.device.type, enabled=False):
             values, is_counted = _measure_rows(call, self.k, self.entries)
@@ -154,9 +158,10 @@ class _PenaltyObserver:
             raise InputError("no attention was seen", advice)
         if self.mask is not None and not self.masked:
             shape = tuple(self.mask.shape)
-            text = f"a mask of shape {shape} does not fit the queries of any attention layer"
-            advice = "Give a mask of shape (batch, tokens) as the layers use it, or no mask."
-            raise InputError(text, advice)
+            raise InputError(
+                f"a mask of shape {shape} does not fit the queries of any attention layer",
+                "Give a mask of shape (batch, tokens) as the layers use it, or no mask.",
+            )
         device = self.layers[0].device
         total = torch.stack([layer.to(device) for layer in self.layers]).sum()
         self.layers = []
@@ -180,17 +185,11 @@ def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Te
     # Fused attention hides its map: compute it again, in chunks of queries.
     q = call.q * form.scale
     keys = call.k
-    queries = q.shape[-2]
-    width = keys.shape[-2]
-    mask = form.mask
-    if form.causal:
-        mask = hide_later_keys(queries, width, mask, call.q)
-    if mask is not None:  # 0 at visible keys, -inf at hidden keys
-        mask = make_additive(mask, call.q.dtype)
+    mask = _read_mask(call, form)
     maps = q[..., 0, 0].numel()  # number of attention maps: samples times heads
-    size = max(1, entries // (maps * width))
+    size = max(1, entries // (maps * keys.shape[-2]))
     parts = []
-    for first in range(0, queries, size):
+    for first in range(0, q.shape[-2], size):
         rows = slice(first, first + size)
         bias = mask
         if mask is not None and mask.shape[-2] > 1:  # a mask of one row is for all queries
@@ -198,6 +197,19 @@ def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Te
         parts.append(fused_rows(q[..., rows, :], keys, bias, k))
     values, is_counted = zip(*parts, strict=True)
     return torch.cat(values, -1), torch.cat(is_counted, -1)
+
+
+def _read_mask(call: AttentionCall, form: Fused) -> Tensor | None:
+    """Return the mask that a call of fused attention adds to its logits; None: nothing.
+
+    It is 0 at visible keys and -inf at hidden keys, (..., queries or 1, keys).
+    """
+    mask = form.mask
+    if form.causal:
+        mask = hide_later_keys(call.q.shape[-2], call.k.shape[-2], mask, call.q)
+    if mask is None:
+        return None
+    return make_additive(mask, call.q.dtype)
 
 
 def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:

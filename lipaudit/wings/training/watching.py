@@ -148,8 +148,10 @@ def _plan_measurement(measures: Measures, options: dict[str, Any]) -> Request:
     )
     for name in ("shard", "parts"):
         if getattr(request.run, name):
-            text = f"{name} is not possible here: a training is measured on all samples"
-            raise UsageError(text, "Leave it out.")
+            raise UsageError(
+                f"{name} is not possible here: a training is measured on all samples",
+                "Leave it out.",
+            )
     return request
 
 
@@ -433,28 +435,31 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
     If several checkpoints have the same step, only the newest is returned.
     """
-    checkpoints: list[Checkpoint] = []
-    for path in folder.iterdir():
-        step = read_step(path.name)
-        if step is None or path.name.startswith("."):
-            continue
-        files = [path]
-        model = path
-        if path.is_dir():
-            names = [file.name for file in path.iterdir()]
-            weights = list_weight_files(names)
-            if not weights:
-                continue  # no weights yet
-            files = [path / name for name in (*weights, CONFIG) if name in names]
-            if CONFIG not in names:  # the folder cannot be loaded as a MODEL: load the weights
-                model = files[0]
-        elif path.suffix not in SUFFIXES:
-            continue
-        changed = max(file.stat().st_mtime_ns for file in files)
-        checkpoints.append(Checkpoint(path.name, model, step, changed))
+    checkpoints = [*filter(None, map(_read_checkpoint, folder.iterdir()))]
     # Among checkpoints with the same step the newest comes last, and stays in the dictionary.
     checkpoints.sort(key=lambda checkpoint: (checkpoint.step, checkpoint.changed))
     return list({checkpoint.step: checkpoint for checkpoint in checkpoints}.values())
+
+
+def _read_checkpoint(path: Path) -> Checkpoint | None:
+    """Return the checkpoint that a file or a folder holds; None if it holds no whole one."""
+    step = read_step(path.name)
+    if step is None or path.name.startswith("."):
+        return None
+    files = [path]
+    model = path
+    if path.is_dir():
+        names = [file.name for file in path.iterdir()]
+        weights = list_weight_files(names)
+        if not weights:
+            return None  # no weights yet
+        files = [path / name for name in (*weights, CONFIG) if name in names]
+        if CONFIG not in names:  # the folder cannot be loaded as a MODEL: load the weights
+            model = files[0]
+    elif path.suffix not in SUFFIXES:
+        return None
+    changed = max(file.stat().st_mtime_ns for file in files)
+    return Checkpoint(path.name, model, step, changed)
 
 
 def read_step(name: str) -> int | None:

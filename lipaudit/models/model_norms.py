@@ -166,8 +166,8 @@ def _find_direction(linear: Linearization, lanczos: Norms) -> Tensor:
     assert lanczos.vector is not None
     if linear.outputs > linear.inputs:
         return lanczos.vector
-    u = lanczos.vector.view(linear.output.shape)
-    return linear.vjp(u).flatten(1)  # J^T u = sigma v
+    # u is the left singular vector, and J^T u = sigma v.
+    return linear.vjp(lanczos.vector.view(linear.output.shape)).flatten(1)
 
 
 def _find_left_vectors(linear: Linearization, lanczos: Norms) -> tuple[Tensor, Tensor]:

@@ -546,8 +546,7 @@ def _allocate(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu" or count < LARGE or not like.is_contiguous():
         return torch.empty_like(like, dtype=dtype, device=device)
     # Anonymous pages go back to the system as soon as the last view of them is freed.
-    pages = mmap(-1, count * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype).view(like.shape)
+    return torch.frombuffer(mmap(-1, count * dtype.itemsize), dtype=dtype).view(like.shape)
 
 
 def _needs_conversion(p: Tensor, dtype: torch.dtype, device: torch.device | None) -> bool:

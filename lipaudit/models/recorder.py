@@ -119,26 +119,31 @@ class Recorder(AttentionMode):
             self.modules[node] = _NamedNode(parameters, frame.name)
 
 
+def _compute_weights(call: AttentionCall) -> Tensor:
+    """Return the attention weights P of a call, (..., queries, keys)."""
+    form = call.form
+    if isinstance(form, Explicit):  # the model's own code has computed P
+        return form.weights
+    # torch's fused attention: the logits are scale q k^T + mask
+    logits = form.scale * (call.q @ call.k.mT)
+    mask = form.mask
+    if form.causal:
+        queries, keys = logits.shape[-2:]
+        mask = hide_later_keys(queries, keys, mask, logits)  # the mask, and causal
+    if mask is not None:  # an additive mask is -inf at hidden keys
+        logits = logits + make_additive(mask, logits.dtype)
+    # torch's fused attention returns 0 for a query that sees no key.
+    sees_nothing = logits.isneginf().all(-1, keepdim=True)
+    p = torch.softmax(logits.masked_fill(sees_nothing, 0.0), -1)
+    return p.masked_fill(sees_nothing, 0.0)
+
+
 def _recompute(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
     """Compute O = P V of an attention call again, and return O, P and V.
 
     None if the model's output is not P V.
     """
-    form = call.form
-    if isinstance(form, Explicit):  # the model's own code has computed P
-        p = form.weights
-    else:  # torch's fused attention: the logits are scale q k^T + mask
-        logits = form.scale * (call.q @ call.k.mT)
-        mask = form.mask
-        if form.causal:
-            queries, keys = logits.shape[-2:]
-            mask = hide_later_keys(queries, keys, mask, logits)  # the mask, and causal
-        if mask is not None:  # an additive mask is -inf at hidden keys
-            logits = logits + make_additive(mask, logits.dtype)
-        # torch's fused attention returns 0 for a query that sees no key.
-        sees_nothing = logits.isneginf().all(-1, keepdim=True)
-        p = torch.softmax(logits.masked_fill(sees_nothing, 0.0), -1)
-        p = p.masked_fill(sees_nothing, 0.0)
+    p = _compute_weights(call)
     # If the shapes do not fit, the output is not P V.
     if p.shape[:-1] != call.output.shape[:-1] or p.shape[-1] != call.v.shape[-2]:
         return None

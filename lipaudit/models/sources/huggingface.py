@@ -170,9 +170,13 @@ def _load_checkpoint(
     # weights. It would then choose the precision, so float32 is requested. Weights that are not
     # quantised, or that lipaudit has read, may keep their precision.
     is_dequantised_by_library = plan.text and state is None
-    as_stored = (later or offload) and not is_dequantised_by_library
     module, report, notes = _load_weights(
-        loader, path, config, formats, state, as_stored=as_stored
+        loader,
+        path,
+        config,
+        formats,
+        state,
+        as_stored=(later or offload) and not is_dequantised_by_library,
     )
     # Each mismatch is a name with the stored and the expected shape.
     wrong = [str(name) for name, *_ in report.get("mismatched_keys", ())]

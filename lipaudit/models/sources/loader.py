@@ -323,9 +323,10 @@ def _prepare_weights(
         InputError: weights are not finite, or cannot be dequantised or rounded.
         UsageError: --quantize does not apply.
     """
-    # Whether quantised weights are dequantised each time a layer reads them, to save memory.
-    later = options.weights == "stored" and options.device_map is None
-    quantised = quantised or dequantise(module, later=later)
+    # `later`: quantised weights are dequantised each time a layer reads them, to save memory.
+    quantised = quantised or dequantise(
+        module, later=options.weights == "stored" and options.device_map is None
+    )
     # Hash the weights before they are converted to the dtype of the run: the hash identifies the
     # checkpoint.
     digest = hash_weights(module, name)
@@ -569,8 +570,7 @@ def restore(module: nn.Module) -> Iterator[None]:
             table = getattr(part, name)
             tables.append((part, name, table, dict(table.items())))
     # `module.to(...)` keeps the tensor objects and their gradients, and gives them new data.
-    tensors = (*module.parameters(), *module.buffers())
-    values = [(t, t.data, t.requires_grad) for t in tensors]
+    values = [(t, t.data, t.requires_grad) for t in (*module.parameters(), *module.buffers())]
     gradients = [(p, p.grad, p.grad.data) for p in module.parameters() if p.grad is not None]
     experts = huggingface.list_expert_settings(module)
     try:

@@ -234,8 +234,7 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
         bits = 32 * parts["qweight"].numel() // shape.numel()
         formats[f"{layout} int{bits}"] += 1
         compute = partial(dequantise_codes, layout, **parts)
-        is_later = later and ".experts." not in layer
-        state[f"{layer}.weight"] = Codes(compute, shape, is_later)
+        state[f"{layer}.weight"] = Codes(compute, shape, later and ".experts." not in layer)
         count += shape.numel()
     share = count / sum(v.shape.numel() for v in state.values())
     return _describe_quantised(formats, share), state

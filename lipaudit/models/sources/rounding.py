@@ -135,9 +135,7 @@ def _require_whole_groups(weights: Iterable[LinearWeight], group: int, how: str)
     Raises:
         UsageError: the size does not divide the inputs of a layer; the message names the layer.
     """
-    inputs = {}
-    for name, p, is_transposed in weights:
-        inputs[name] = p.shape[0 if is_transposed else 1]
+    inputs = {name: p.shape[0 if is_transposed else 1] for name, p, is_transposed in weights}
     undivided = [name for name, count in inputs.items() if count % group]
     if undivided:
         raise UsageError(

@@ -157,17 +157,7 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     # Remove a prefix such as `module.` from all names. No model of timm has a single submodule,
     # whose name would look like such a prefix.
     state = strip_prefix(state)
-    config = timm.models.get_pretrained_cfg(arch)
-    # The name of the classifier, such as "head". Its weight has a row per class.
-    classifier = getattr(config, "classifier", None)
-    if isinstance(classifier, tuple):  # the model has a second classifier, for distillation
-        classifier = classifier[0]
-    classes = None
-    for key, weight in state.items():
-        # In a training checkpoint, names may have a prefix, as in `model.head.weight`.
-        if f".{key}".endswith(f".{classifier}.weight"):
-            classes = weight.shape[0]
-            break
+    classes = _count_classes(state, timm.models.get_pretrained_cfg(arch))
     module = _create(arch, {"num_classes": classes} | options.building)
     matched, left_out = match_names(state, module)
     # Weights beside the model, such as weights of a loss, are left out only if all others fit.
@@ -178,6 +168,23 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     if options.mean is None or options.std is None:
         notes += (DEFAULT_NORMALISATION,)
     return describe_timm(module, options, notes=notes, knows_weights=False)
+
+
+def _count_classes(state: State, config: Any) -> int | None:
+    """Return the number of classes of stored weights; None if they have no classifier.
+
+    Args:
+        state: the weights by name.
+        config: timm's configuration of the architecture, which names the classifier.
+    """
+    classifier = getattr(config, "classifier", None)  # such as "head"
+    if isinstance(classifier, tuple):  # the model has a second classifier, for distillation
+        classifier = classifier[0]
+    for key, weight in state.items():
+        # In a training checkpoint, names may have a prefix, as in `model.head.weight`.
+        if f".{key}".endswith(f".{classifier}.weight"):
+            return len(weight)  # a row per class
+    return None
 
 
 def describe_timm(
@@ -209,8 +216,10 @@ def describe_timm(
     aliases: dict[str, int] = {}
     if has_labels:
         labels, aliases = _read_labels(module)
-    transform = timm.data.create_transform(**config, is_training=False)
-    steps = {type(step).__name__: step for step in transform.transforms}
+    steps = {
+        type(step).__name__: step
+        for step in timm.data.create_transform(**config, is_training=False).transforms
+    }
     steps.pop("Normalize", None)  # normalisation is a part of the call of the model
     architecture = str(module.pretrained_cfg.get("architecture", type(module).__name__))
     # If the weights are unknown, the crop is a guess: it belongs to other weights of this

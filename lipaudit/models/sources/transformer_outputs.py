@@ -126,10 +126,9 @@ def _read_next_token(result: Any, mask: Tensor | None) -> Tensor:
     logits = result.logits
     if mask is None:
         return logits[:, -1]
-    # Texts are padded behind their last tokens.
+    # Texts are padded behind their last tokens, so the last token has the position length - 1.
     samples = torch.arange(len(logits), device=logits.device)
-    last = mask.long().sum(1) - 1
-    return logits[samples, last]
+    return logits[samples, mask.long().sum(1) - 1]
 
 
 def read_tower(result: Any, mask: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import beartype
@@ -22,7 +23,10 @@ import jaxtyping
 import numpy as np
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("lipaudit.theory", "lipaudit.wings", "lipaudit.attacks")
+SHAPES: dict[str, set[str]] = {}
+"""By module: the types with shapes that it imports or defines."""
 PASSED: dict[object, set[Hashable]] = {}
 """By function: the calls that passed, as types, shapes and dtypes."""
 CHECKS: dict[object, Callable[..., None]] = {}
@@ -120,23 +124,50 @@ def import_shapes(node: ast.stmt) -> list[ast.stmt]:
     """Return the body of `if TYPE_CHECKING` if it imports shapes: here they are needed to run."""
     if not isinstance(node, ast.If) or ast.unparse(node.test) != "TYPE_CHECKING":
         return [node]
-    modules = {each.module for each in node.body if isinstance(each, ast.ImportFrom)}
-    return node.body if "jaxtyping" in modules else [node]
+    return node.body if any(map(list_imported_shapes, node.body)) else [node]
+
+
+def list_imported_shapes(node: ast.stmt) -> set[str]:
+    """Return the types with shapes that a statement imports, such as Float or Logits."""
+    if not isinstance(node, ast.ImportFrom) or node.module is None:
+        return set()
+    names = {each.asname or each.name for each in node.names}
+    if node.module == "jaxtyping":
+        return names
+    return names & list_shapes(node.module)
+
+
+def list_shapes(module: str) -> set[str]:
+    """Return the types with shapes that a module of the rooms imports or defines."""
+    if module in SHAPES:
+        return SHAPES[module]
+    shapes = SHAPES[module] = set()  # for modules that import each other for types
+    file = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    if not module.startswith(ROOMS) or not file.is_file():
+        return shapes
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in (each for statement in tree.body for each in import_shapes(statement)):
+        shapes |= list_imported_shapes(node)
+        if isinstance(node, ast.Assign) and has_shape(node.value, shapes):
+            shapes.update(each.id for each in node.targets if isinstance(each, ast.Name))
+    return shapes
+
+
+def has_shape(node: ast.AST, shapes: set[str]) -> bool:
+    """Say whether a type states a shape."""
+    return any(isinstance(each, ast.Name) and each.id in shapes for each in ast.walk(node))
 
 
 class Decoration(ast.NodeTransformer):
     """Decorate each function that states a shape before its other decorators, classes after."""
 
-    def __init__(self, tree: ast.Module) -> None:
-        self.shapes = {"Float", "Int", "Bool", "Shaped"}
+    def __init__(self, module: str, tree: ast.Module) -> None:
+        self.shapes = list_shapes(module)
         tree.body = [each for node in tree.body for each in import_shapes(node)]
-        for node in tree.body:  # names of the module for types with shapes
-            if isinstance(node, ast.Assign) and self.has_shape(node.value):
-                self.shapes.update(each.id for each in node.targets if isinstance(each, ast.Name))
 
     def has_shape(self, node: ast.AST) -> bool:
         """Say whether a type states a shape."""
-        return any(isinstance(n, ast.Name) and n.id in self.shapes for n in ast.walk(node))
+        return has_shape(node, self.shapes)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
@@ -159,7 +190,7 @@ class Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
         tree = ast.parse(self.get_data(path))
-        tree = Decoration(tree).visit(tree)
+        tree = Decoration(fullname, tree).visit(tree)
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: types.ModuleType) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import combinations, islice, pairwise, product, zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from lipaudit.attacks.oracle import Turn, list_pieces
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Ids, Lexicon, Reader, Span, TextOracle
 from lipaudit.errors import UsageError
 from lipaudit.tables.columns import group_values
+
+if TYPE_CHECKING:
+    from lipaudit.attacks.text import Slope
 
 # Margins are compared to this many decimal places; further digits are rounding noise.
 DIGITS = 5
@@ -299,7 +302,7 @@ def rewrite_words(
     reader = oracle.reader
     near = neighbours(reader, {token for text in drafts for token in text.ids})
 
-    def propose(draft: Draft, slope: Tensor) -> Sequence[Change]:
+    def propose(draft: Draft, slope: Slope) -> Sequence[Change]:
         """Return every substitute of every word; first those that lower the margin most.
 
         `slope` is the gradient of the margin by the embedding of each token, (tokens, width).
@@ -513,7 +516,7 @@ def rewrite_characters(
         raise UsageError(text, advice)
     encode = cache(lambda text: tuple(tokenize(text)))
 
-    def propose(draft: Draft, slope: Tensor) -> Sequence[Change]:
+    def propose(draft: Draft, slope: Slope) -> Sequence[Change]:
         """Return every possible error; words take turns, the word of steepest gradient first.
 
         `slope` is the gradient of the margin by the embedding of each token, (tokens, width).

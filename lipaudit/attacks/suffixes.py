@@ -21,12 +21,16 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lipaudit.attacks.oracle import Turn
 from lipaudit.attacks.text import Draft, Ids, Reader, Suffix, TextOracle
+
+if TYPE_CHECKING:
+    from lipaudit.attacks.text import Slope
 
 # Number of tokens beside the suffix that show how a tokenizer spells its blanks.
 ANCHOR = 4
@@ -196,7 +200,7 @@ class _Search:
             return self.add((*self.current, self._draw_token()))
         return self.add(self.current)
 
-    def propose(self, draft: Draft, slope: Tensor) -> Iterator[Ids]:
+    def propose(self, draft: Draft, slope: Slope) -> Iterator[Ids]:
         """Yield suffixes with one changed token: the most promising one and a random one in turn.
 
         The attack lowers the lead of a text: the logit of the label minus the largest other logit

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from lipaudit.attacks.balls import Labels, Logits
 
+    Slope = Float[Tensor, "tokens width"]
+
 # Kinds of token ids: fixed (never changed or inserted), first token of a word, later token of a
 # word.
 FIXED, BEGINS, GOES_ON = 0, 1, 2
@@ -316,7 +318,7 @@ class Draft:
     def _continuations(self) -> Continuations | None:
         return None if self.source is None else self.source.continuations
 
-    def align(self, slope: Tensor) -> Tensor:
+    def align(self, slope: Tensor) -> Slope:
         """Return the gradient of each token of `ids`, (tokens, width), from those of the inputs.
 
         The two differ for prompts. The model does not read the beginning of a long prompt, which
@@ -478,7 +480,7 @@ class TextOracle:
         leads = iter(self.score(texts, y[originals]))
         return {i: list(islice(leads, len(group))) for i, group in changed.items()}
 
-    def slopes(self, texts: Sequence[Ids], y: Labels) -> list[Float[Tensor, "tokens width"]]:
+    def slopes(self, texts: Sequence[Ids], y: Labels) -> list[Slope]:
         """Return the gradient of each text's lead with respect to its token embeddings.
 
         The lead is the logit of the label minus the largest other logit; with a target class see

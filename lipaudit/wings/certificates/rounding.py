@@ -12,9 +12,16 @@ units in the last place; tests check this against mpmath.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    AnyShape = Float[Tensor, "*shape"]
 
 LIBRARY_ULPS = 8
 """Assumed error of library functions in float64, in units in the last place."""
@@ -43,7 +50,7 @@ def tiny(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).tiny
 
 
-def round_up(x: Tensor, roundings: int = 8) -> Tensor:
+def round_up(x: AnyShape, roundings: int = 8) -> AnyShape:
     """Raise numbers >= 0, computed in float64 from numbers >= 0, above their true values.
 
     Sums, products, quotients and roots of numbers >= 0 keep their relative accuracy, so
@@ -58,7 +65,7 @@ def round_up(x: Tensor, roundings: int = 8) -> Tensor:
     return x * raised + 2.0**-1000  # the sum covers underflow
 
 
-def cast_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_up(x: AnyShape, dtype: torch.dtype) -> AnyShape:
     """Cast numbers >= 0 to `dtype`, rounded up: no result is smaller than the number.
 
     >>> cast_up(torch.tensor(0.1, dtype=torch.float64), torch.float32).double() >= 0.1
@@ -69,7 +76,7 @@ def cast_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(cast.to(x) < x, above, cast)
 
 
-def round_up_sum(total: Tensor, terms: int) -> Tensor:
+def round_up_sum(total: AnyShape, terms: int) -> AnyShape:
     """Return computed sums of `terms` numbers >= 0 in float64, raised above the true sums.
 
     The sums may have been computed in a lower precision, that of `total`.
@@ -81,7 +88,7 @@ def round_up_sum(total: Tensor, terms: int) -> Tensor:
     return round_up(total.to(DOUBLE)) * rounding + underflow
 
 
-def bound_norms(matrices: Tensor, squarings: int) -> Tensor:
+def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tensor, " b"]:
     """Return upper bounds of the spectral norms of symmetric matrices (b, n, n), in float64, (b,).
 
     ||Q|| <= ||Q^k||_F^(1/k) with k = 2^squarings. The power is computed by repeated squaring, and

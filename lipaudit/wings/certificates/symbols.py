@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,11 @@ from lipaudit.wings.certificates.rounding import (
     round_up_sum,
     tiny,
 )
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from lipaudit.wings.certificates.rounding import AnyShape
 
 Norm = Literal["linf", "l2", "words"]
 
@@ -62,7 +67,7 @@ class PartRadii:
     errors: Tensor
 
     @property
-    def total(self) -> Tensor:
+    def total(self) -> AnyShape:
         """Return the sum of all parts."""
         return self.linear + self.quadratic + self.errors
 
@@ -196,7 +201,7 @@ class Symbols:
             linear_radius = _sum_absolute(linear)
         return PartRadii(linear_radius, _sum_absolute(quadratic), error_radius)
 
-    def maximise_over_words(self, linear: Tensor) -> Tensor:
+    def maximise_over_words(self, linear: Tensor) -> AnyShape:
         """Return the largest value >= 0 of linear functions if at most `max_words` words change.
 
         The functions are of a text, in which words may be replaced by near words. `linear`
@@ -210,7 +215,7 @@ class Symbols:
         count = min(self.max_words, len(largest_of_words))
         return round_up_sum(largest_of_words.topk(count, 0).values.sum(0), count)
 
-    def find_best_words(self, linear: Tensor) -> Tensor:
+    def find_best_words(self, linear: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
         """Return the replacements at which linear functions are largest; `max_words` words change.
 
         `linear` (n, m) has a coefficient for each of n replacements of words in a text, for each
@@ -282,7 +287,7 @@ class Symbols:
             bounds.append(self._bound_quadratic((upper + upper.mT) / 2))
         return torch.cat(bounds, 1)
 
-    def _bound_quadratic(self, q: Tensor) -> Tensor:
+    def _bound_quadratic(self, q: Float[Tensor, "b n n"]) -> Float[Tensor, "2 b"]:
         """Return upper bounds of max e^T Q e and of -min e^T Q e over the unit ball, (2, b).
 
         On the L2 ball the maximum is the largest eigenvalue of Q, or 0 if that is negative. A box
@@ -313,7 +318,9 @@ class Symbols:
         )
         return round_up((largest + rounding) * sum_of_weights)
 
-    def sum_products(self, x: Tensor, y: Tensor) -> Tensor:
+    def sum_products(
+        self, x: Float[Tensor, "n *rows k"], y: Float[Tensor, "n *rows k"]
+    ) -> Float[Tensor, "pairs *rows 1"]:
         """Return the coefficients of e_i e_j, i <= j, in sum_k (sum_i x_ik e_i) (sum_j y_jk e_j).
 
         e are the n coordinates of the input. x and y are (n, *rows, k), and the result is
@@ -369,7 +376,7 @@ class Symbols:
         products = stack[self.inputs : self.first_error]
         return products.split([*range(self.inputs, 0, -1)])  # type: ignore[no-untyped-call]
 
-    def add_errors(self, radius: Tensor) -> ErrorBlock:
+    def add_errors(self, radius: AnyShape) -> ErrorBlock:
         """Return a block with a new error symbol for every entry with a positive radius."""
         first = self.count
         self.count += int((radius > 0).sum())

@@ -497,8 +497,9 @@ def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:
     y = None
     if isinstance(data, tuple) and len(data) == 2:
         x, y = data
+    samples = _make_tensor(x)
     labels = None if y is None else _make_tensor(y)
-    return _make_tensor(x), labels
+    return samples, labels
 
 
 def _make_tensor(values: Any) -> Tensor:

@@ -165,21 +165,17 @@ class Decoration(ast.NodeTransformer):
         self.shapes = list_shapes(module)
         tree.body = [each for node in tree.body for each in import_shapes(node)]
 
-    def has_shape(self, node: ast.AST) -> bool:
-        """Say whether a type states a shape."""
-        return has_shape(node, self.shapes)
-
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
         given = [each.annotation for each in ast.walk(node.args) if isinstance(each, ast.arg)]
-        if any(self.has_shape(hint) for hint in (node.returns, *given) if hint):
+        if any(has_shape(hint, self.shapes) for hint in (node.returns, *given) if hint):
             node.decorator_list.append(ast.Name("__checked__", ast.Load()))
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         self.generic_visit(node)
         fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-        if any(self.has_shape(each.annotation) for each in fields):
+        if any(has_shape(each.annotation, self.shapes) for each in fields):
             node.decorator_list.insert(0, ast.Name("__checked__", ast.Load()))
         return node
 

@@ -152,7 +152,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
 
 
 def _load_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a configuration file; raise UsageError if it is no valid TOML."""
+    """Return the content of a configuration file; raise UsageError if it is unreadable."""
     import tomllib
 
     try:

@@ -342,7 +342,8 @@ def make_batch(x: Sequence[Tensor], net: Net, y: Sequence[int] | None = None) ->
 LISTED = 5
 
 
-# The model's class of each name of the data; None: no class has this name.
+# By name of the data, a number: its class of the model, or the number that the name reads as. None
+# if there is none.
 _Matches = dict[str, int | None]
 
 

@@ -256,7 +256,7 @@ def judge_by_bootstrap(
 def _find_percentiles(draws: Values, level: float) -> Limits:
     """Return the limits beyond which a share `level` of the resampled changes is, on each side.
 
-    They are the k-th smallest and the k-th largest change: k = 50 for 2000 draws at 0.025.
+    They are the k-th smallest and the k-th largest change: k = 50 of 1999 draws at 0.025.
 
     Args:
         draws: the changes, sorted, (draws,).

@@ -424,7 +424,7 @@ def _suggest_samples(report: Report) -> Iterator[_Step]:
 def _choose_file(command: str) -> tuple[str, str]:
     """Return the file of a report for a suggested command, and a remark on how to save the report.
 
-    The remark is empty if the command of the report saved it.
+    The remark is empty if the command of the report saved it, and for calls from Python.
     """
     file = find_file(command)
     # `lipaudit audit` always saves its report; calls from Python (`lipaudit.`) have no option -o.

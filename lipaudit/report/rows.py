@@ -44,7 +44,7 @@ def find_columns(sections: Sections) -> dict[str, Column]:
 def read_rows(sections: Sections) -> list[Row]:
     """Return the rows of all reports, with names for pages: of models, heads and radii.
 
-    The cell `model` is the label of the report, which is empty for a single report; the cell
+    The cell `model` is the label of the report. Without a label the row's own cell stays. The cell
     `head` is LAYER.HEAD, and `eps_text` the radius as typed.
     """
     rows = []

@@ -276,7 +276,6 @@ class Attend:
 
         x W is [q k v] before rotary position or qk-norm. With two inputs, x W is q for the first
         and [k v] for the second. Constant queries, keys or values are left out.
-
         """
         # The gradients in q, k and v by name; a constant has none.
         total = {}

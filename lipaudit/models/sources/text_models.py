@@ -455,12 +455,12 @@ def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
 
 
 def _classify_ids(tokens: Sequence[str], mark: str, reserved: Set[int]) -> list[int]:
-    """Return for each id whether it begins a word, continues a word, or is fixed (reserved).
+    """Return for each id whether it begins a word, continues a word, or is fixed.
 
     Args:
         tokens: the token of each id.
         mark: the prefix that tells the first token of a word from later ones; may be empty.
-        reserved: ids that an attack may not change.
+        reserved: ids that are fixed. Tokens without a letter or digit are fixed, too.
     """
     kinds = [_classify_token(token, mark) for token in tokens]
     for i in reserved:

@@ -151,10 +151,8 @@ def select_tower(module: Any, tower: str | None) -> Callable[..., Any]:
         tower: "image" or "text"; None for a model without towers.
     """
     if tower is None:
-        run = module
-    else:
-        run = getattr(module, f"get_{tower}_features")
-    return run
+        return module
+    return getattr(module, f"get_{tower}_features")
 
 
 def choose_output(module: Any, tower: str | None, pooling: Pooling = mean_pooling) -> Read:

@@ -39,14 +39,11 @@ def list_facts(report: Report) -> dict[str, str]:
     arithmetic = run.dtype
     if "autocast" in run.options:
         arithmetic += f" (predictions under autocast in {run.options['autocast']})"
-    number = f"{data.samples} samples"
-    if data.samples == 1:
-        number = "1 sample"
     facts = {
         "model": f"{model.spec} ({model.source}, {model.architecture})",
         "weights": f"{model.parameters:,} parameters, sha256 {model.weights_sha256[:16]}",
         "quantised": model.quantised,
-        "data": f"{data.spec}, {number}, suite {data.suite_id[:16]}",
+        "data": f"{data.spec}, {data.samples} samples, suite {data.suite_id[:16]}",
         "commit": _describe_commits(run),
         **_list_preprocessing(run),
         "first sample": data.steps,  # how the first sample was prepared

@@ -90,8 +90,10 @@ def cast_form(x: Tensor, *targets: Any, **options: Any) -> Tensor:
     same memory: after a write to one of the two forms, the use of the other is refused.
     """
     require_floating_point(*targets, *options.values())
-    if not isinstance(x, Form):  # a constant, cast to the dtype of a form: constant.type_as(form)
-        return x
+    if not isinstance(x, Form):
+        # A constant, as in constant.type_as(form). Its dtype decides what is computed with it
+        # later: sums of uint8 wrap around.
+        return x.to(targets[0].dtype)
     return x.copy()
 
 

@@ -259,7 +259,9 @@ def _multiply_matrices(x: Form, y: Form) -> Coefficients:
     of_dy = _times_stack(x_centre, y.dense)
     # Row i of a stack belongs to symbol i. A form has no rows for symbols that were created after
     # it: the shorter stack is added to the first rows of the longer one.
-    shorter, longer = sorted((of_dx, of_dy), key=len)
+    longer, shorter = sorted(
+        (of_dx, of_dy), key=len, reverse=True
+    )  # equal lengths: of_dx is longer
     longer[: len(shorter)] += shorter
     return longer, blocks
 

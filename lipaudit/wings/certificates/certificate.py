@@ -259,11 +259,9 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
         # The box has any values inside the chosen patches, and the image elsewhere.
         low = torch.where(inside, lowest, x)
         high = torch.where(inside, highest, x)
-        certificates.append(_prove_box(net, sample, label, low, high, proof))
-        if certificates[-1].why in (
-            "broken",
-            "seconds",
-        ):  # later choices cannot change the verdict
+        certificate = _prove_box(net, sample, label, low, high, proof)
+        certificates.append(certificate)
+        if certificate.why in ("broken", "seconds"):  # later choices cannot change the verdict
             break
     # If the loop ended early, the last failure is the reason.
     failures = [certificate.why for certificate in certificates if certificate.why]

@@ -42,7 +42,7 @@ def relu(input: Form, inplace: bool = False) -> Form:
     symbols = input.symbols
     dtype = symbols.dtype
     a, m = _choose_lines(*input.range(), dtype)
-    is_mixed = m > 0  # as in `add_errors` and `_record_relus`, should a tiny m become 0
+    is_mixed = m > 0  # the sign of z is unknown
     slope = a.to(dtype)
     dense, blocks = input.map_coefficients(lambda t: t * slope)
     # The key of a block is the number of its first symbol. So no empty block is made: it would

@@ -251,6 +251,8 @@ OPERATIONS = {
     "log_softmax-far": log_softmax_far,
     "casts": lambda x: x + 1e-9 * (x.float() + x.double() + x.type(x.dtype) + x.type_as(x)),
     "cast_of_a_constant": lambda x: x * torch.full((), 0.5).type_as(x),
+    "cast_of_bytes": lambda x: x * (torch.full((), 200, dtype=torch.uint8).type_as(x) * 2),
+    "cast_of_a_mask": lambda x: x * (1 - torch.ones((), dtype=torch.bool).to(x)) + x,
     "names": lambda x: torch.true_divide(
         torch.divide(torch.multiply(x, 2.0), 3.0), 0.5
     ).negative(),

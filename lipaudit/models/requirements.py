@@ -38,6 +38,7 @@ from lipaudit.tables import Note, Notes
 SAME = 1e-5
 # Largest relative difference between two ways to compute a result, with different rounding.
 AGREES = 1e-4
+RANDOM = "the model is random: two forward passes over the same samples differ"
 # Advice on a model whose output changes from one forward pass to the next.
 REPEAT = "Switch off dropout, noise and random choices, and state that a forward pass changes."
 
@@ -90,15 +91,28 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
     """
     with torch.no_grad():
         if not agree(output, net.output(batch), each=0):
-            raise InputError(
-                "the model is random: two forward passes over the same samples differ", REPEAT
-            )
+            raise InputError(RANDOM, REPEAT)
         beside_other = net.output(other)
         if not agree(output[:1], beside_other[:1], each=0):
             raise InputError(
                 "the output of a sample depends on the other samples of its batch",
                 "Use a model without batch statistics or attention across the batch.",
             )
+
+
+def is_random(net: Net, batch: Batch) -> bool:
+    """Say whether two forward passes of a model over the same samples differ."""
+    with exact_arithmetic(net.device), torch.no_grad():
+        # Outputs that are not finite are no sign of randomness: measures report them.
+        first = net.output(batch).nan_to_num()
+        second = net.output(batch).nan_to_num()
+    return not agree(first, second, each=0)
+
+
+def require_fixed(net: Net, batch: Batch) -> None:
+    """Raise InputError if a model is random; a batch of two samples is enough to find out."""
+    if is_random(net, batch[:2].trim().to(net.device, net.dtype)):
+        raise InputError(RANDOM, REPEAT)
 
 
 @dataclass(frozen=True)
@@ -355,8 +369,8 @@ def compare_derivative(net: Net, batch: Batch) -> Notes:
         batch: samples.
 
     Returns:
-        A warning if parts of the model compute in half precision, and a warning that names a
-        sample if its gradient differs from its derivative.
+        A warning if parts of the model compute in half precision. And a warning if a gradient
+        differs from the derivative: it says that the model is random, or names the sample.
     """
     if sum(p.numel() for p in net.module.parameters()) > WIDENED:
         return ()
@@ -379,6 +393,9 @@ def compare_derivative(net: Net, batch: Batch) -> Notes:
     sample = int(errors.argmax())
     if not errors[sample] > DIFFERS:
         return notes
+    if is_random(net, pair.to(net.device, net.dtype)):
+        text = f"{RANDOM}. Figures change from run to run, and gradients are of one pass each"
+        return (*notes, Note.warn("random-model", text))
     return (
         *notes,
         Note.warn(

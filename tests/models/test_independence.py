@@ -164,6 +164,21 @@ def test_a_gradient_that_is_no_derivative_is_warned_of(name):
     assert ("no-derivative" in codes((HONEST | DISHONEST)[name])) == (name in DISHONEST)
 
 
+def add_noise(model, x):
+    return model(x) + 0.1 * torch.randn(4)
+
+
+def test_a_random_model_without_attention_is_named_and_never_certified():
+    net = Calls(add_noise, nn.Sequential(nn.Flatten(), nn.Linear(192, 4)))
+    options = {"data": (X["x"], X["y"]), "samples": 2, "eps": "1/255"}
+    report = lipaudit.audit(net, measures=["attack"], attack="fgsm", **options)
+    codes = {note.code for section in report.sections for note in section.notes}
+    assert "random-model" in codes
+    assert "no-derivative" not in codes
+    with pytest.raises(InputError, match="the model is random"):
+        lipaudit.audit(net, measures=["certify"], **options)
+
+
 # --- the mode in which a model is run to be differentiated
 
 

@@ -176,13 +176,14 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     """Refuse a model, samples or options that cannot be certified.
 
     Raises:
-        InputError: the model has fewer than two classes or scores continuations, the embedding
-            table of token ids is unknown, or a pass needs more memory than is free.
+        InputError: the model has fewer than two classes, scores continuations or is random, the
+            embedding table of token ids is unknown, or a pass needs more memory than is free.
         NoRuleError: the model uses an operation that has no rule.
         UsageError: a radius is too large for the box, or the model computes on several devices.
     """
     from lipaudit.attacks.evaluate import require_radius
     from lipaudit.models.precision import list_devices
+    from lipaudit.models.requirements import require_fixed
     from lipaudit.wings.certificates.certificate import require_rules
     from lipaudit.wings.certificates.onnx_graph import export_onnx
 
@@ -197,6 +198,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
             "certificates are computed on one device, but --device-map uses several",
             "Leave --device-map out, or name one device beside cpu and disk.",
         )
+    require_fixed(net, batch)
     if options.eps:
         for trial in options.trials(options.eps):
             require_radius(trial, net.box, net.input_shape, options.choose_patch(net))

@@ -156,7 +156,7 @@ def _add_constant(form: Form, value: Any, *, is_rounded: bool = False) -> Form:
     # the constant has more axes or entries than the form.
     quotient = form.pending_quotient
     if quotient and broadcast_shapes(form.shape, constant.shape) == form.shape:
-        total = add(quotient.constant, constant)
+        total = _add_constant(quotient.constant, constant, is_rounded=is_rounded)
         return Form.from_quotient(replace(quotient, constant=total))
     form = broadcast(form, constant.shape)
     centre = form.centre + constant

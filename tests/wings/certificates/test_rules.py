@@ -249,3 +249,14 @@ def test_mean_squares_of_what_errors_add_to(mixing, norm, points, excess):
     truth = (moved + moved.sign() * y.slack).square().mean(-1, keepdim=True)
     square = F.rms_norm(y, (2,), None, 1e-2).quotient.square
     assert excess(square, e, truth + 1e-2) <= 1e-13
+
+
+@pytest.mark.parametrize("normalise", [lambda x: x, lambda x: F.layer_norm(x, (WIDTH,))])
+def test_the_rounding_of_alpha_times_a_constant_is_in_the_slack(normalise):
+    """x + alpha c rounds twice, x + c once: also where the form is a normalisation, kept apart."""
+    x = normalise(ball(weights(1, TOKENS, WIDTH, seed=9), 0.1))
+    constant = torch.full((WIDTH,), 2.0**60, dtype=torch.float64)
+    once = torch.add(x, 0.1 * constant).slack
+    twice = torch.add(x, constant, alpha=0.1).slack
+    product = 0.1 * 2.0**60
+    assert (twice - once >= product * torch.finfo(torch.float64).eps / 2).all()

@@ -88,6 +88,10 @@ def read_head(text: str) -> tuple[int, int]:
     return layer, head
 
 
+# In Python's spelling or JSON's, in any case.
+CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
+
+
 def read_keywords(text: str) -> dict[str, Any]:
     """Read `NAME=VALUE,...`; a value is read as a number, true, false or none, or else as text."""
     values = {}
@@ -96,13 +100,9 @@ def read_keywords(text: str) -> dict[str, Any]:
         key = before.strip()
         word = after.strip()
         _require(key.isidentifier() and equals)
-        values[key] = word
-        # Python's True, False and None in JSON's spelling: true, false and null.
-        as_json = word.lower()
-        if as_json == "none":
-            as_json = "null"
-        with suppress(ValueError):  # not a JSON value: the word is a text
-            values[key] = json.loads(as_json)
+        values[key] = CONSTANTS.get(word.lower(), word)
+        with suppress(ValueError):  # not a JSON value: the word is a constant or a text
+            values[key] = json.loads(word)
     return values
 
 

@@ -108,12 +108,15 @@ def profile_rows(
     following = rows.p[..., -k - 1]
     if keys is None:
         keys = p.count_nonzero(-1)
+    gk = rows.g1
+    if k > 1:
+        # 1 - p_(k) as the sum of the row less p_(k), which is at most 1/2: no digits cancel.
+        gk = _g(kth, rows.first + rows.others - kth, following)
     return RowProfile(
         first=rows.first,
         second=rows.second,
         g1=rows.g1,
-        # 1 - p_(k) as the sum of the row less p_(k): p_(k) <= 1/2 for k > 1, so no digits cancel.
-        gk=_g(kth, rows.first + rows.others - kth, following),
+        gk=gk,
         following=following,
         norm=_secular_root(rows),
         entropy=entropy(p),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from lipaudit.settings import LoadOptions
 from tests.commands import invoke
 
 BASE = """
@@ -47,6 +48,13 @@ def test_a_gated_model_follows_the_baseline_alone(lipaudit):
     lipaudit("bounds", "demo", "-n", "4", "--layers", "0", "-o", "base.json", config="")
     done = lipaudit("gate", "demo", "-b", "base.json", "-q")
     assert "pass:" in done.stdout  # with 3 of its 4 samples nothing could be judged
+
+
+def test_values_of_keywords_keep_their_case():
+    read = LoadOptions.model_validate({"model_kwargs": 'a="Foo",b=Foo,c=True,d=None,e=1E3,f=null'})
+    assert read.model_kwargs == {
+        "a": "Foo", "b": "Foo", "c": True, "d": None, "e": 1000.0, "f": None
+    }  # fmt: skip
 
 
 def test_train_takes_what_concerns_it(lipaudit):

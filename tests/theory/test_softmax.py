@@ -17,7 +17,7 @@ def softmax_norm(p: Tensor) -> Tensor:
 
 
 def g(p: Tensor, k: int = 1) -> Tensor:
-    return profile_rows(p).g1 if k == 1 else profile_rows(p, k).gk
+    return profile_rows(p, k).gk
 
 
 def dense(p: Tensor) -> Tensor:

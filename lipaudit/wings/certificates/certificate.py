@@ -283,14 +283,15 @@ def _prove_box(
     """
     boxes = [(low, high)]  # still to be proven
     nodes = 0  # boxes that were tried
-    smallest = math.inf  # of the margins' lower bounds in all of them
+    unproven = -math.inf  # the lower bound in the box that was cut last
+    smallest = math.inf  # of the margins' lower bounds in the proven boxes
     # The settings for one box; its `nodes` limits the splits of ReLUs.
     limited = replace(proof, nodes=min(proof.nodes, NODES_PER_BOX))
     while boxes:
         if proof.seconds <= 0:
-            return Certificate(why="seconds", bound=smallest, nodes=nodes)
+            return Certificate(why="seconds", bound=unproven, nodes=nodes)
         if nodes >= proof.nodes:
-            return Certificate(why="nodes", bound=smallest, nodes=nodes)
+            return Certificate(why="nodes", bound=unproven, nodes=nodes)
         low, high = boxes.pop()
         nodes += 1
         centre = (low + high) / 2
@@ -299,9 +300,10 @@ def _prove_box(
         radius = torch.maximum(middle - low.to(torch.float64), high.to(torch.float64) - middle)
         start = ball(centre, radius, order=proof.order, moving=radius > 0, dtype=net.dtype)
         certificate = _prove_form(net, sample, label, start, limited)
-        smallest = min(smallest, certificate.bound)
         if certificate.certified:
+            smallest = min(smallest, certificate.bound)
             continue
+        unproven = certificate.bound
         margin, gradient = _find_gradient(net, sample, label, centre)
         if margin < 0:  # the centre gets another class
             return Certificate(why="broken", bound=margin, nodes=nodes)

@@ -414,9 +414,11 @@ def _bound_by_chords(p: Tensor, r: Tensor) -> Tensor:
     m = p * torch.where(r > 1e-6, ratio, 1 + r.square() / 6)
     # A. The error of cosh is a share of A, so it is added to log A below.
     a = round_up(sum_row(p * torch.cosh(r)), roundings=keys)
-    # |M / A - p|, and the rounding of M, A and p: sinh, cosh and two exp have 2 LIBRARY_ULPS
-    # roundings each, and a sum has one per key.
-    slope = (m / a - p).abs() + bound_rounding(8 * LIBRARY_ULPS + keys, DOUBLE) * p
+    # |M / A - p|, and its rounding, a share of the larger one: sinh, cosh and two exp have
+    # 2 LIBRARY_ULPS roundings each, and a sum has one per key.
+    tilt = m / a
+    rounding = bound_rounding(8 * LIBRARY_ULPS + keys, DOUBLE)
+    slope = (tilt - p).abs() + rounding * torch.maximum(tilt, p)
     of_keys = round_up(sum_row(slope * r), roundings=keys)
     # The errors of cosh and of log, 2 LIBRARY_ULPS roundings each.
     of_library = 4 * LIBRARY_ULPS * bound_rounding(1, DOUBLE)

@@ -196,7 +196,8 @@ class Query(nn.Module):
         radius = round_up(torch.maximum(goal.high - centre, centre - goal.low))
         self.centre = nn.Parameter(centre)
         self.radius = nn.Parameter(cast_up(radius, graph.dtype))
-        # The logits are limits - rows @ y. First comes class 0, with as many zeros as a clause has
+        # The logits are limits - rows @ y. The coefficients in VNN-LIB are -1, 0 and 1, so `rows`
+        # is exact in every dtype. First comes class 0, with as many zeros as a clause has
         # conditions.
         zeros = torch.zeros(self.conditions, outputs, dtype=graph.dtype)
         rows = goal.rows.to(zeros).flatten(0, 1)  # (conditions of all clauses, outputs)

@@ -55,10 +55,10 @@ def _split(x: Any, split: Any = None, axis: int = 0, num_outputs: int = 1) -> An
 
 
 def _reshape(x: Any, shape: Any, allowzero: int = 0) -> Any:
-    """Return x in another shape, in which 0 keeps the size of an axis, the operator Reshape."""
+    """Return x in another shape, the operator Reshape: 0 keeps an axis, unless `allowzero`."""
     sizes = _integers(shape)
     for i, size in enumerate(sizes):
-        if size == 0:
+        if size == 0 and not allowzero:
             sizes[i] = x.shape[i]
     return x.reshape(sizes)
 

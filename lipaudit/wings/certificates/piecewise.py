@@ -243,6 +243,8 @@ def max_pool2d(
     # (windows, pixels of a window)
     windows = F.unfold(numbers, size, **options)[0].mT.long()
     another = windows.amax(-1, keepdim=True)
+    if not another.all():  # possible with dilation
+        raise NoRuleError("max_pool2d with a window of padding only")
     pixels = torch.where(windows > 0, windows, another) - 1
     flat: Any = input.flatten(2)
     pooled: Any = find_largest(flat[..., pixels])

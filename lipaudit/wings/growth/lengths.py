@@ -257,8 +257,8 @@ class WorstHead:
             # The spread is slightly raised: searches that agree do not prove that no norm is
             # larger.
             spread = 1 + REPEATS
-            if smallest:  # not 0; norms of 0 have no ratio
-                spread *= largest / smallest
+            if largest:  # norms of 0 agree
+                spread *= largest / smallest if smallest else math.inf
             yield n, {"norm": largest, "norm_low": largest / spread, "norm_high": largest * spread}
 
 

@@ -134,6 +134,7 @@ def test_an_operation_without_a_rule_is_named_with_its_module():
         lambda x: x.clone().copy_(2 * x),
         lambda x: F.max_pool2d(image(x), 2, return_indices=True),
         lambda x: F.max_pool2d(image(x)[0], 2),
+        lambda x: F.max_pool2d(image(x)[:, :, :1, :1], 2, 1, 1, 2),  # windows of padding
         lambda x: x.topk(2),
         lambda x: x.argmax(-1),
         lambda x: torch.linalg.vector_norm(x, 3),

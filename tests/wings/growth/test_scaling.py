@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.report.blocks import Curve
 from lipaudit.report.sections import show_section
 from lipaudit.settings.value_types import read_lengths
+from lipaudit.wings.growth import lengths as growth
 from lipaudit.wings.growth.lengths import cut_samples
 from lipaudit.wings.growth.scaling import ScalingOptions, measure, summarise
 from lipaudit.wings.growth.searches import steepest_tokens
@@ -193,6 +195,17 @@ def test_the_interval_of_an_ascent_is_that_of_its_searches():
     row = next(row for row in section.rows if row.radius == radius)
     found = row.norm, row.norm_low, row.norm_high
     assert found == pytest.approx((best, worst, best**2 / worst), rel=2e-3)
+
+
+@pytest.mark.parametrize(("ends", "low", "high"), [((0, 2), 0, math.inf), ((0, 0), 0, 0)])
+def test_a_search_that_ends_at_zero_leaves_the_range_open(monkeypatch, ends, low, high):
+    norms = SimpleNamespace(norm=torch.tensor(ends, dtype=torch.float64))
+    monkeypatch.setattr(growth, "steepest_tokens", lambda *_, **__: [norms, norms])
+    how = {"modes": ("ascent",), "lengths": (2, 3), "heads": ("0.0",), "radius": 1.0}
+    section, *_ = measured(reader(), words(1), **how)
+    assert {(row.norm, row.norm_low, row.norm_high) for row in section.rows} == {
+        (max(ends), low, high)
+    }
 
 
 def test_samples_that_are_too_short_are_left_out():

@@ -157,8 +157,8 @@ class ProcessBatches:
     """The batches of a run that this process measures: all, the unfinished ones, or a shard.
 
     Attributes:
-        first: the first batch of the run, measured here or not. Facts about all samples come from
-            it, so that every process has the same.
+        first: the first samples of the run, measured here or not. Facts about all samples come
+            from them, so that every process has the same.
         batches: the batches that this process measures.
         unfinished: incomplete parts of an interrupted run, by the id of their first sample.
     """
@@ -172,16 +172,16 @@ class ProcessBatches:
         return iter(self.batches)
 
 
-def find_first(batches: Iterable[Batch], first_here: Batch) -> Batch:
-    """Return the first batch of a run, even if another process measures this batch.
+def get_first_of_run(batches: Iterable[Batch], first_here: Batch) -> Batch:
+    """Return the first samples of a run, even if another process measures them.
 
-    Facts about all samples are computed from the first batch: so all processes of a run have equal
-    facts.
+    Facts about all samples, such as the attention layers, are found on these: so all processes of
+    a run have equal facts. `batches` is not iterated: an engine stores the first samples on it.
 
     Args:
         batches: the batches that this process measures.
-        first_here: the first of these batches. It is returned for plain batches, as a run in a
-            single process has.
+        first_here: the first of these batches. It is returned if `batches` are plain batches, as
+            in a call from Python.
     """
     if isinstance(batches, ProcessBatches):
         return batches.first

@@ -371,7 +371,7 @@ def run_measure(
     """
     request = job.request
     observer = findings.observer
-    # The first batch of the run, and the batches of this process.
+    # `first`: the first samples of the run, on which measures find the attention layers.
     first, batches = job.batches(name)
     progress = _open_journal(job, name, options, batches, findings)
     unfinished = progress.list_unfinished(batches)
@@ -383,6 +383,7 @@ def run_measure(
         notes=observer.note,
         end=request.started + (request.run.time_limit or math.inf),
     )
+    # This adds each part to `progress.parts`, and calls the listener while it runs.
     _measure_in_memory(job, options, first, unfinished, progress, listener)
     if progress.journal.refusal:
         text = f"results are not saved for --resume: {progress.journal.refusal}"
@@ -406,7 +407,7 @@ def _measure_in_memory(
     Args:
         job: the job.
         options: the options of the measure.
-        whole_first: the first batch of the run.
+        whole_first: the first samples of the run, on which measures find the attention layers.
         remaining: the batches to measure.
         progress: receives the parts, and names the measure.
         listener: hears the measure while it runs, and has the time limit.
@@ -432,8 +433,8 @@ def _measure_in_memory(
         except Exception as error:
             remaining = progress.list_unfinished(remaining)
             if not is_out_of_memory(error):
-                # A measure may fail on one of two batches: the first one of the run, in which it
-                # finds the layers, or the first one without a result.
+                # A measure may fail on one of two batches: the first samples of the run, on which
+                # it finds the layers, or the first batch without a result.
                 _blame_sample(job, net, error, [whole_first, *remaining[:1]])
                 raise
             if size == 1:
@@ -460,8 +461,8 @@ def _measure_batches(
         measure: the measure.
         net: the model.
         options: the options of the measure.
-        first: the first batch of the run. A measure finds the attention layers on it. All
-            processes use this batch, so all find the same layers.
+        first: the first samples of the run. A measure finds the attention layers on them. All
+            processes use these samples, so all find the same layers.
         batches: the batches to measure.
         progress: receives the parts, and has the incomplete parts of an interrupted run.
         listener: hears the measure while it runs.

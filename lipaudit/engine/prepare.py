@@ -125,13 +125,16 @@ class Job:
         return measure.batch
 
     def batches(self, name: str) -> tuple[Batch, list[Batch]]:
-        """Return the first batch of a measure, and the batches of this process.
+        """Return the first samples of a measure, and the batches that this process measures.
 
-        A single process has all batches. A shard has every n-th batch of the run, so its numbers
-        equal the numbers of a single process. The texts of a batch have the same length, so no
-        figure depends on padding; `in_order` later sorts the results by sample. Some measures
-        depend on all samples of a batch: these get fixed batches of `chunk` adjacent samples, and
-        texts are padded. `trim` cuts padding that all texts of a batch share.
+        A measure finds the attention layers on the first samples: as many as a batch has, in the
+        order of the data, and the same in every shard. They need not be one of the batches.
+
+        A single process measures all batches. A shard has every n-th batch of the run, so its
+        numbers equal the numbers of a single process. The texts of a batch have the same length
+        (`by_length`), so no figure depends on padding; `in_order` later sorts the results by
+        sample. Some measures depend on all samples of a batch: these get fixed batches of `chunk`
+        adjacent samples, and texts are padded. `trim` cuts padding that all texts share.
         """
         run = self.request.run
         measure = load_measures()[name]

@@ -269,8 +269,8 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     rows = _make_rows(parts, trials, worst | of_trials)
     columns = _list_samples(parts, of_trials, worst)
     notes = [*dict.fromkeys(_write_notes(parts, trials))]  # each once
-    if "losses" in parts[0].values:
-        # The loss of continuations, (samples, 1 + trials): without attack, then in each trial.
+    if _are_continuations(parts):
+        # Their losses, (samples, 1 + trials): without attack, then in each trial.
         losses = base.join_parts(parts, "losses").astype(float)
         names = ["loss", *(key.column("loss") for key in of_trials)]
         loss_columns = dict(zip(names, losses.T, strict=True))
@@ -281,6 +281,15 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         ATTACK_TABLE, parts, options, rows, notes, samples=columns, arrays=arrays
     )
     return [section]
+
+
+def _are_continuations(parts: Sequence[Part]) -> bool:
+    """Say whether the model scores one continuation of a prompt against a rival token.
+
+    These are two classes in the arrays, but no classes for a reader: the rival of each sample is
+    another token, and guessing does not make half of the samples right.
+    """
+    return "losses" in parts[0].values  # only parts of such a model have losses
 
 
 def _join_scores(parts: Sequence[Part]) -> Arrays:
@@ -317,8 +326,7 @@ def _make_rows(
     # to any lower value, so there is no lower confidence limit.
     is_limit = np.array([result.unfinished.any() for result in of_rows])
     shares["robust_low"] = np.where(is_limit, np.nan, shares["robust_low"])
-    # A continuation and its rival are no classes: no worst class, and no calibration.
-    if "losses" not in parts[0].values:
+    if not _are_continuations(parts):  # those have no worst class, and no calibration
         shares |= _rate(parts, of_rows, robust)
     # (rows, 3): seconds, forward passes, backward passes.
     costs = np.array([result.cost for result in of_rows])
@@ -343,7 +351,7 @@ def _read_results(parts: Sequence[Part], trials: Sequence[Trial]) -> _Results:
     """Return the result of each trial on all samples: survivors, confidences and costs."""
     import numpy as np
 
-    # Arrays are (samples, trials); the confidence of the clean samples comes first.
+    # Arrays are (samples, trials). Of confidence, a column without attack comes first.
     robust = base.join_parts(parts, "robust")
     confidence = base.join_parts(parts, "confidence")[:, 1:]
     unfinished = _mark_unfinished(parts, trials)
@@ -407,8 +415,9 @@ def _list_samples(
         columns[key.column("robust")] = np.where(unknown, np.nan, result.robust)
         if key in distances:
             columns[key.column("distance")] = distances[key]
-    if "losses" in parts[0].values:  # a continuation and its rival are no classes
+    if _are_continuations(parts):  # a confidence between two classes says nothing about them
         return columns
+    # The first column of confidence, (samples, 1 + trials), is without attack.
     columns["confidence"] = base.join_parts(parts, "confidence")[:, 0].astype(float).round(6)
     for key, result in of_trials.items():
         columns[key.column("confidence")] = result.confidence.astype(float).round(6)
@@ -430,6 +439,7 @@ def _rate(parts: Sequence[Part], results: Sequence[_Result], robust: Values) -> 
     unique = base.mark_unique(parts)
     columns: dict[str, Any] = {}
     if unique.sum() >= FEWEST_RATED:
+        # The first column of confidence, (samples, 1 + trials), is without attack.
         clean = base.join_parts(parts, "confidence")[unique, 0]
         correct = base.join_parts(parts, "correct")[unique]
         columns["ece_clean"] = compute_calibration_error(clean, correct)
@@ -484,9 +494,7 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
     from lipaudit.measures import texts
 
     unique = base.mark_unique(parts)
-    # Parts with `losses` are of a model that scores a continuation against a rival. These are two
-    # classes, but guessing does not make half of the samples right.
-    has_classes = "losses" not in parts[0].values
+    has_classes = not _are_continuations(parts)
     yield from _note_weakness(parts, len(unique), guessing=has_classes)
     unfinished = list(_note_limits(parts, trials))
     yield from unfinished
@@ -517,7 +525,7 @@ def _note_weakness(parts: Sequence[Part], samples: int, *, guessing: bool) -> It
     from lipaudit.attacks.signs import note_signs, note_square
 
     nonfinite = sum(part.facts["nonfinite"] for part in parts)
-    # The last cost of a trial is its number of backward passes.
+    # The cost of a trial: seconds, forward passes, and last its number of backward passes.
     gradients = sum(cost[-1] for part in parts for cost in part.facts["cost"])
     share = nonfinite / max(gradients, 1)
     yield from note_signs(base.sum_checks(parts), guessing=guessing, nonfinite=share)

@@ -198,7 +198,8 @@ class AttackOptions(MeasureOptions):
         Attacks or radii that are left out depend on the kind of model: `adapt` fills them in
         later, and checks them.
         """
-        are_radii_known = self.eps or not self.usual_eps  # no default radii: none follow later
+        # `usual_eps`: default radii, which `adapt` may fill in. Without any, no radii will follow.
+        are_radii_known = self.eps or not self.usual_eps
         if self.attack is not None and are_radii_known:
             self.trials()
         return self
@@ -238,20 +239,23 @@ class AttackOptions(MeasureOptions):
             self._refuse_units_of_texts("images" if kind == "image" else "sequences of vectors")
         attack = self.attack or self._choose_attacks(is_text, changes)
         # Without radii of the user, attacks on balls get `usual_eps`. Attacks that count changes
-        # (words, patches) have default radii of their own, and `paper` has fixed ones: `trials`
-        # takes these.
+        # (words, patches) have default radii of their own, and `paper` has fixed ones: then `eps`
+        # stays empty, and `trials` below takes these radii.
         has_own_radii = attack in ("paper", "patch") or (is_text and attack != EMBEDDINGS)
         eps = self.eps
         if not eps and not has_own_radii:
             eps = self.usual_eps
+        # Attacks and radii are now known: check that they suit the model and the file of
+        # --save-adv. The default norm follows below: until then `trials` takes linf, which suits
+        # every model.
         chosen = self.model_copy(update={"attack": attack, "eps": eps})
         chosen.require_needed()
         trials = chosen.trials()
         kinds.require_suitable(trials, kind, changes, why)
         self._require_storable(trials)
         queries = _find_queries(trials) or self.queries
-        # The attacks that count changes: WHOLE are the units of texts, and patches of images. All
-        # other attacks search a norm ball: if there is such an attack, it gets a default norm.
+        # WHOLE: norms that count changes (words, characters, suffix, patch). All other attacks
+        # search a ball: if there is such an attack, it gets a default norm.
         counting = [trial for trial in trials if trial.norm in WHOLE]
         norm = self.norm
         if norm is None and len(counting) < len(trials):
@@ -349,9 +353,10 @@ class AttackOptions(MeasureOptions):
     def trials(self) -> tuple[Trial, ...]:
         """Return the trials that the options ask for: each is some attacks in one ball.
 
-        With --transfer, the examples of another model are also tried in every ball, each time in a
-        trial of their own with the label `transfer`. `--attack pgd,transfer` gives these trials by
-        itself. `--attack custom:pgd,transfer` does not: it gives trials of two attacks each.
+        With --transfer, the examples of another model are also tried in every ball, in a trial of
+        their own with the label `transfer`. `--attack pgd,transfer` has these trials already, and
+        nothing is added. `--attack custom:pgd,transfer` has one trial of two attacks in each ball,
+        so the trials `transfer` are added.
 
         Raises:
             UsageError: an attack is unknown, there is no radius, or --transfer has no file or

@@ -555,8 +555,9 @@ def _make_rows(arrays: Arrays, heads: Sequence[tuple[int, int, str]]) -> tuple[R
 def _list_compared(total: Values, count: Values) -> Arrays:
     """Return the arrays, (samples, heads), from which two models are compared sample by sample.
 
-    These are means of statistics over the rows of a sample. If samples differ in their number of
-    rows, these numbers are added: they are the weights of the samples.
+    These are means of statistics over the attention rows of a sample. If samples differ in their
+    number of rows, this number is stored, too: as `rows`, or for statistics that only long rows
+    have, as `long_rows`. The comparison weights the mean of each sample by it.
 
     Args:
         total: the sum of each statistic over the rows, (samples, heads, statistics).
@@ -571,8 +572,8 @@ def _list_compared(total: Values, count: Values) -> Arrays:
         if column.reduction is not None:
             name = column.reduction.values  # name of the statistic that the column summarises
             compared[name] = means[..., MEANS.index(name)]
-    # Numbers of all rows, which all have g1, and of long rows: only these have a regime, such as
-    # uniform.
+    # All rows have g1. Only long rows, of more than SHORT_ROW keys, have a regime (uniform,
+    # intermediate or categorical).
     for name, statistic in (("rows", "g1"), ("long_rows", "uniform")):
         weights = count[..., MEANS.index(statistic)]
         if (weights != weights[:1]).any():

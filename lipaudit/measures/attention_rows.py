@@ -75,7 +75,9 @@ def keep_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Ten
 def count_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Reduced:
     """Count the rows of each sample and head in every class of `CLASSES`, for histograms.
 
-    There are two histograms, (samples, heads, classes): of p(1) + p(2), and of g_1 / ||M||.
+    There are two histograms, (samples, heads, classes): `top_two`, of p(1) + p(2), the two largest
+    entries of a row p; and `tightness`, of g_1 / ||M||, how far the bound g_1 =
+    p(1) (1 - p(1) + p(2)) exceeds the norm of the row's softmax Jacobian M = diag(p) - p p^T.
 
     Args:
         by_row: statistics of each row, (windows of all samples, heads, rows); NaN at padding.

@@ -42,7 +42,9 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
 
     The text reads "head 1.3 (carries 12.0%) and 2 more within 1.5%; next 0.1 (4.2), 2.0 (3.9);
     median 1.7". "carries" is the share of the head in the model's sensitivity, if shares were
-    measured. "more" counts heads that may be as steep, because their norms may be too low.
+    measured. "more" counts heads that may be as steep: a solver approaches the norm (the column
+    `exact`) from below, so it may be too low by `within`. "next" lists the heads with the next
+    largest norms, including those counted by "more".
     """
     rows = [row for row in section.rows if finite([row.exact])]
     if not rows:

@@ -120,7 +120,8 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
 
     Rows are heads, layers, or heads at a radius. A cell is a median or maximum over the samples.
     """
-    # Arrays (samples, heads or layers, ...).
+    # Arrays (samples, heads or layers, ...). A head may lack its closed form on some samples: then
+    # its bounds become NaN on all samples.
     measured = _remove_bounds(base.join_arrays(parts), parts[0].facts)
     sections = [
         _make_head_section(parts, measured, options),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
 
@@ -281,7 +281,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     """
     import torch
 
-    from lipaudit.data.batch import find_first
+    from lipaudit.data.batch import get_first_of_run
     from lipaudit.measures.sensitivity import find_blocks, measure_batch
     from lipaudit.models.attention.numeric import compute_residual_norms
 
@@ -291,8 +291,9 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     pieces = (piece for whole in batches for piece in whole.by_length(len(whole)))
     for batch in pieces:
         if first is None:
-            # All processes of a run get the same batch here: that of the first sample of the run.
-            first = find_first(batches, batch)
+            # The layers are found on the first samples of the run, the same in all processes. The
+            # engine stores them on `batches`, so this takes nothing from the loop.
+            first = get_first_of_run(batches, batch)
             blocks = find_blocks(net, first, options)
         # `of_blocks`: norms from the outputs of blocks, for --from. facts["ends"] has a tuple for
         # each of them: input, output, module of the block, and method of the norm.
@@ -319,20 +320,13 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     figures of each sample.
     """
     arrays = _join_arrays(parts)
-    columns = {}  # with a value per sample
-    for name, values in arrays.items():
-        if name in ("norm", "upper"):
-            # A norm that is NaN was computed, and the model overflowed: NaN stays in a list. In an
-            # array, `make_section` replaces NaN by None, "not computed".
-            columns[name] = values.tolist()
-        elif name in JACOBIAN_TABLE.sample_columns:
-            columns[name] = values
     by_row = _stack_rows(arrays)  # each figure of the model and its blocks, (samples, rows)
     rows = _make_rows(parts, by_row, options)
     stored = {}
     if len(rows) > 1:  # a single row, the model, is stored as the column `norm` already
         stored["norm"] = by_row["norm"]
-    notes = [*base.notes(parts), *_write_notes(parts, arrays), *base.note_repeats(parts)]
+    notes = [*base.notes(parts), *_write_notes(parts, arrays, by_row), *base.note_repeats(parts)]
+    columns = _list_samples(arrays)
     section = base.make_section(
         JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=stored
     )
@@ -342,6 +336,21 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
         section = section.model_copy(update={"sample_columns": described})
     output = "margin" if options.direction == "margin" else parts[0].facts["to"]
     return [section, *summarise_shares(parts, options, norm=arrays["norm"], to=output)]
+
+
+def _list_samples(arrays: Arrays) -> dict[str, Any]:
+    """Return the columns of the table of samples, with a value per sample.
+
+    A norm that is NaN was computed, and the model overflowed: NaN has to stay. `make_section`
+    replaces NaN by None ("not computed") in arrays, but not in lists, so norms become lists.
+    """
+    columns = {}
+    for name, values in arrays.items():
+        if name in ("norm", "upper"):
+            columns[name] = values.tolist()
+        elif name in JACOBIAN_TABLE.sample_columns:
+            columns[name] = values
+    return columns
 
 
 def _stack_rows(arrays: Arrays) -> Arrays:
@@ -412,18 +421,18 @@ def _join_arrays(parts: Sequence[Part]) -> Arrays:
     return arrays
 
 
-def _write_notes(parts: Sequence[Part], arrays: Arrays) -> Iterator[Note]:
+def _write_notes(parts: Sequence[Part], arrays: Arrays, by_row: Arrays) -> Iterator[Note]:
     """Note what the figures refer to, what is missing, and how accurate they are.
 
     Args:
         parts: the parts.
         arrays: the figures of all samples by name, (samples, ...).
+        by_row: norms and their accuracy, (samples, rows): of the model and its blocks.
     """
     import numpy as np
 
     yield from _note_scope(parts)
-    within = [arrays[name] for name in ("within", "block_within") if name in arrays]
-    yield from base.note_lower_estimates(max(np.nanmax(values, initial=0.0) for values in within))
+    yield from base.note_lower_estimates(np.nanmax(by_row["within"], initial=0.0))
     if RADIUS in arrays:
         yield from _note_radii(arrays["complete"], arrays["rivals"])
     for prefix, what in (("", "norms of the model"), ("block_", "norms of blocks")):

@@ -41,6 +41,7 @@ def describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
         `module_inputs` (names of X), `reasons` (why there is no closed form). A list with an item
         per layer: `layers`. A list of some layers: `apart`, whose queries read another input than
         keys and values, so that the norm varies both independently; a note advises --input module.
+        With --input module this list is empty: such a layer has no closed form then.
     """
     names = ("kinds", "inputs", "module_inputs", "reasons", "layers", "apart")
     facts: Facts = {name: [] for name in names}
@@ -191,14 +192,15 @@ def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -
     # W_O), and after W_O (if there is one).
     accuracy = options.accuracy | {"within": options.layer_within}
     together = head_norms.layer_norms(heads, seeds=seeds, concat=options.concat, **accuracy)
-    within = []
-    missed = []
+    within = []  # proven relative errors of these norms
+    missed = []  # 1 where a norm did not converge
     for name, norms in (("layer_exact", together.concat), ("layer_exact_out", together.out)):
         if norms is not None:
             of_layer = _read_norms(norms)
             figures[name] = of_layer["exact"][:, None]
             within.append(of_layer["within"])
             missed.append(of_layer["missed"])
+    # Of both norms together: the larger error, and how many did not converge.
     figures["layer_within"] = torch.stack(within, 1).amax(1, keepdim=True)
     figures["layer_missed"] = torch.stack(missed, 1).sum(1, keepdim=True)
     in_balls = _measure_balls(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.data.batch import Batch, find_first
+from lipaudit.data.batch import Batch, get_first_of_run
 from lipaudit.errors import EvaluationError, StructureError, UsageError, join_few
 from lipaudit.measures.base import Arrays, Facts, Part, Values
 from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
@@ -77,7 +77,9 @@ def by_layer(
     read = partial(capture, net, reduce=reduce, layers=layers, projections=projections)
     for batch in batches:
         if not sites:
-            sites = find_layers(net, find_first(batches, batch))
+            # In a run of several processes, `batch` may not be the first one of the run: all
+            # processes have to find the layers on the same sample.
+            sites = find_layers(net, get_first_of_run(batches, batch))
             selected = choose_layers(sites, layers)
             notes = tuple(_note_layers(net, sites, selected))
         # One piece: the whole batch. If a layer differs between samples: a piece per sample.
@@ -211,7 +213,9 @@ def _note_inputs(sites: Sequence[Site]) -> Iterator[Note]:
         prefix = f"{site.module}." if site.module else ""
         are_inside = all(f"{name}.".startswith(prefix) for name in site.reads)
         has_norms = site.closed_form or site.inputs
-        # `inner`: further maps between X and the projections of q, k and v.
+        # A closed form differentiates from X, the input of the linear maps of q, k and v. `inner`:
+        # further maps inside the module, which the input of the module passes before X. Without a
+        # closed form, the module itself is differentiated, so X is its input.
         is_module_input = are_inside and not (site.inner and site.closed_form)
         if has_norms and not is_module_input:
             readers = join_few([name or "the model" for name in site.reads])
@@ -423,14 +427,15 @@ def _bound_layer_rounding(values: Reduced, heads: Heads, errors: Tensor) -> Tens
     assert heads.out is not None
     count, d_v, d_out = heads.out.shape  # W_O of each of the H heads
     eps = torch.finfo(torch.float64).eps
-    # Errors relative to the bound, in units of H d_v d_out eps / 2. `relative` is 4 units:
+    # Errors relative to the bound, in units of H d_v d_out eps / 2. `relative` is
+    # 4 (1 + 16 / d_out) units. At most 2.5 of them are needed for
     # * 1/2 by ||W_O||, the root of the largest eigenvalue of the smaller Gram matrix of W_O.
     #   Each entry is a sum of max(H d_v, d_out) products. So the Gram matrix is off by
     #   max(H d_v, d_out) eps / 2 ||W_O||_F^2, with ||W_O||_F^2 <= min(H d_v, d_out) ||W_O||^2;
     # * 1 by products with W_O in the norm, and 1 by those with W_O^T: sums of H d_v or d_out
     #   terms with errors of at most (H d_v or d_out) eps / 2 ||W_O||_F.
-    # The rest covers the solver of the eigenvalue. If d_out is small, 16 covers single
-    # operations and the sum over the heads, too.
+    # The rest, at least 1.5 units, covers the solver of the eigenvalue. If d_out is small, the 16
+    # added to d_out covers single operations and the sum over the heads, too.
     relative = 2 * (d_out + 16) * count * d_v * eps
     error = errors.square().sum(1, keepdim=True).sqrt()
     return values["out_norm"] * error + relative * values["layer_sharp_rss"]

@@ -59,9 +59,11 @@ def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Out
         )
         is_right_after = after.argmax(1) == run.chunk.y
         has_higher_loss = sign * after[:, 0] < sign * before[:, 0]  # with sign 1: a lower log p
-        # `clean.robust`: right without attack. Only such a sample can be broken by an attack.
+        # The points that break a sample: neither, both, or only one. `clean.robust`: right without
+        # attack; a sample that is wrong without attack is broken by neither.
         only_margin_broke = clean.robust & ~on_margin.robust & is_right_after
         only_loss_broke = on_margin.robust & ~is_right_after
+        # Only the one point breaks the sample: take it. Neither or both: take the higher loss.
         takes_loss = only_loss_broke | (has_higher_loss & ~only_margin_broke)
         costs = {what: sum(getattr(outcome, what) for outcome in outcomes) for what in COSTS}
         yield replace(
@@ -174,6 +176,7 @@ def _make_text_classifier(net: Net, batch: Batch, chunk: Chunk, sign: int) -> tu
         output=lambda ids, mask: make_logits(reader.output(ids, mask)),
         forward=lambda z, ids, mask: make_logits(reader.forward(z, ids, mask)),
     )
+    # `rows_without_ids` leaves out the names of the samples only: its x has the token ids.
     model = ByRow(lambda z, rows: make_logits(net.forward(z, batch.rows_without_ids(rows))))
     return model, replace(chunk.texts, reader=two_class_reader)
 

@@ -140,7 +140,8 @@ def find_position(net: Net, batch: Batch, end: Target) -> Tensor | None:
 
     -1 if a text is too short for the position. None if --to names no position.
     """
-    # The loss predicts each next token, so a text needs a second token: position 1.
+    # The loss predicts each next token. It has no position, but a text needs a second token: -1
+    # says that it has none. Any other column is not read (see `make_sample_function`).
     if end.what == "loss" and net.classes is None:
         return find_places(batch, "1")
     if end.where:
@@ -374,6 +375,7 @@ def _measure_margins(
         options: the options.
     """
     predicted = linear.output.argmax(1)
+    # A label of -1 stays in y: `compute_margins` takes the predicted class in its place.
     y = predicted if labels is None else labels
     margins = compute_margins(linear, y, rivals=options.rivals, norm=options.norm, upper=upper)
     # A sample without a label counts as right, as its class is the predicted one. A wrong sample

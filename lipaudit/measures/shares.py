@@ -248,11 +248,12 @@ def measure_shares(
     modules = {site.index: site.module for site in sites}
     facts = {
         "heads": list_heads(sites),
-        # Branches with a skip connection; layers whose heads could not be separated, and why;
-        # layers whose attention map could not be read.
+        # Branches with a skip connection.
         "steps": [[step.part, step.layer, step.module] for step in shares.steps],
-        "uncut": [[layer, modules[layer], why] for layer, why in shares.missing.items()],
-        "whole": list(shares.unsplit),
+        # Layers without shares of heads, because their attention was not found in the graph.
+        "missing": [[layer, modules[layer], why] for layer, why in shares.missing.items()],
+        # Layers with shares of whole heads only: not split into attention map and values.
+        "unsplit": list(shares.unsplit),
     }
     return values, facts
 
@@ -274,8 +275,9 @@ def summarise_shares(
         to: name of the output; `margin` if shares are of the direction of the margin.
     """
     # Parts that say what the columns of their shares are: facts["heads"] for heads, facts["steps"]
-    # for the branches with a skip connection through which a sample passes. A part whose samples
-    # are not neighbours in the report was split, and only its first piece has these facts.
+    # for the branches with a skip connection through which a sample passes. Other parts have no
+    # shares, or are of a batch of texts that are no neighbours in the data: the engine splits its
+    # part by samples, and only the piece of the first sample keeps the facts.
     described = [part for part in parts if "steps" in part.facts]
     if not described:
         return []
@@ -325,6 +327,8 @@ def _make_heads_section(
     # For each sample: the shares of all attention, all maps and all MLPs together.
     totals = _join(parts, "share_totals", (len(OF_ALL),))
     figures = dict(zip(OF_ALL, totals.T, strict=True))
+    # The relative distance of the two largest singular values: with a small one, shares are those
+    # of one of several directions that are nearly as sensitive.
     figures["gap"] = _join(parts, "gap", shape=())
     return base.make_section(
         HEADS_TABLE, parts, options, rows, notes, samples=figures, arrays=arrays
@@ -414,20 +418,20 @@ def _join(parts: Sequence[Part], name: str, shape: tuple[int, ...]) -> Values:
 def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
     """Note which layers have no shares of heads, and which have no shares through the map P.
 
-    Among the facts, `uncut` lists layers whose heads could not be separated from the graph, with
-    reasons, and `whole` lists layers whose attention map P could not be read.
+    Among the facts, `missing` lists layers whose attention was not found in the graph, with
+    reasons, and `unsplit` lists layers whose attention map P could not be read.
     """
     reasons = group_values(
-        (why, f"{index} ({module})") for index, module, why in parts[0].facts["uncut"]
+        (why, f"{index} ({module})") for index, module, why in parts[0].facts["missing"]
     )
     for why, layers in reasons.items():
         yield Note.warn(
             "no-share", f"no shares of the heads of attention layers {join_few(layers)}: {why}"
         )
-    whole = parts[0].facts["whole"]
-    if whole:
+    unsplit = parts[0].facts["unsplit"]
+    if unsplit:
         yield Note.info(
             "no-pattern",
-            f"attention layers {join_few(whole)}: shares of whole heads only, as P could not be "
+            f"attention layers {join_few(unsplit)}: shares of whole heads only, as P could not be "
             "read",
         )

@@ -106,11 +106,12 @@ def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
         characters: whether an attack changes characters.
 
     Raises:
-        InputError: characters are needed, and tokenizing them does not give the token ids.
+        InputError: the characters are known or needed, and do not give the token ids.
     """
     rows = remove_padding(batch, batch.x)  # the token ids of each sample
     if reader.tokenize is not None:  # the samples are prompts with their continuations
         return Texts(reader, _draft_prompts(reader, reader.tokenize, batch, rows))
+    # Tried on the shortest text, which costs least and has most room for padding.
     shortest = min(rows, key=len)
     reads_padding = _reads_padding(reader, shortest)
     most = min(reader.most, batch.limit or reader.most)  # largest number of tokens
@@ -119,7 +120,9 @@ def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
     drafts = []
     for row, text in zip(rows, texts, strict=True):
         drafts.append(reader.lexicon.make_draft(row.tolist(), text, most))
-    # A draft has no source if its characters are unknown, or do not give its token ids.
+    # A draft has no source if its characters are unknown, or do not give its token ids. Known
+    # characters that do not give the ids are always an error: the tokenizer is not the model's.
+    # Samples without characters are fine, unless characters are to be changed.
     unknown = sum(draft.source is None for draft in drafts)
     if unknown and (batch.texts or characters):
         raise _make_mismatch(unknown)
@@ -233,21 +236,23 @@ def _draft_prompt(
     assert lexicon.read is not None
     prompt_ids, continuation_ids = packer.encode(prompt, continuations)
     ids = tuple(prompt_ids)
-    # `encode` gives ids only. `read` tokenizes the prompt again, and also gives the span of each
-    # token in the characters. White space at the end of the prompt belongs to the continuations.
-    # WHOLE is more than any number of tokens: nothing is cut.
+    # 1. Require that this tokenizer gives the ids of the sample, in two ways. `encode` gives ids
+    # only. `read` tokenizes the prompt again, and also gives the span of each token in the
+    # characters. For `encode`, white space at the end of the prompt is part of the continuations:
+    # so `read` gets the prompt without it. WHOLE is more than any number of tokens: none is cut.
     tokens, spans = lexicon.read((prompt.rstrip(),), WHOLE)
-    # The same ids, but some tokenizers add a special token at the end of `tokens`.
+    # `tokens` may be longer than `ids`: some tokenizers add a special token at the end.
     if tokens[: len(ids)] != ids or list(packed) != list(packer.pack(prompt, continuations)):
         return None
+    # 2. The words of the prompt, and the spans of the tokens of each word.
     words = lexicon.split_words(ids, spans[: len(ids)])  # each word is a tuple of its tokens
-    # Group the spans by word: each word takes as many of the next spans as it has tokens.
+    # Each word takes as many of the next spans as it has tokens.
     unused_spans = iter(spans)
     spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
+    # 3. What stays when an attack changes the prompt. `tail`: the ids behind the prompt. `pack`:
+    # returns the ids of a new prompt with the same continuations.
     room = packer.find_room(continuation_ids)  # largest number of tokens of the prompt
     prompt_length = min(len(ids), room)  # packing cuts off the beginning of a long prompt
-    # What stays when an attack changes the prompt. `tail`: the ids behind the prompt. `pack`:
-    # returns the ids of a new prompt with the same continuations.
     fixed = Continuations(
         continuations,
         tail=tuple(packed[prompt_length:]),
@@ -483,6 +488,6 @@ def note_target(net: Net, target: int | None) -> Iterator[Note]:
         name = net.labels[target] if net.labels else str(target)
         text = (
             f"the attacks aim at {name}: a sample is broken if the model answers it. Samples "
-            "whose answer it is count as they are"
+            "of this class are not attacked"
         )
     yield Note.info("target", text)

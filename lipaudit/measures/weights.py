@@ -143,7 +143,7 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
     """
     import torch
 
-    from lipaudit.data.batch import find_first
+    from lipaudit.data.batch import get_first_of_run
     from lipaudit.models.attention.numeric import compute_residual_norms, find_residuals
     from lipaudit.models.attention.survey import find_layers
 
@@ -153,8 +153,9 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
         notes: Notes = ()
         values = {}
         if number == 0:
-            # A run on one sample shows which weights the heads use.
-            first = find_first(batches, batch)[:1].trim()
+            # A run on one sample shows which weights the heads use: the first of the whole run,
+            # which may be in the batch of another process.
+            first = get_first_of_run(batches, batch)[:1].trim()
             sites = find_layers(net, first)
             # The whole residual block (attention and MLP) around each layer, None if it has none.
             # Layers may share a block: `blocks` has each block once.
@@ -318,9 +319,10 @@ class Product(NamedTuple):
 
 
 def _find_products(heads: Heads) -> dict[str, Product]:
-    """Return s W_Q W_K^T (`qk`, with the scale s of the logits) and W_V W_O (`ov`) of each head.
+    """Return |s| W_Q W_K^T (`qk`, with the scale s of the logits) and W_V W_O (`ov`) of each head.
 
-    A product is missing if its factors are not linear maps of the input.
+    A product is missing if its factors are not linear maps of the input. Only singular values of
+    the products are used, and these do not depend on the sign of s.
     """
     import torch
 
@@ -333,6 +335,7 @@ def _find_products(heads: Heads) -> dict[str, Product]:
     # Rotary embeddings cancel in q k^T between tokens at equal positions, so they may stay out.
     # Other kinds, such as a normalisation of the queries, are no linear map.
     if q and k and {q.kind, k.kind} <= {"affine", "rotation"}:
+        # The scale is (1 or samples, 1 or heads): the model ran on one sample.
         products["qk"] = Product(q.weight, k.weight, heads.scale[0].abs())
     if v and v.kind == "affine" and heads.out is not None:  # W_O is (heads, d, D)
         products["ov"] = Product(v.weight, heads.out.mT, torch.ones(1))

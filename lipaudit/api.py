@@ -291,6 +291,8 @@ def audit(
             run_shard(job, observer)
         return None
     audits = run_audits(models, requests, data, input_shape=input_shape, observer=observer)
+    # None is left out for the type checker only: no report is None here. Only the command line
+    # sets `Request.place`, with which a process may measure a shard for another one.
     reports = [report for report in audits if report is not None]
     if isinstance(model, list | tuple):
         return reports
@@ -340,8 +342,9 @@ def run_audits(
         for model, request in zip(models, requests, strict=True)
     ]
     require_shared(outlines)
-    # `run_job` removes the parts of its model when its context ends: here, with the contexts of
-    # all models, at the end of this block.
+    # `run_job` has the parts of its model on disk, and removes them when its context ends. These
+    # contexts go into `stored_parts`: they end together, after the last report. The model itself
+    # is freed before, at the end of `open_model`.
     with ExitStack() as stored_parts:
         all_complete = True
         for model, outline in zip(models, outlines, strict=True):
@@ -357,7 +360,8 @@ def run_audits(
             all_complete &= report.status == "complete"
             yield report
         if not all_complete:
-            # The contexts are taken out of the stack and never end: the parts stay, for --resume.
+            # Take the contexts out of the stack: they never end, so no parts are removed, and
+            # --resume finds them.
             stored_parts.pop_all()
 
 

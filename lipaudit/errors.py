@@ -259,8 +259,9 @@ def explain_failure(what: str, advice: str, *kinds: type[BaseException]) -> Iter
     Args:
         what: what failed; type and first line of the exception follow in brackets.
         advice: the hint.
-        kinds: the exceptions to convert. By default all but faults of memory or a device; and also
-            the attempt to end the program, whose exit code would be taken for lipaudit's.
+        kinds: the exceptions to convert. By default all but faults of memory or a device, on which
+            `what` has no bearing; and also the attempt to end the program, whose exit code would
+            be taken for lipaudit's.
 
     Raises:
         InputError: the block raised such an exception.
@@ -271,8 +272,10 @@ def explain_failure(what: str, advice: str, *kinds: type[BaseException]) -> Iter
     except LipauditError:
         raise
     except caught as error:
-        # By default, faults of memory or a device pass through. Readers of files convert them too,
-        # with `Exception` as `kinds`: a damaged file may ask for any amount of memory.
+        # By default, faults of memory or a device pass through. Those of the disk (OSError) do
+        # not: a missing or unreadable file is what `what` and `advice` explain. Readers of files
+        # convert all faults, with `Exception` as `kinds`: a damaged file may ask for any amount of
+        # memory.
         if not kinds and is_machine_error(error) and not isinstance(error, OSError):
             raise
         reason = summarise_error(error)

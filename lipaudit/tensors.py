@@ -88,6 +88,8 @@ def heads(
 def _read_mask(mask: ArrayLike, layer: Heads) -> Tensor:
     """Return a mask with four axes that broadcasts to the logits, (batch, heads, tokens, tokens).
 
+    The mask holds numbers that are added to the logits, such as 0 and -inf; True is the number 1.
+
     Raises:
         UsageError: its shape does not fit the heads.
     """

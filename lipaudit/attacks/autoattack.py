@@ -28,8 +28,9 @@ NORMS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
 LOSSES = {"apgd-ce": "ce", "apgd-dlr": "dlr", "apgd-t": "dlr-targeted"}
 # The package warns of zero gradients, which `evaluate` counts and notes once for all attacks.
 MUTE = logging.Logger("pyautoattack", logging.CRITICAL)
-# A sample leaves once it is misclassified by this share of its largest logit: rounding on
-# another device or in another batch then does not change the verdict.
+# A sample is clearly broken, and not attacked any more, once another logit exceeds that of its
+# label by this share of the largest absolute logit: rounding on another device or in another batch
+# then does not change the verdict.
 CLEAR = 2.0**-10
 # Largest number of pixels of images whose logits Square caches: on small images squares repeat.
 REPEATING = 1024
@@ -58,14 +59,17 @@ class UnitCube:
     It stores a point that broke each row. A sample that is clearly broken is not evaluated again:
     its logits are 0 from then on. The package treats rows apart, so this changes no other row.
 
+    A targeted attack gets several rows of one sample, with different target classes.
+
     Attributes:
-        samples: the samples in the cube, one row per sample and target.
+        centres: the samples in the cube, around which the package searches, (rows, ...).
         eps: the radius in the cube.
         reach: largest distance from a sample at which a point may break it.
         may_leave: whether the attack evaluates points beyond `reach`.
-        adversarial: the last point that broke each row, else the sample.
-        broken: whether each row was broken.
-        clearly_broken: whether each sample of the chunk is clearly broken.
+        adversarial: the last point that broke each row, else the sample, (rows, ...).
+        broken: whether each row was broken, (rows,).
+        clearly_broken: whether each sample of the chunk is clearly broken in one of its rows: its
+            label loses by the share CLEAR of the largest logit, (samples,).
     """
 
     def __init__(self, f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> None:
@@ -87,20 +91,20 @@ class UnitCube:
         self.y = y
         self.ball = ball
         self.turn = turn
-        self.samples = self._map_to_cube(x)
+        self.centres = self._map_to_cube(x)
         self.eps = ball.eps / self.width
         # The largest distance at which a misclassified point counts as an adversarial example.
         self.reach = self.eps
         if ball.norm == "l1":
             # Points that an attack projects onto the l1 sphere are outside by rounding.
             self.reach = self.eps * (1 + SPHERE)
-        # FAB, and in l1 balls every attack, also evaluates points outside of the ball, which must
-        # not count.
+        # FAB, and in l1 balls APGD (which begins in balls of 3 and 2 times the radius), also
+        # evaluate points outside of the ball, which must not count.
         self.may_leave = turn.attack.name == "fab-t" or ball.norm == "l1"
-        self.adversarial = self.samples.clone()
+        self.adversarial = self.centres.clone()
         self.broken = torch.zeros_like(y, dtype=torch.bool)
-        # True for each sample that is clearly broken in one of its rows: its other rows (of other
-        # target classes) need no further search.
+        # By sample, not by row: a sample that is clearly broken in one of its rows needs no
+        # further search in its other rows (of other target classes).
         count = int(turn.rows.max()) + 1
         self.clearly_broken = x.new_zeros(count, dtype=torch.bool)
 
@@ -117,16 +121,17 @@ class UnitCube:
 
         The package (pyautoattack) searches in the cube [0, 1]^n. A row is a sample, or with
         several target classes one of its copies. The call also records which rows are broken
-        (misclassified inside the ball), and by which points. A sample is clearly broken if
-        rounding could not change that: its rows are not evaluated any more, and get logits of 0.
+        (misclassified inside the ball), and by which points. A sample is clearly broken if its
+        label loses by more than the share CLEAR of the largest logit, which rounding could not
+        change: its rows are not evaluated any more, and get logits of 0.
 
         Args:
-            u: points of the cube, one per row.
+            u: points of the cube, (rows, ...).
 
         Raises:
             _AllBrokenError: every sample is clearly broken.
         """
-        sample_of_row = self.turn.rows
+        sample_of_row = self.turn.rows  # (rows,): `clearly_broken` is per sample
         is_open = ~self.clearly_broken[sample_of_row]
         rows = is_open.nonzero()[:, 0]
         if not len(rows):
@@ -136,8 +141,9 @@ class UnitCube:
         points = u[rows].detach()
         scores = logits.detach()
         is_broken = scores.argmax(1) != y
-        if self.may_leave:  # only points inside the ball, nearer than `reach`, count
-            lengths = distance(points, self.samples[rows], self.ball.norm)
+        # FAB, and APGD in l1, also evaluate points outside of the ball: only nearer ones count.
+        if self.may_leave:
+            lengths = distance(points, self.centres[rows], self.ball.norm)
             is_broken &= lengths <= self.reach
         # Clearly broken: rounding could not make the label win again.
         rounding = CLEAR * scores.abs().amax(1)
@@ -175,7 +181,7 @@ class UnitCube:
 
     def map_from_cube(self, u: Tensor) -> Tensor:
         """Return points of the cube in the attacked space."""
-        moved = (u - self.samples).to(self.x.dtype)
+        moved = (u - self.centres).to(self.x.dtype)
         return self.x + self.width * moved
 
 
@@ -202,7 +208,7 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     )
     attack.loss = LOSSES[turn.attack.name]
     attack.y_target = turn.target
-    attack.init_hyperparam(cube.samples)
+    attack.init_hyperparam(cube.centres)
     steps = turn.attack.steps
     with cube.isolate_package() as start:
         # In l1 the package first searches balls of 3 and 2 times the radius, with 3/10 of the
@@ -211,9 +217,9 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
             early = 3 * steps // 10
             radii = [3 * cube.eps, 2 * cube.eps, cube.eps]
             steps_of_radii = [early, early, steps - 2 * early]
-            best, *_ = attack.decr_eps_pgd(cube.samples, y, radii, steps_of_radii)
+            best, *_ = attack.decr_eps_pgd(cube.centres, y, radii, steps_of_radii)
         else:
-            best, *_ = attack.attack_single_run(cube.samples, y, x_init=start)
+            best, *_ = attack.attack_single_run(cube.centres, y, x_init=start)
         # `best` has the points with the highest loss.
         cube.adversarial[~cube.broken] = best[~cube.broken]
     return cube.map_from_cube(cube.adversarial)
@@ -244,7 +250,7 @@ def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     )
     with cube.isolate_package():
         # Called with labels, the package would skip rows that are misclassified already.
-        attack.attack_single_run(cube.samples, use_rand_start=turn.restart > 0)
+        attack.attack_single_run(cube.centres, use_rand_start=turn.restart > 0)
     # The attack and the function above refer to each other: this cycle would keep the samples in
     # memory.
     del attack.get_diff_logits_grads_batch
@@ -268,7 +274,7 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
     cube = UnitCube(f, x, y, ball, turn)
     # The last two axes of a sample; a sample with one axis is an image of one row.
     rows, columns = (1, *x.shape[1:])[-2:]
-    images = cube.samples.reshape(len(x), -1, rows, columns)  # (batch, channels, rows, columns)
+    images = cube.centres.reshape(len(x), -1, rows, columns)  # (batch, channels, rows, columns)
     height = rows
     if ball.norm != "linf":  # in other norms the package fails on some sizes: add grey rows
         height = find_height(rows, columns)
@@ -276,7 +282,11 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
     logits_of_image: dict[bytes, Tensor] = {}  # a cache, by the image's bytes
 
     def evaluate(u: Tensor) -> Tensor:
-        """Return the logits of padded images."""
+        """Return the logits of images (batch, channels, height, columns).
+
+        Only the first `rows` rows of an image are the sample: `find_height` may have asked for
+        more rows, because the package fails on some heights.
+        """
         turn.check()  # raises after the time limit; f also checks, but cached logits need no f
         points = u[..., :rows, :].reshape(len(u), *x.shape[1:])  # without padding
         return _evaluate_once(cube, points, logits_of_image)
@@ -321,7 +331,8 @@ def find_height(rows: int, columns: int) -> int:
     The package covers the image with squares of side rows // 5, from an offset of (rows % 5) // 2
     in both directions. It fails where the last square crosses the edge, as on 14 x 14 or 14 x 28,
     and where the side is 0, as on 4 x 4. Such heights are rounded up to a multiple of 5, which has
-    no offset.
+    no offset. Squares of side 1 never cross the edge: they are inside of the image or, by the
+    offset, wholly outside, where the package changes nothing.
     """
     side, spare = divmod(rows, 5)
     offset = spare // 2

@@ -208,7 +208,8 @@ def _examine_clean(oracle: Oracle, chunk: Chunk, logits: Tensor, seed: int) -> O
     """Return the outcome of the samples without attack: correct predictions, confidence, checks.
 
     The checks look for signs that attacks would be weak. A second forward pass has to give the
-    same logits, else the model is random. The gradient of the loss must not vanish.
+    same logits, else the model is random. The gradient of the loss must not vanish, and must be
+    finite: the meter counts those that are not.
 
     Args:
         oracle: the model, with a meter that counts passes.
@@ -228,7 +229,7 @@ def _examine_clean(oracle: Oracle, chunk: Chunk, logits: Tensor, seed: int) -> O
         x_adv=x,
         distance=x.new_zeros(len(x)),
         confidence=logits.softmax(1).amax(1),
-        checks=examine(logits, second_logits, gradient, y, int(oracle.meter.broken)),
+        checks=examine(logits, second_logits, gradient, y, int(oracle.meter.nonfinite)),
         **oracle.meter.read(),
     )
 
@@ -265,7 +266,9 @@ class _AttackRun:
     @cached_property
     def rivals(self) -> Tensor:
         """Return the classes but the predicted one, likeliest first, (samples, others)."""
-        # Ascending, then turned round: a descending sort would order equal logits differently.
+        # Ascending, then reversed, as AutoAttack does: a descending sort would give equal logits
+        # another order than AutoAttack's. (Of two equal largest logits, the class left out may be
+        # another one than argmax takes.)
         descending = self.logits.sort(dim=1).indices.flip(1)
         return descending[:, 1:]
 
@@ -397,7 +400,7 @@ class _AttackRun:
             z = balls.check_inside(z, x, ball, name)
             # A fresh evaluation decides which points are misclassified, not the attack.
             logits = _require_finite(oracle(z), f"{name} samples", self.chunk)
-            if self.meter.replaces_nan or self.meter.broken == 0:
+            if self.meter.replaces_nan or self.meter.nonfinite == 0:
                 return z, logits
             # Some gradients were not finite. Run again with the same random numbers; the meter now
             # replaces NaN.
@@ -461,7 +464,9 @@ class _AttackRun:
             generator=self.generator,
             start=lambda: chunk.x[rows],  # a text has no random start
             rows=rows,
-            target=self.rivals[rows, 0],  # the likeliest classes but the predicted one
+            # The second likeliest class of each text, as for every untargeted attack. (The class
+            # of the option --target, if given, is in the oracle: the attack lowers its lead.)
+            target=self.rivals[rows, 0],
         )
         changed = function(oracle, list(originals), chunk.y[rows], budget, turn)
         check_drafts(changed, originals, texts.reader.lexicon, budget, self.attack.name)

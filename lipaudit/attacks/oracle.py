@@ -64,8 +64,8 @@ class Meter:
     Attributes:
         forwards: samples passed forward.
         backwards: samples passed backward.
-        broken: number of gradients that were not finite, as a tensor, so that the host does not
-            wait.
+        nonfinite: number of gradients that were not finite, as a tensor, so that the host does
+            not wait.
         began: start of the count, in seconds of `time.perf_counter`.
         replaces_nan: whether NaN gradients are replaced by those at a nearby point. This waits for
             the device, so attacks switch it on after the first NaN.
@@ -74,7 +74,7 @@ class Meter:
 
     forwards: int = 0
     backwards: int = 0
-    broken: int | Tensor = 0
+    nonfinite: int | Tensor = 0
     replaces_nan: bool = False
     began: float = field(default_factory=time.perf_counter)
     check: Callable[[], None] = lambda: None
@@ -90,7 +90,7 @@ class Meter:
             "seconds": time.perf_counter() - self.began,
             "forwards": self.forwards,
             "backwards": self.backwards,
-            "nonfinite": int(self.broken),
+            "nonfinite": int(self.nonfinite),
         }
 
     def make_finite(self, gradient: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
@@ -105,7 +105,7 @@ class Meter:
         """
         self.backwards += len(gradient)
         finite = gradient.isfinite().flatten(1).all(1)
-        self.broken = self.broken + (~finite).sum()
+        self.nonfinite = self.nonfinite + (~finite).sum()
         # Move the entries with NaN up; if the gradient is still NaN, move them down.
         signs = (1, -1) if self.replaces_nan else ()
         for sign in signs:

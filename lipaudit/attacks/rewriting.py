@@ -110,7 +110,7 @@ class _Step:
         """
         if self.untried:
             return len(self.changes)
-        return self.tried
+        return self.tried  # all changes that the model can read
 
     def choose_first(self) -> list[ChangedText]:
         """Return the changed texts to try first.
@@ -120,7 +120,8 @@ class _Step:
         changes are stored in `untried`.
         """
         if len(self.changes) <= self.queries:
-            return self._make_texts(self.changes, self.queries)
+            return self._make_texts(self.changes, most=self.queries)
+        # `changes` begins with the most promising change: the first of a word is its best one.
         first_of_word: dict[int, Change] = {}
         for change in self.changes:
             first_of_word.setdefault(change.word, change)
@@ -129,7 +130,7 @@ class _Step:
         chosen = list(first_of_word.values())[:half]
         chosen_set = set(chosen)
         self.untried = [change for change in self.changes if change not in chosen_set]
-        return self._make_texts(chosen, half)
+        return self._make_texts(chosen, most=half)
 
     def choose_others(self) -> list[ChangedText]:
         """Return the changed texts to try next, up to the number of queries.
@@ -148,10 +149,10 @@ class _Step:
         # `untried` is in the order of the gradient. Each of the three orders has all changes: a
         # dict drops the repeats.
         ordered = dict.fromkeys(take_turns([self.untried, by_word, evenly]))
-        return self._make_texts(ordered, self.queries - self.tried)
+        return self._make_texts(ordered, most=self.queries - self.tried)
 
     def _make_texts(self, changes: Iterable[Change], most: int) -> list[ChangedText]:
-        """Return the texts that changes make, at most `most`.
+        """Return the texts that changes make, at most `most` texts.
 
         A change is left out if the result is not a word, or not a text that the model can read.
         """
@@ -231,6 +232,7 @@ def search(
         # All changes if these are few; otherwise one of each word, then those that look best.
         _try_changes(oracle, y, [(step, step.choose_first()) for step in steps])
         _try_changes(oracle, y, [(step, step.choose_others()) for step in steps if step.untried])
+        # Replace in `best` and `margins` the texts that a change improved.
         robust = _keep_best(steps, best, margins)
     return best
 
@@ -399,9 +401,10 @@ def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Id
             return None
         if changed_words:
             substitutions.append(text)
-    # A tokenizer may join adjacent words: read combinations of substitutions in such words, too.
-    # With more than COMBINATIONS of them, the answer is unknown, which counts as None.
-    # Without characters no tokenizer reads the text, and no words are adjacent.
+    # A tokenizer may join words that touch, with no character between them. So read every
+    # combination of substitutions in a chain of such words, too. With more than COMBINATIONS of
+    # them, the answer is unknown, which counts as None.
+    # Without characters no tokenizer reads the text, and no words touch.
     spans = draft.source.spans if draft.source else ()
     for number, together in enumerate(_combine(substitutions, _chain(spans), k)):
         if number == COMBINATIONS or not _reads_alike(reader, draft, together, word_of_token):
@@ -444,7 +447,7 @@ def _reads_alike(
 
 
 def _chain(spans: Sequence[Sequence[Span]]) -> list[list[int]]:
-    """Return groups of adjacent words, with nothing between them, by the number of the word.
+    """Return chains of words that touch, with no character between them, by number of the word.
 
     A tokenizer may read such words as one word. `spans` has for each word the positions of its
     tokens: (index of the text in a pair, first character, one past the last character).
@@ -466,7 +469,7 @@ def _combine(
 
     Args:
         substitutions: the texts with one word replaced.
-        chains: groups of adjacent words, from `_chain`.
+        chains: groups of words that touch, from `_chain`.
         k: largest number of words.
     """
     for chain in chains:

@@ -240,9 +240,13 @@ def _describe_excess(
     The text is "fgsm broke 5 samples more than pgd", or for adversarial examples of another model
     "transfer broke 5 samples that no attack on this model broke". It is "" for few samples.
 
+    Transfer is compared with all attacks on this model together. A trial of another kind is
+    compared with the trials that have an iterative attack (`steps`), which should be stronger than
+    FGSM or Square. If it is one of them, it cannot break more than all of them: the text is "".
+
     Args:
         trial: the trial.
-        in_ball: all trials in the same ball, with this one.
+        in_ball: all trials in the same ball, with this one; at least one has an iterative attack.
         robust: whether each sample survived each of them, (samples, trials).
         lucky: the number of samples that may be broken by luck.
     """

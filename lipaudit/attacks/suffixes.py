@@ -110,7 +110,7 @@ class _Search:
         draft: the text.
         place: the place of its suffix.
         tokens: the tokens that a suffix may have.
-        most: largest number of tokens of the suffix.
+        max_tokens: largest number of tokens of the suffix.
         rng: source of random numbers of this text.
         best: the text with the lowest lead; the text itself before the first suffix.
         lowest: that lead; negative if the attack succeeded.
@@ -125,7 +125,7 @@ class _Search:
     draft: Draft
     place: _Place
     tokens: Tensor
-    most: int
+    max_tokens: int
     rng: random.Random
     best: Draft
     lowest: float
@@ -143,11 +143,11 @@ class _Search:
     def finish(self) -> Draft:
         """Return the text with the best suffix found, and with the number of tried suffixes.
 
-        For a suffix of a single token, all possible suffixes can be counted, too: the tried ones,
-        and all tokens that were not seen. Seen tokens that the tokenizer would read as other
-        tokens are not possible.
+        A suffix that the search has proposed is seen. It is tried if the tokenizer reads the
+        longer text as the same tokens, else it is impossible. For a suffix of a single token, the
+        possible suffixes can be counted, too: those tried, and all tokens not seen.
         """
-        if self.most > 1:
+        if self.max_tokens > 1:
             return replace(self.best, tried=self.tried)
         unseen = len(self.tokens) - len(self.seen)
         return replace(self.best, tried=self.tried, possible=self.tried + unseen)
@@ -192,7 +192,7 @@ class _Search:
         A suffix below its full length first gets a random token; `propose` then changes only this
         token. A suffix of full length stays, and any of its tokens may change.
         """
-        if len(self.current) < self.most:
+        if len(self.current) < self.max_tokens:
             # The search keeps the suffix with the lowest lead (logit of the label minus the
             # largest other logit). From infinity, the best longer suffix replaces the current
             # one in any case, even if its lead is higher.
@@ -239,13 +239,13 @@ class _Search:
             yield (*ids[:position], int(self.tokens[token]), *ids[position + 1 :])
 
     def draw(self) -> Iterator[Ids]:
-        """Yield random suffixes of `most` tokens that the tokenizer reads as the same tokens.
+        """Yield random suffixes of `max_tokens` tokens that the tokenizer reads as these tokens.
 
         `make_drafts` reads from this generator until it has enough texts, and adds each suffix to
         `seen`. A suffix that is seen already, or too short, is a failure. After DRAWS failures in
         all, new suffixes are too rare, and the generator ends.
         """
-        if self.most == 1:  # every token once
+        if self.max_tokens == 1:  # every token once
             for token in self._shuffle(len(self.tokens)):
                 yield (int(self.tokens[token]),)
             return
@@ -254,13 +254,13 @@ class _Search:
             ids: Ids = ()
             # Add one random token at a time. A token that the tokenizer would join with the others
             # is left out, and another one is drawn.
-            for _ in range(DRAWS * self.most):
+            for _ in range(DRAWS * self.max_tokens):
                 longer = (*ids, self._draw_token())
                 if self.write(longer) is not None:
                     ids = longer
-                if len(ids) == self.most:
+                if len(ids) == self.max_tokens:
                     break
-            if len(ids) == self.most and ids not in self.seen:
+            if len(ids) == self.max_tokens and ids not in self.seen:
                 yield ids
             else:
                 failures += 1
@@ -374,7 +374,7 @@ def _begin_searches(
             draft=draft,
             place=place,
             tokens=tokens,
-            most=budget,
+            max_tokens=budget,
             rng=rng,
             # Until a suffix was tried, the best text is the unchanged one.
             best=draft,

@@ -169,9 +169,9 @@ class Lexicon:
         if self.read is None:  # no tokenizer says which characters each token has
             return Draft(self.split_words(ids))
         texts = texts or tuple(self.texts(ids))
-        # The ids come from one of two limits on the number of tokens. If the whole text was
-        # tokenized, it has at most `most` tokens, and the limit `most + 1` cuts nothing. If the
-        # text was cut, the limit was the number of its ids.
+        # Find the limit on the number of tokens with which the tokenizer returns these ids. First
+        # try the whole text: it has at most `most` tokens, so the limit `most + 1` cuts nothing.
+        # Then try a text that was cut, to the number of its ids.
         for limit in (most + 1, len(ids)):
             tokens, spans = self.read(texts, limit)  # ids, and the characters of each token
             if tokens != tuple(ids):
@@ -195,7 +195,7 @@ class Lexicon:
         return str(token)
 
     def split_words(self, ids: Sequence[int], spans: Sequence[Span] = ()) -> tuple[Ids, ...]:
-        """Split a text into words, each a tuple of ids; every fixed id is a piece of its own.
+        """Split a text into words, each a tuple of ids; every fixed id is a word of its own.
 
         The vocabulary has the kind of each token: FIXED (such as punctuation), BEGINS (the first
         token of a word) or GOES_ON (a later token). A token that goes on belongs to the word
@@ -203,7 +203,8 @@ class Lexicon:
 
         Args:
             ids: the token ids.
-            spans: where each token is in the characters; empty if unknown.
+            spans: where each token is in the characters: (index of the text in a pair, first
+                character, one past the last one); empty if unknown.
         """
         words: list[list[int]] = []
         kinds = self.kinds[list(ids)].tolist()
@@ -214,20 +215,20 @@ class Lexicon:
         continuing = BEGINS if unmarked else GOES_ON
         spans = spans or [NOWHERE] * len(ids)  # equal spans, without gaps
         kind_before = FIXED
-        piece_before = end_before = 0
-        for token, kind, (piece, start, end) in zip(ids, kinds, spans, strict=True):
-            adjacent = piece == piece_before and start <= end_before
+        text_before = end_before = 0
+        for token, kind, (text, start, end) in zip(ids, kinds, spans, strict=True):
+            adjacent = text == text_before and start <= end_before
             if kind == continuing and kind_before != FIXED and adjacent:
                 words[-1].append(token)
             else:
                 words.append([token])
             kind_before = kind
-            piece_before = piece
+            text_before = text
             end_before = end
         return tuple(tuple(word) for word in words)
 
     def is_fixed(self, word: Sequence[int]) -> bool:
-        """Say whether a piece of a text is not a word, and must not change."""
+        """Say whether a word is a fixed id, such as punctuation, which must not change."""
         return int(self.kinds[word[0]]) == FIXED
 
 

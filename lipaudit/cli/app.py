@@ -247,12 +247,12 @@ class Commands(Mapping[str, Any]):
         """Yield the names of all commands: measures, then other commands, then those of wings.
 
         A wing is a plug-in. A group of commands that is not extensible, such as `baseline`, has
-        only its own commands.
+        only its own commands: `load_wings` returns none then.
         """
         if self.extensible:
             from lipaudit.measures import option_types
 
-            yield from option_types()
+            yield from option_types()  # the options of each measure, by its name
         yield from {**self.entries, **self.load_wings()}
 
     def __len__(self) -> int:

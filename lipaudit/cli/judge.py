@@ -70,7 +70,8 @@ class Remeasure(Settings):
     def complete(cls) -> type[Remeasure]:
         """Return the class with all options, which `Settings` uses in place of this class.
 
-        They include options of a run, and of files that may have moved since the baseline.
+        They include options of a run, and of files that may have moved since the baseline. The
+        latter are declared by measures, which are imported late: only when the options are needed.
         """
         if cls is Remeasure:
             return load_remeasure()

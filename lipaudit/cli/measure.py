@@ -73,7 +73,7 @@ def make_measure(name: str) -> Callable[..., None]:
 
 
 def _find_function_alone(options: MeasureOptions, model: str | None) -> Any:
-    """Return the function of a typed option that runs without a MODEL, or None.
+    """Return the function of an option that runs without a MODEL, if the user gave one; else None.
 
     `options.alone` has the function of each such option by name. An example is --verify REPORT of
     `lipaudit certify`: the report names its model.
@@ -82,7 +82,7 @@ def _find_function_alone(options: MeasureOptions, model: str | None) -> Any:
         UsageError: a MODEL is given, too.
     """
     for alone, function in options.alone.items():
-        if getattr(options, alone) is None:  # not typed
+        if getattr(options, alone) is None:  # not on the command line
             continue
         if model is not None:
             raise UsageError(

@@ -280,6 +280,7 @@ class Settings(BaseModel):
             # JSON and the command line read integers of any size, but arrays do not store them.
             if isinstance(value, int) and not -INT64 <= value < INT64:
                 raise UsageError(f"{spell(name)}: {value} is too large a number")
+            # A number or a list, as Python users give them, for an option whose values are texts.
             if name in known and _is_text(kind.model_fields[name].annotation):
                 accepted[name] = _write_text(value)
         try:

@@ -89,13 +89,17 @@ def _differentiate_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ||J^T u|| at the moved tokens, and its gradients in the move and in u.
 
+    If the tokens X (n x D) move by dX, [q k v] of a head changes by dX W, W = [W_Q W_K W_V]. W is
+    D x 3d with the QR decomposition W = Z R, so dX W = move R with move = dX Z. As Z has
+    orthonormal columns, ||J^T u|| has the same length in terms of the move as in terms of X.
+
     The gradient in a unit vector u is J J^T u / ||J^T u||: the next u of a power iteration.
 
     Args:
         heads: the heads at X.
-        triangle: R. If the tokens move by `move`, [q k v] changes by move R.
-        move: the move of the tokens, in the coordinates of R.
-        u: unit vectors in the shape of the outputs.
+        triangle: R, (heads, r, 3 d) with r = min(D, 3 d).
+        move: dX Z of every head, (batch, heads, n, r).
+        u: unit vectors in the shape of the outputs, (batch, heads, n, d_v).
     """
     move = move.detach().clone().requires_grad_()
     u = u.detach().clone().requires_grad_()

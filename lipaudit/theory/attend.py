@@ -177,12 +177,17 @@ class MapRows(NamedTuple):
 
 
 def anchor_blocks(blocks: Iterable[MapRows], v: Tensor, sink: Tensor | None) -> Anchored:
-    """Return the outputs P V of all queries, and what `anchor_outputs` adds, from blocks of rows.
+    """Return what `anchor_outputs` returns, for all queries, from blocks of rows of P.
 
     Args:
         blocks: all rows of P, in order; each block may have only the keys that it can see.
         v: values, (..., m, d_v).
         sink: the probability that each query gives to a sink, (..., n, 1), or None.
+
+    Returns:
+        Of every query i: the output o_i = (P V)_i; its anchor, the key a with the largest P_ia
+        (`key`); v_a - o_i (`gap`), P_ia (v_a - o_i) (`c`) and 1 - P_ia (`share`), computed
+        without cancellation.
     """
     parts = []
     for block in blocks:
@@ -432,11 +437,12 @@ class Attend:
         # the terms r and t do.
         for name, terms in self.extra.items():
             if name in tangents:
-                # <r_ij, dq_i> is dq_i times the matrix of query i with the columns r_ij. With
-                # <t_ij, dk_j> likewise, the result is by key and query.
+                # `terms.vectors` is (sets, queries, keys, d) with the vectors r_ij, or
+                # (sets, keys, queries, d) with t_ij. Row i of `added` is dq_i times the d x keys
+                # matrix with the columns r_ij: the numbers <r_ij, dq_i>.
                 columns = terms._replace(vectors=terms.vectors.mT)
                 added = _multiply_by_terms(tangents[name], columns)
-                if name == "k":
+                if name == "k":  # <t_ij, dk_j>, by key and query
                     added = added.mT
                 ds = ds + added
         return ds
@@ -444,10 +450,11 @@ class Attend:
     @property
     def value_weight(self) -> Tensor | None:
         """Return W_V, (heads, D, d_v); None if v is constant or not an affine map of its token."""
+        # `local` has the Jacobian of what follows W_V, such as a norm: v is then not affine.
         if not self.groups or "v" in self.local:
             return None
         group = self.groups[-1]  # the input of the keys and values; W_V is the last part of its W
-        if "v" not in group.names:
+        if "v" not in group.names:  # v is constant: no group has a projection to it
             return None
         return group.weight[..., -self.v.shape[2] :]
 
@@ -515,6 +522,8 @@ def linearize_attention(heads: Heads) -> Attend:
         v = v - mean_value(block.p, v[:, block.keys])
     else:
         sink = sink.flatten(0, 1)
+    # The outputs o_i; and of each query the key a with the largest P_ia (`key`), and
+    # c_ia = P_ia (v_a - o_i) for this key, without cancellation.
     rows = anchor_blocks(map_rows(heads, p), v, sink)
     slope, extra = _flatten_pairs(heads)
     return Attend(
@@ -536,10 +545,13 @@ def linearize_attention(heads: Heads) -> Attend:
 def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
     """Return the fields `slope` and `extra` of `Attend`, for logits other than s q k^T (`Pairs`).
 
-    `slope` is the derivative of a soft cap, (problems, n, m), or None. `extra` has the vectors
-    that relative positions add to the gradients of logits in q or k, by name. A problem is one
-    head on one batch row. Batch rows or heads may share their vectors: these are stored once, as a
-    set, and every problem has the index of its set.
+    For query i and key j, the gradient of the logit is f_ij s k_j + r_ij in q_i, and
+    f_ij s q_i + t_ij in k_j. `slope` is f, (problems, n, m), or None where it is 1. `extra` has r
+    by the name q and t by the name k, without those that are 0.
+
+    A problem is one head on one batch row. Batch rows or heads may share their r (or t): the n x m
+    vectors of a head are a set, each set is stored once, and every problem has the index of its
+    set.
     """
     shape = heads.q.shape[:2]
     pairs = heads.pairs or Pairs()

@@ -71,7 +71,9 @@ def affine_rows(ingredients: Ingredients) -> AffineRows:
     replace both. a_i is W_V^T u_i.
 
     A token acts through its query only in the range of W_Q. With a basis X of this range, `inside`
-    (||X^T u_i||) and `shared` (||W_V^T X||) say how much of the gradients u_i and of W_V is there.
+    (||X^T u_i||) and `shared` (||W_V^T X||) say how much of the gradients u_i and of W_V is there:
+    `block_norms` bounds with them how much a token's moves through its query overlap with those
+    through values (`wv` is ||W_V||) and keys.
     """
     centred = ingredients.centred
     weights = ingredients.weights
@@ -92,6 +94,8 @@ def affine_rows(ingredients: Ingredients) -> AffineRows:
         images=images,
         inside=inside,
         a=q @ (s * weights.to_a),
+        # Keys less their mean: only differences of the z_j matter, because a constant added to all
+        # logits of a row changes no P_ij. The length of u_i matters, so q keeps its mean.
         z=centred.k @ (s * weights.to_z),
     )
 
@@ -271,10 +275,11 @@ def block_norms(
 
     Args:
         centred: maps and values.
-        rows: norms and inner products of u_i.
-        pw: P_ij ||w_ij||.
-        t: upper limits t_i of s ||T_i W_Q^T||.
-        f: upper limits of ||F_i||, where F_i has the columns P_ij w_ij.
+        rows: norms and inner products of u_i; `u` has the ||u_i||, `inside` the ||X^T u_i||, both
+            (batch, heads, n, 1), for a basis X of the range of W_Q.
+        pw: P_ij ||w_ij||, (batch, heads, n, m).
+        t: upper limits t_i of s ||T_i W_Q^T||, (batch, heads, n).
+        f: upper limits of ||F_i||, where F_i has the columns P_ij w_ij, (batch, heads, n).
         joint: whether queries and keys read one input.
     """
     f = f[..., None]
@@ -330,11 +335,9 @@ def row_lengths(centred: Centred, rows: AffineRows, pw: Maps) -> Rows:
     by_values = weight * columns / centred.p.shape[-2]
     keys_matter = ~(by_keys <= KEYS_MATTER * by_values)  # not `>`: a NaN must count
     if keys_matter.any():
-        # An index that selects the `number` heads where keys matter, out of the axes (batch,
-        # heads): tensors (batch, heads, ...) become (number, 1, ...). The None adds the axis of
-        # heads again, which the function below expects.
-        index = (*keys_matter.nonzero(as_tuple=True), None)
-        tight = tighten_row_lengths(centred.pick(index), length[index])
+        # The heads where keys matter, one on each batch row: (number, 1, ...).
+        picked = centred.pick(keys_matter)
+        tight = tighten_row_lengths(picked, length[keys_matter][:, None])
         length[keys_matter] = tight[:, 0]
     return length
 
@@ -344,12 +347,12 @@ def tighten_row_lengths(centred: Centred, length: Rows) -> Rows:
 
     The limit is the smaller of two: the Frobenius norm `length`, and the Schatten-4 norm, the
     fourth root of the sum of sigma^4 over the singular values of F_i. In exact arithmetic the
-    Schatten-4 norm is never larger. It is computed as the fourth root of `power` from
-    `sum_spread`, raised by three errors:
+    Schatten-4 norm is never larger. Its fourth power (`power`) is computed by `sum_spread` from
+    the Gram matrix g = V V^T and numbers c. It is raised by three errors:
 
     * `underflow`: products below the smallest number become 0, of m^2 products in a double sum;
-    * `error`: rounding of the sums in `power`;
-    * `change`: rounding of the inputs of these sums, the Gram matrix g = V V^T and c.
+    * `error`: rounding of the sums in `power`; `terms` is about the sum of their absolute values;
+    * `change`: rounding of g and c, which is multiplied by `total`, the sum of the P_ij^2.
 
     Where too many digits of `power` cancelled, the Schatten-4 norm is not used.
     """
@@ -365,8 +368,9 @@ def tighten_row_lengths(centred: Centred, length: Rows) -> Rows:
     error = 4 * rounding(centred.p) * terms + underflow
     # The square root of `power` is the norm of D (g - c 1^T - 1 c^T) D with D^2 = diag(w),
     # w_j = P_ij^2. Errors dg and dc change this norm by at most (|dg| + 2 |dc|) `total`, where
-    # `total` is the sum of the w_j. |dg| is at most (d_v + 4) u times `unit`, and 2 |dc| is little
-    # more than 2 rounding(V) times `unit`.
+    # `total` is the sum of the w_j. In units of r `unit` with r = rounding(V) = (2 d_v + 32) u:
+    # |dg| is at most 1/2 (a sum of d_v products). c has half of `w2`, which is raised by 1 and off
+    # by 1 at most: 2 |dc| is at most 2. So 3 units are more than both.
     unit = centred.v2.amax(-2) + centred.o2[..., 0]  # max_j ||v_j||^2 + ||o_i||^2
     change = 3 * rounding(centred.v) * total * unit
     root = (power + error).clamp_min(0.0).sqrt()
@@ -383,16 +387,18 @@ def value_key_norm(
 ) -> PerHead:
     """Bound ||A B^T|| by ||diag(rho) a||: A and B are the output's derivatives by values and keys.
 
-    a, (n, d_v), has the rows a_l = W_V^T u_l with u_l = s W_K q_l. rho_l is an upper limit of
-    ||P F_l^T||, where F_l has the columns P_lj (v_j - o_l). The proof:
+    If the tokens move by dX, the output moves by A dX = P dX W_V through the values, and its row l
+    by (B dX)_l = F_l dX u_l through the keys. u_l = s W_K q_l is the gradient of logit lj in token
+    j, and F_l has the columns P_lj (v_j - o_l). a, (n, d_v), has the rows a_l = W_V^T u_l. rho_l
+    is an upper limit of ||P F_l^T||. The proof:
 
-    * for any matrix g with the rows g_l, (n, d_v), A B^T g = H a, where column l of H is
-      P F_l^T g_l;
+    * for any matrix g with the rows g_l, (n, d_v), B^T g = sum_l F_l^T g_l u_l^T. So A B^T g =
+      sum_l P F_l^T g_l a_l^T = H a, where column l of H is P F_l^T g_l;
     * this column has at most the length rho_l ||g_l||, so ||H diag(1 / rho)||_F <= ||g||_F, and
       ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g||_F ||diag(rho) a||.
 
     The Schatten-8 norm of diag(rho) a is returned. It is at least the spectral norm, and needs no
-    eigenvalues.
+    eigenvalues. Its own rounding, a few sums of products, is covered by `ROUNDING` of all bounds.
 
     Args:
         centred: P, values and outputs.
@@ -427,7 +433,8 @@ def _bound_mixed_rows(centred: Centred, f: Rows, e: Tensor) -> Rows:
             vector.
     """
     p = centred.p
-    # More than each of the relative rounding errors of e, of y, of e y^T, and of the last line.
+    # 2 (n + m + 16) u with u = eps / 2: more than each of the relative rounding errors of e, of y,
+    # of e y^T, and of the last line.
     share = matrix_norms.product_rounding(p)
     # A power step on P P^T, and y = P^T e.
     e = (e @ p) @ p.mT
@@ -441,8 +448,8 @@ def _bound_mixed_rows(centred: Centred, f: Rows, e: Tensor) -> Rows:
     # The rounding error of ||F_l y||, u = eps / 2: y has a relative error of (n + 4) u (a sum over
     # queries, and the length of e). Sums over keys, with a few products and a difference, have an
     # error of (m + 6) u times sum_j P_lj y_j ||v_j - o_l||, and ||v_j - o_l|| is at most
-    # `longest`: ||v - o||^2 <= 2 (||v||^2 + ||o||^2). Both errors together are below
-    # 2 `share` = 4 (n + m + 16) u.
+    # `longest`: ||v - o||^2 <= 2 (||v||^2 + ||o||^2). Both errors together are (n + m + 10) u:
+    # below 2 `share` = 4 (n + m + 16) u.
     longest = centred.v2.amax(-2) + centred.o2.amax(-2)
     longest = longest.mul_(2.0).sqrt()
     error = 2 * share * py[..., 0] * longest
@@ -498,7 +505,8 @@ def _bound_key_blocks(heads: Heads, centred: Centred, rows: attend.Anchored) -> 
     Args:
         heads: heads of any kind.
         centred: P and the values.
-        rows: the outputs o_i, and w for the largest entry of each row.
+        rows: the outputs o_i, and w for the largest P_ij of each row, where v_j - o_i would lose
+            digits: if P_ij is nearly 1, o_i is nearly v_j.
     """
     _, to_k, to_v = projections(heads)
     # A projection to keys has the Jacobian G_j W_K^T at token j, one to values H_j W_V^T: G_j and
@@ -516,9 +524,9 @@ def _bound_key_blocks(heads: Heads, centred: Centred, rows: attend.Anchored) -> 
     p = centred.p
     precision = p.dtype
     if p.shape[-2] * p.shape[-1] > heads.policy.map_limit:
-        # Single precision, to save memory. Rounding an entry has a relative error of u = eps / 2.
-        # This is covered: `nonnegative_norm` raises its result by 3 (n + m) u / 2 more than its
-        # own rounding needs.
+        # Single precision, to save memory. Rounding an entry has a relative error of eps / 2. This
+        # is covered: `nonnegative_norm` raises its result by 3 (n + m) eps / 4 more than its own
+        # rounding needs, with the eps of single precision.
         precision = torch.float32
     beta = torch.empty_like(p, dtype=precision)
     tokens = torch.arange(p.shape[-1], device=p.device)
@@ -586,7 +594,8 @@ def _local_query_term(heads: Heads, centred: Centred, rows: attend.Anchored) -> 
     Args:
         heads: heads of any kind.
         centred: P, and keys and values less their mean.
-        rows: the outputs o_i, and c_ij for the largest entry of each row.
+        rows: the outputs o_i, and c_ij for the largest P_ij of each row, where v_j - o_i would
+            lose digits: if P_ij is nearly 1, o_i is nearly v_j.
     """
     to_q, _, _ = projections(heads)
     phi = narrow_jacobians(to_q)
@@ -597,7 +606,8 @@ def _local_query_term(heads: Heads, centred: Centred, rows: attend.Anchored) -> 
         # Without their mean, as in `centred`, less cancels.
         heads = replace(heads, k=centred.k)
     t = torch.empty_like(centred.p[..., 0])
-    # Numbers in c (m x d_v) and a (m x d) of one query, and as many again of size a.
+    # Numbers in memory for one query of all heads and batch rows: c (m x d_v), a (m x d), and
+    # temporaries of a's size.
     per_query = t[..., 0].numel() * m * (2 * d + dv)
     for i in heads.policy.chunks(t.shape[-1], per_query):
         c = attend.weighted_differences(centred.p, centred.v, rows, i)

@@ -159,9 +159,9 @@ def split_heads(heads: Heads) -> Iterator[Heads]:
     m, dv = heads.v.shape[2:]
     # The largest temporary of one head on one batch row is P, n x m.
     entries = n * m
-    # Behind the weights of other heads there is a rotary position or qk-norm, with a Jacobian of
-    # its own at every token: d x d for each query, and d_v x d for each key, in the product of the
-    # Jacobians of value and key. Affine heads have one Jacobian for all tokens.
+    # Affine heads have one Jacobian dq/dx for all tokens, and one dv/dx. In all other heads, for
+    # example with a rotary position or qk-norm, every token has Jacobians of its own: the largest
+    # temporaries are d x d for each query, and d_v x d for each key (values times keys).
     if not are_affine(heads):
         entries = max(n * m, n * d * d, m * d * dv)
     policy = heads.policy
@@ -274,7 +274,11 @@ def ball_size_bounds(heads: Heads, r: float) -> dict[str, PerHead]:
 
 @dataclass(frozen=True)
 class BallPoint:
-    """What is known at X, the centre of all balls, and which of two limits each row uses."""
+    """What is known at X, the centre of all balls, and which of two limits each row uses.
+
+    Logit ij has the gradient z_j = s W_Q k_j in token i and u_i = s W_K q_i in token j, and
+    A = s W_Q W_K^T. E_i is the mean over the keys j with the weights P_ij.
+    """
 
     p: Maps  # 0 where masked, at least the smallest number elsewhere
     z: Maps  # ||z_j - E_i z||
@@ -282,10 +286,13 @@ class BallPoint:
     u: OfRows  # ||u_i||
     wv: OfHeads  # ||W_V||
     a: OfHeads  # ||A||
-    slope: Maps  # of log P_ij: a_ij of `_log_growth`
-    bend: Maps  # b_ij of `_log_growth`
-    one_hot: Flags  # `spread` is 2 P (1 - P) in place of P
-    uneven: Flags  # the limit with weights is `bound_weights`
+    # `bound_moves`: within rho of X, log P_ij grows by at most slope rho + bend ||A|| rho^2.
+    slope: Maps
+    bend: Maps
+    # `bound_moves`: variances are bounded with h = 2 P (1 - P) where True, else with h = P.
+    one_hot: Flags
+    # `_bound_weighted_variance`: bounded by `bound_weights` where True, else with the largest w.
+    uneven: Flags
 
 
 def read_point(heads: Heads) -> BallPoint:
@@ -348,7 +355,8 @@ def _choose_limits(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     * the weighted variance sum_j P_ij w_ij ||f_j - E_i f||^2: either the h of the variance times
       max_j w_ij (`even`), or the h of `bound_weights`, which keeps every w_ij (`uneven`).
 
-    Each query uses the limit that is sharper at X, on all balls.
+    Both limits hold always. Each query uses the one that is sharper at X by a simple measure, on
+    all balls: one choice for all radii, so that limits grow with the radius.
 
     Args:
         p: P at X.
@@ -358,13 +366,13 @@ def _choose_limits(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         Where h = 2 P (1 - P) is used (`one_hot`: it is sharper in rows that are nearly one-hot),
         and where `uneven` is used; both (batch, heads, n, 1).
     """
-    # The limit of the variance is sharper if its largest h_ij is smaller.
+    # Of the variance, `bound_moves` reads max_j h_ij first of all: the smaller one is sharper.
     twice = 2 * p * _sum_others(p)
     largest = p.amax(-1, keepdim=True)
     one_hot = twice.amax(-1, keepdim=True) < largest
     even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
     uneven, _ = bound_weights(centre=p, p=p, w=w)
-    # The limit of the weighted variance is sharper if its row of h_ij is shorter.
+    # Of the weighted variance, `bound_curvature` reads every h_ij: the shorter row is sharper.
     is_shorter = vector_norm(uneven, dim=-1) < vector_norm(even, dim=-1)
     return one_hot, is_shorter[..., None]
 
@@ -381,10 +389,13 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
     * exp is convex. So log P_ij grows by at most the change of logit ij less the mean change of
       the logits of row i. This difference has a linear and a quadratic part in the moves.
-    * The linear part is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>. It is at most a_ij rho, where
-      a_ij limits the length of all coefficients of the e_l.
+    * The linear part is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>. The coefficients are c_l u_i
+      for e_l, l != i, and z_j - E_i z + c_i u_i for e_i. So it is at most a_ij rho with
+      a_ij^2 = ||z_j - E_i z||^2 + ||u_i||^2 sum_l c_l^2 + 2 ||z_j - E_i z|| ||u_i|| |c_i|.
     * The quadratic part is e_i^T A sum_l c_l e_l. With h^2 = sum_{l != i} c_l^2 it is at most
-      ||A|| (|c_i| ||e_i||^2 + h ||e_i|| (rho^2 - ||e_i||^2)^1/2) <= b_ij ||A|| rho^2.
+      ||A|| (|c_i| ||e_i||^2 + h ||e_i|| (rho^2 - ||e_i||^2)^1/2) <= b_ij ||A|| rho^2, where b_ij
+      is the largest value of |c_i| x^2 + h x y for x^2 + y^2 = 1: the largest eigenvalue of
+      [[|c_i|, h / 2], [h / 2, 0]].
 
     Args:
         p: P, (batch, heads, n, m).
@@ -401,12 +412,9 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     c_i = torch.where(is_diagonal, others, diagonal)
     # sum_l c_l^2 = (1 - P_ij)^2 + sum_{l != j} P_il^2
     square = others.square() + _sum_others(p.square())
-    # The coefficients are c_l u_i for e_l, l != i, and z_j - E_i z + c_i u_i for e_i. So the
-    # square of their length is at most ||z||^2 + ||u||^2 sum_l c_l^2 + 2 ||z|| ||u|| |c_i|.
     slope = z.square() + u.square() * square + 2 * z * u * c_i
     slope = slope.sqrt()
-    # b_ij is the largest value of |c_i| x^2 + h x y for x^2 + y^2 = 1: the largest eigenvalue of
-    # [[|c_i|, h / 2], [h / 2, 0]], where c_i^2 + h^2 = `square`.
+    # The eigenvalue is (|c_i| + (c_i^2 + h^2)^1/2) / 2, where c_i^2 + h^2 = sum_l c_l^2.
     bend = 0.5 * (c_i + square.sqrt())
     return slope, bend
 
@@ -437,8 +445,9 @@ def bound_moves(point: BallPoint, rho: float) -> BallLimits:
     keys with the weights P_i.
 
     Args:
-        point: norms and deviations at X: `a` is ||s W_Q W_K^T||, `wv` is ||W_V||, `w` is
-            ||v_j - o_i||.
+        point: norms and deviations at X: `u` is ||u_i||, `z` is ||z_j - E_i z||, `w` is
+            ||v_j - o_i||, `wv` is ||W_V||, `a` is ||s W_Q W_K^T||. `slope` and `bend` say how fast
+            log P grows, `one_hot` which of two limits of a variance a row uses.
         rho: radius of the ball.
     """
     # P_ij <= 1 grows by a factor of at most exp(slope_ij rho + bend_ij ||A|| rho^2): see
@@ -458,10 +467,11 @@ def bound_moves(point: BallPoint, rho: float) -> BallLimits:
     # around the true means. The moves add at most rho `widest` times ||A||, or ||W_V||.
     z = _deviation(p, point.z) + rho * point.a * widest
     v = _deviation(p, point.w) + rho * point.wv * widest
-    # v_j - o_i moves by at most rho ||W_V|| through v_j, and by rho times the derivative of o_i:
-    # sum_j P_ij W_V^T f_j + Cov_i(sigma_i, v), where sigma_ij is the change of logit ij. For
-    # moves f of length one, sum_j P_ij f_j is at most (max_j P_ij)^1/2 long, and the deviation of
-    # sigma_i is at most z + u `widest`.
+    # v_j - o_i moves by at most rho ||W_V|| through v_j, and through o_i by rho times the length
+    # of its derivative in a direction f of length one, which `output` bounds:
+    #     sum_j P_ij W_V^T f_j + Cov_i(sigma_i, v),   sigma_ij the change of logit ij.
+    # The sum is at most ||W_V|| (max_j P_ij)^1/2 long. The covariance is at most the deviation of
+    # sigma_i, z + u `widest`, times that of the values, v.
     largest = p.amax(-1, keepdim=True)
     output = point.wv * largest.sqrt() + (z + u * widest) * v
     shift = rho * (point.wv + output)
@@ -486,18 +496,20 @@ def bound_curvature(point: BallPoint, on: BallLimits) -> PerHead:
     ||H x|| is at most the length of the longest column of H.
 
     Args:
-        point: quantities at the centre X: `w` is ||v_j - o_i||, `wv` is ||W_V||, `a` is ||A||.
-        on: upper limits on the ball: of the deviations z and v, of u, and of the change `shift`
-            of v_j - o_i.
+        point: quantities at the centre X: `w` is ||v_j - o_i||, (batch, heads, n, m); `wv` is
+            ||W_V||, `a` is ||A||, (batch, heads, 1, 1).
+        on: upper limits on the ball: `spread`, (batch, heads, n, m); for each query, (batch,
+            heads, n, 1), the deviations `z` and `v` of the z_j = s W_Q k_j and of the values,
+            `u` of ||s W_K q_i||, and `shift`, how far v_j - o_i moves.
     """
     longest = point.w.amax(-1, keepdim=True) + on.shift  # max ||v_j - o_i|| on the whole ball
-    # The coefficient of 2 (x_i y_i)^1/2, from all three terms.
+    # The coefficient of 2 (x_i y_i)^1/2, from all three terms, (batch, heads, n, 1).
     mixed = point.wv * on.z + longest * on.z * on.u + point.a * on.v
-    # The coefficient of x_i, from the second term.
+    # The coefficient of x_i, from the second term, (batch, heads, n, 1).
     diagonal = longest * on.z.square()
-    # The coefficients of y_i = sum_j spread_ij x_j, from the first and the second term. In the
-    # second one, the weights ||v_j - o_i|| are at most w_ij, their values at X, plus `shift`: here
-    # is the part with `shift`, and below the part with w_ij.
+    # The coefficients of x_j from y_i = sum_j spread_ij x_j, in the first and the second term,
+    # (batch, heads, n, m). In the second one, the weights ||v_j - o_i|| are at most w_ij, their
+    # values at X, plus `shift`: first the part with `shift`, then the part with w_ij.
     columns = 2 * point.wv * on.u + on.shift * on.u.square()
     columns = columns * on.spread
     columns = columns + on.u.square() * _bound_weighted_variance(point, on)
@@ -520,21 +532,24 @@ def _deviation(p: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _bound_weighted_variance(point: BallPoint, on: BallLimits) -> Tensor:
-    """Return numbers h_ij such that a weighted variance is at most sum_j h_ij ||f_j||^2.
+    """Return h, (batch, heads, n, m), that bounds a weighted variance by sum_j h_ij ||f_j||^2.
 
-    The variance is that of any vectors f_j under row i of P, anywhere on a ball around X, with the
-    weights w_ij = ||v_j - o_i|| at X. There are two limits of it: `even` is the limit of the plain
-    variance (`spread`) times the largest w_ij of the row; `uneven` keeps each w_ij
+    The variance is sum_j P_ij w_ij ||f_j - E_i f||^2 of any vectors f_j, with their mean
+    E_i f = sum_j P_ij f_j. P is the attention map anywhere on a ball around X, and the weights
+    w_ij = ||v_j - o_i|| are those at X. There are two limits: `even` is that of the variance
+    without weights (`spread`) times the largest w_ij of the row; `uneven` keeps each w_ij
     (`bound_weights`). Each row uses the one that is sharper at X.
 
     Args:
         point: P, w, and which rows use `uneven`.
-        on: upper limits of P on the ball, and `spread`.
+        on: upper limits of P on the ball, and `spread`, all (batch, heads, n, m).
     """
     even = on.spread * point.w.amax(-1, keepdim=True)
     uneven, holds = bound_weights(centre=point.p, p=on.p, w=point.w)
-    # On a large ball the formula of `uneven` may not hold. Then the larger of both limits is used,
-    # because a limit must not fall as the radius grows.
+    # On a large ball the formula of `uneven` may not hold: `even` is the limit. But a limit must
+    # not fall as the radius grows, and on a smaller ball `uneven` may be above this `even`. So the
+    # larger of both is used. Where the formula does not hold, `uneven` is p (w + |d|), its value
+    # at D = m / 2: no less than on smaller balls.
     uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
     return torch.where(point.uneven, uneven, even)
 

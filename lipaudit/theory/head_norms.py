@@ -126,9 +126,9 @@ def layer_norms(
     after = []
     for group in _split_rows(heads):
         # J is proportional to the values. Solve for values of size one, with each head's output
-        # multiplied by its size.
+        # multiplied by its size: `size` has one number per head.
         unit, size = unit_values(group)
-        if concat or heads.out is None:  # heads side by side: the sizes are gains
+        if concat or heads.out is None:  # heads side by side: each output times its gain
             largest = size.amax()
             linearize = partial(products.layer_products, out=None, gains=size / largest)
             norms = _compute_norms(group, unit, linearize, seeds, accuracy)
@@ -137,7 +137,7 @@ def layer_norms(
             sizes = size.to(heads.out.device)
             out = heads.out.double() * sizes[:, None, None]
             out, exponent = divide_by_powers(out)  # W_O of size one, times 2^exponent
-            # `layer_products` reads only the number of heads from these gains.
+            # The sizes are in W_O: of these gains `layer_products` reads only how many there are.
             linearize = partial(products.layer_products, out=out, gains=size)
             norms = _compute_norms(group, unit, linearize, seeds, accuracy)
             after.append(norms.times(2.0 ** int(exponent)))
@@ -196,6 +196,7 @@ def _compute_norms(
     """
     # 1. The iteration, in the precision of the heads.
     problems = linearize(unit)
+    # A vector for each problem, near the leading left singular vector of J if P hardly changes.
     guess = problems.guess()
     start = _draw_starts(heads, seeds, like=guess)
     norms = spectral_norms(problems.select, start, guess=guess, vectors=True, **accuracy)
@@ -221,6 +222,8 @@ def _compute_norms(
         rows = again.to(start.device)
         start = start[rows].double()
         guess = guess[rows].double()
+        # `problems.select(again)` has the products of these problems only, of which
+        # `spectral_norms` selects in turn those that have not converged.
         repeats = spectral_norms(problems.select(again).select, start, guess=guess, **accuracy)
         norms.norm[again] = repeats.norm
         norms.upper[again] = repeats.upper
@@ -286,6 +289,8 @@ def splitting_gain(
     # the changes of keys and values cancel in every output. Only each copy's query moves its own
     # output, by s T_i Phi^q_i: these are the blocks of J with constant keys and values. This J is
     # block-diagonal, so its norm is the largest norm of a block.
+    # A problem is one head on one batch row. The parts have equally many problems, by batch row
+    # and then by head, in the order of `exact`.
     parts = _split_problems(heads)
     exact_parts = exact.flatten().chunk(len(parts))
     block_norms = []
@@ -381,12 +386,19 @@ def bound_error(heads: Heads, norm: PerHead) -> PerHead:
 def ball_error(heads: Heads, r: float) -> PerHead:
     """Return how much rounding may raise a norm that autograd finds within r of X.
 
-    The error is E = gamma (T(c) + T(d)). gamma is the relative error of the sums in a product with
-    J. T(c) is an upper limit of ||J|| within r, computed from c_ij = P_ij (v_j - o_i). T(d) is the
-    same formula with limits d_ij of the cancellation in c_ij. The same number T bounds both,
-    because ||c_ij|| and d_ij are at most 2 P_ij max ||v||, where v is less its mean under P at X.
-    P differs from point to point within r. Only one property of P is used, which every attention
-    map has: ||P||^2 <= N.
+    The error is E = gamma (T(c) + T(d)), as in `bound_error`. gamma is the relative error of the
+    sums in a product with J. T(c) bounds ||J|| by the parts through values, keys and queries,
+
+        T(c) = ||P|| ||Phi^v|| + max ||b|| (sum_ij ||c_ij||^2)^1/2 ||Phi^k||
+               + max ||a|| max_i sum_j ||c_ij|| ||Phi^q||,   c_ij = P_ij (v_j - o_i),
+
+    with the gradients b_ij = s q_i and a_ij = s k_j of the logits. T(d) is the same formula with
+    d_ij, where gamma d_ij bounds the rounding error of c_ij by cancellation in v_j - o_i.
+
+    P differs from point to point within r, so T(c) and T(d) are bounded for every P. ||c_ij|| and
+    d_ij are at most 2 P_ij max ||v||, where v is less its mean under P at X. Rows of P sum to 1
+    and ||P||_F^2 <= N, so both are at most the T below, in which sum_j ||c_ij|| is replaced by
+    2 max ||v||, and (sum_ij ||c_ij||^2)^1/2 by 2 N^1/2 max ||v||.
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)  # max ||s q_i||, max ||s k_j||
@@ -431,13 +443,15 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
 
     The Phi are the Jacobians of the projections, b and a the gradients of the logits in keys and
     queries, and c_ij = P_ij (v_j - o_i). T(d) is the same formula with numbers d_ij in place of
-    ||c_ij||: they bound the rounding error of c_ij (`_bound_differences`).
+    ||c_ij||: gamma d_ij bounds the rounding error of c_ij (`_bound_differences`), where gamma is
+    the relative error of sums. Nothing cancels in the part through values: it is not needed in
+    T(d), which it only makes larger.
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)
     column_sums = torch.zeros_like(heads.k[..., 0])  # sum_i P_ij, (batch, heads, m)
     # sum_ij ||c_ij||^2 and max_i sum_j ||c_ij||, with index 0 for c and index 1 for d.
-    squares = torch.zeros(2, *heads.q.shape[:2]).to(heads.q)  # (2, batch, heads)
+    squares = heads.q.new_zeros(2, *heads.q.shape[:2])  # (2, batch, heads)
     largest_row_sum = torch.zeros_like(squares)
     for p, c, d in _list_differences(heads):
         column_sums += p.sum(-2)
@@ -471,6 +485,8 @@ def _list_differences(heads: Heads) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
                 v = v - attend.mean_value(p, v)
         else:
             sink_rows = sink[:, :, start:stop]
+        # The outputs o_i = (P v)_i. At the key with the largest P_ij of each row, also
+        # P_ij (v_j - o_i) without cancellation.
         rows = attend.anchor_outputs(p, v, sink_rows)
         yield p, *_bound_differences(p, v, rows)
 
@@ -502,7 +518,8 @@ def _bound_differences(p: Tensor, v: Tensor, rows: attend.Anchored) -> tuple[Ten
 def _bound_projections(heads: Heads) -> list[Tensor]:
     """Return upper limits of ||Phi||_F for the queries, keys and values of each head.
 
-    Phi_i = G_i W^T is the Jacobian of a projection at token i.
+    Phi_i = G_i W^T is the Jacobian of a projection at token i: G_i (`local_map`) is that of what
+    follows the weight W, such as a rotary position or qk-norm, or the identity.
     """
     limits = []
     for projection in projections(heads):

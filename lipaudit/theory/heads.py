@@ -277,7 +277,7 @@ class Heads:
 
     def bias_rows(self, start: int, stop: int) -> Float[Tensor, "#batch #heads #rows #m"]:
         """Return the bias of the logits of the queries start..stop-1; 0 without a bias."""
-        if self.bias is None:
+        if self.bias is None:  # one 0 for all pairs, (#batch, #heads, 1, 1) as the scale
             return torch.zeros_like(self.scale)[..., None, None]
         rows = self.bias
         if rows.shape[-2] > 1:  # one row per query
@@ -590,8 +590,10 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
 def _divide_projection(to_v: Projection) -> tuple[Projection, Tensor]:
     """Return the projection to the values divided by 2^exponent, and the exponent of each head.
 
-    The projection has the Jacobian G W^T. W and G are each divided by a power of two that brings
-    their largest entry to about one. The returned exponent is the sum of the two.
+    The projection has the Jacobian G W^T: G (`local`) is that of what follows x W + b, such as a
+    norm. W and G are each divided by a power of two that brings their largest entry to about one.
+    The returned exponent is the sum of the two. b is inside of G, beside x W, so it is divided by
+    the power of W alone.
     """
     weight = to_v.weight
     if weight.stride(0) == 0:

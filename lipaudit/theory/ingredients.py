@@ -30,7 +30,7 @@ from lipaudit.theory.matrix_norms import gram_root, map_norm, spectral_norm
 from lipaudit.theory.softmax import row_maxima
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
 
     from lipaudit.theory.heads import PerHead
 
@@ -61,10 +61,10 @@ class Centred:
     o: Float[Tensor, "batch heads n dv"]
     s: Float[Tensor, "batch heads 1 1"]
 
-    def pick(self, index: Any) -> Centred:
-        """Apply an index of the axes (batch, heads) to every tensor."""
+    def pick(self, mask: Bool[Tensor, "batch heads"]) -> Centred:
+        """Return the heads that are True in the mask, as batch rows of one head each."""
         tensors = (self.p, self.seen, self.k, self.v, self.o, self.s)
-        return Centred(*(tensor[index] for tensor in tensors))
+        return Centred(*(tensor[mask][:, None] for tensor in tensors))
 
     @cached_property
     def o2(self) -> OfRows:
@@ -99,8 +99,8 @@ def squared_distances(
     rows.
     """
     # Rounding errors in units of (||a||^2 + ||b||^2) eps / 2, where 2 ||a|| ||b|| is at most
-    # ||a||^2 + ||b||^2: the product costs d, the squares d, casting a and b 4, the sums 4, the
-    # factor 2. `up` adds 2 d + 32 units.
+    # ||a||^2 + ||b||^2: the product costs d, the squares a2 and b2 cost d, the two sums 4, the
+    # factors `up` 2. `up` adds 2 d + 32 units, see `rounding`.
     up = 1 + rounding(a)
     inner = (-2 * a) @ b.mT
     return inner.add_(up * a2).add_(up * b2.mT)
@@ -122,7 +122,9 @@ class Weights:
     """Norms of the weights of affine heads, and small matrices that replace the weights.
 
     Tokens have D channels, q and k have d. Norms and inner products of vectors W_K q or W_Q k (D
-    channels) are computed from q and k times the matrices below (d channels).
+    channels) are computed from q and k times the matrices below (d channels). Published bounds
+    (hu, castin, mean_field, theorem3, appendix_c) use the norms `q`, `k`, `v`, `a`; ours, `sharp`
+    and `ball_sharp`, use the matrices and `value`.
 
     Attributes:
         q, k, v, a: ||W_Q||, ||W_K||, ||W_V|| and ||W_Q W_K^T||, where W is [W; b^T] with a bias.
@@ -130,9 +132,10 @@ class Weights:
         to_u: q to_u has the norms and inner products of W_K q.
         to_a: W_K^T W_V, so q to_a is W_V^T W_K q.
         to_z: k to_z has the inner products of W_Q k, slightly raised.
-        to_inside: q to_inside is X^T W_K q for a basis X of the range of W_Q.
-        shared: upper limit of ||W_V^T X||.
-        left: rounding error of X.
+        to_inside: q to_inside is X^T W_K q for a basis X of the range of W_Q: how far a token acts
+            through its key in the directions in which it acts through its query.
+        shared: upper limit of ||W_V^T X||, the same for the value.
+        left: rounding error of X: a number e with ||(W_Q - X R) y|| <= e ||R y|| for every y.
     """
 
     q: Norm
@@ -244,7 +247,9 @@ class Ingredients:
         value = spectral_norm(to_v.weight)
         root = gram_root(to_q.weight)  # R with R^T R >= W_Q^T W_Q, (heads, d, d)
         basis, left = _find_range(to_q.weight, root)  # X, and its rounding error
-        if self.heads.x_kv is not None:  # queries of another input share no direction with keys
+        if self.heads.x_kv is not None:
+            # Queries read another input than keys and values: no direction is shared. `gram_bound`
+            # then uses neither `to_inside` nor `shared`.
             basis = torch.zeros_like(to_k.weight[..., :1])
         return Weights(
             q=spectral_norm(q),
@@ -352,8 +357,9 @@ def _find_range(weight: Tensor, root: Tensor) -> tuple[Tensor, float]:
     # (Higham, Accuracy and Stability, Theorem 8.5). So
     #     ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||   with ||X||_F <= d^1/2.
     # ||R||_F is little above ||W||_F: eps in place of u covers this. So the left side is at most
-    # d^(3/2) eps ||W||_F ||y||. And ||R y||^2 is at least what `gram_root` adds to the Gram
-    # matrix: `added` ||W||_F^2 ||y||^2, so that ||W||_F ||y|| <= ||R y|| / `added`^1/2.
+    # d^(3/2) eps ||W||_F ||y||. `gram_root` adds 2 (D + d) eps ||W||_F^2 to the diagonal of the
+    # Gram matrix, of which rounding takes less than half. So with `added` = (D + d) eps,
+    # ||R y||^2 >= `added` ||W||_F^2 ||y||^2, and ||W||_F ||y|| <= ||R y|| / `added`^1/2.
     wide, narrow = weight.shape[-2:]  # D, d
     eps = torch.finfo(basis.dtype).eps
     added = (wide + narrow) * eps
@@ -418,16 +424,17 @@ def _largest_gradient(
     if name == "k":
         p = p.mT
     norms = torch.zeros_like(p[..., 0])
+    # Phi_i, d x D, narrowed to at most d columns: ||G_i Phi_i|| stays the same.
     phi = narrow_jacobians(projection)
     # Numbers in G_i and G_i Phi_i of one token.
     partners = p[:, :, 0].numel()
     per_token = 2 * partners * heads.q.shape[-1]
-    for i in heads.policy.chunks(p.shape[2], per_token):
+    for tokens in heads.policy.chunks(p.shape[2], per_token):
         # Where P_ij = 0 the logit ij does not count.
-        seen = p[:, :, i] > 0
-        rows = logit_gradients(heads, name, i)
-        rows = seen[..., None] * rows  # G_i
-        norms[..., i] = spectral_norm(rows @ select_tokens(phi, i))
+        seen = p[:, :, tokens] > 0
+        rows = logit_gradients(heads, name, tokens)
+        rows = seen[..., None] * rows  # G_i of these tokens, (batch, heads, tokens, partners, d)
+        norms[..., tokens] = spectral_norm(rows @ select_tokens(phi, tokens))
     return (norms * used).amax(-1)
 
 

@@ -110,7 +110,9 @@ def jasmin_of_largest(
         raise ValueError(f"k is 0 or more than 1, not {k}")
     missing = max(2, k + 1) - top.shape[-1]
     top = F.pad(top, (0, max(0, missing)))  # entries beyond the last key are 0
-    penalty = _g(top, 1).clamp_min(EPS).log()  # a one-hot row has g_1 = 0
+    # The paper adds EPS to g_k, and has no limit for log g_1, which is -inf in a one-hot row: ours
+    # is log EPS.
+    penalty = _g(top, 1).clamp_min(EPS).log()
     if k:
         penalty = penalty - (_g(top, k) + EPS).log()
     # A row counts if its (k + 1)-th largest entry is above 0.

@@ -87,6 +87,8 @@ class HeadProducts:
         if len(index) == len(self.attend.q):  # all of them
             return self
         index = index.to(self.attend.q.device)
+        # Problems are ordered by batch row, then by head. If all batch rows share the Gram
+        # matrices, there is one per head, and the head of a problem is its index modulo heads.
         grams = [gram[index % len(gram)] for gram in self.grams]
         return HeadProducts(self.attend.select(index), grams)
 
@@ -167,7 +169,7 @@ class LayerProducts:
         The output is sum_h O_h W_O,h, or without W_O the O_h times their gains, side by side.
 
         Args:
-            u: a vector in the output space of every batch row, (rows, n channels).
+            u: a vector in the output space of every batch row, (rows, n * channels).
         """
         n, dv = self.attend.o.shape[1:]
         count = len(self.gains)
@@ -178,13 +180,13 @@ class LayerProducts:
         in_outputs = u.reshape(len(u), n, count, dv)
         if self.out is None:
             in_outputs = self.gains[:, None] * in_outputs
-        by_head = in_outputs.transpose(1, 2).flatten(0, 1)  # (rows heads, n, dv)
+        by_head = in_outputs.transpose(1, 2).flatten(0, 1)  # (rows * heads, n, dv)
         gradients = []
-        # For every input X: y is the gradient in X W = [q k v] of each head. The product with W^T
-        # of all heads side by side gives the gradient in X, summed over the heads.
+        # For every input X: y is the gradient in X W = [q k v] of each head, with e channels. The
+        # product with W^T of all heads side by side gives the gradient in X, summed over heads.
         for y, weight in zip(self.attend.pull(by_head), self.weights, strict=True):
             y = torch.unflatten(y, 0, (-1, count))  # (rows, heads, tokens, e)
-            y = y.transpose(1, 2).flatten(2)  # (rows, tokens, heads e)
+            y = y.transpose(1, 2).flatten(2)  # (rows, tokens, heads * e)
             gradients.append(y @ weight.mT)
         return gradients
 
@@ -223,13 +225,14 @@ class LayerProducts:
                 channels = self.out.shape[2]
             return attend.o.new_zeros(problems // count, n * channels)
         # The weight of each head in the choice of b (`sizes`): all equal without W_O, where each
-        # head has its own channels, scaled by its gain. Otherwise ||W_O,h||_F^2.
+        # head has its own channels, scaled by its gain. Otherwise ||W_O,h||_F^2. W_O includes the
+        # gains; without it they become factors of W_V.
         if self.out is None:
             sizes = attend.v.new_ones(count)
             weight = self.gains[:, None, None] * weight
         else:
             sizes = self.out.square().sum((1, 2))
-        a = _token_images(attend, sizes).view(-1, count, n)  # P_h b
+        a = _token_images(attend, sizes).view(-1, count, n)  # P_h b of every head of a batch row
         values = weight.transpose(0, 1).flatten(1)  # W_V of all heads side by side, (D, heads dv)
         path = _ValuePath(a, values, self.out)
         # y: near the leading right singular vector of the map F from y to the output's move.
@@ -278,8 +281,9 @@ class _ValuePath:
     def gram(self, y: Tensor) -> Tensor:
         """Return F^T F y, (rows, D), where F y is the move of the output for a move b y^T.
 
-        F y = sum_h a_h kron (W_O,h^T t_h) with a_h = P_h b and t_h = W_V,h^T y, see `image`. It is
-        not formed: as <a kron c, a' kron c'> = <a, a'> <c, c'>,
+        b is a fixed vector over the tokens, y one over their D channels, and F y =
+        sum_h a_h kron (W_O,h^T t_h) with a_h = P_h b (`a`) and t_h = W_V,h^T y. W_V,h is a part of
+        `values`, W_O,h of `out`. F y is not formed: as <a kron c, a' kron c'> = <a, a'> <c, c'>,
 
             F^T F y = sum_h W_V,h r_h,   r_h = W_O,h sum_g <a_h, a_g> W_O,g^T t_g.
 
@@ -307,7 +311,7 @@ def _find_leading(multiply: Products, start: Tensor) -> Tensor:
         start,
         tol=1e-3,
         max_steps=_CHANNEL_STEPS,
-        within=math.inf,
+        within=math.inf,  # no proof is needed: the estimate of the error alone decides
         rebuild=2.0,
         vectors=True,
     )
@@ -373,7 +377,9 @@ def _token_images(attend: Attend, sizes: Tensor) -> Tensor:
         sizes: the weights size_h. One weight for each head: all heads of a batch row share one b.
             A single weight: every head has a b of its own.
     """
-    count = len(sizes)  # heads that share one b
+    # Problems are ordered by batch row, then by head: `count` problems in a row share one b. It is
+    # the number of heads, or 1.
+    count = len(sizes)
     problems, n, _ = attend.q.shape
     images = attend.v.new_ones(problems, 1, n)
     for _ in range(_TOKEN_STEPS):
@@ -381,7 +387,7 @@ def _token_images(attend: Attend, sizes: Tensor) -> Tensor:
         pulled = attend.v.new_zeros(problems, 1, attend.k.shape[1])
         for p, queries, keys in map_rows(attend.heads, attend.p):
             pulled[..., keys] += images[..., queries] @ p
-        by_head = pulled.view(-1, count, pulled.shape[2])
+        by_head = pulled.view(-1, count, pulled.shape[2])  # (problems / count, count, m)
         total = (sizes[:, None] * by_head).sum(1, keepdim=True)
         b = normalize(total, dim=-1).repeat_interleave(count, 0)  # of every problem
         parts = []

@@ -63,7 +63,10 @@ def pull_back(
 def pull_back_rows(value: Tensor, leaf: Tensor, cotangents: Tensor) -> Tensor:
     """Return J^T u of several u in one backward pass, by vmap; the graph is kept.
 
-    J is the Jacobian of `value` with respect to `leaf`.
+    J is the Jacobian of `value` with respect to `leaf`. `torch.autograd.grad(value, leaf, u)` in
+    vmap would compute the same, but import sympy. So a scalar is differentiated whose gradient in
+    `value` is u. vmap refuses to make this scalar, an autograd.Function: it is made before, and
+    the u of vmap is handed to it later, in a list.
 
     Args:
         value: the output.

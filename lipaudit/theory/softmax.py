@@ -67,7 +67,7 @@ class RowProfile(NamedTuple):
     Attributes:
         first, second: p_(1) and p_(2).
         g1: g_1.
-        gk: g_k for k > 1.
+        gk: g_k.
         following: p_(k+1).
         norm: ||M||.
         entropy: in nats.

@@ -166,7 +166,7 @@ Select = Callable[[Tensor], Products]
 ETA = 1e-3
 """Probability, over the random start vector, that a norm exceeds its `upper`."""
 
-_ROOM = 100  # a power of two by which a vector may be scaled, in any precision
+_ROOM = 100  # a vector of size one times 2^100 or 2^-100 is in range, in any precision
 _GROWTH = 8  # basis vectors per allocation: memory grows with the steps that are taken
 
 
@@ -331,7 +331,8 @@ class _Krylov:
         index: indices among the caller's problems.
         size: dimension of the space.
         done: which problems have ended.
-        exhausted: where the Krylov space is invariant: T has all eigenvalues of the start.
+        exhausted: where the Krylov space cannot grow: A maps it to itself, or it has all
+            dimensions. The eigenvalues of T are then exact.
         steps: number of products so far.
         basis: the orthonormal basis U, blocks of (problems, _GROWTH, size).
         t: T = U^T A U, tridiagonal, lower triangle; on the CPU, float64.
@@ -376,9 +377,10 @@ class _Krylov:
         self.shorter = self.ritz
         self.beta = torch.zeros_like(length)
         self.coupling = block.new_zeros(count, 1, 1)
-        # log(1 / delta), where u has a component of at least delta along the leading vector with
-        # probability 1 - ETA (with a guess, delta / `length`). Each step adds its log beta_k: see
-        # `probabilistic_limit`.
+        # log(1 / delta'), where u has a component of at least delta' along the leading vector with
+        # probability 1 - ETA. Without a guess, delta' is the delta of a random start. With a guess
+        # h, u = (g + h) / `length` and delta' = delta / `length`: see `_add_guess`. Each step adds
+        # its log beta_k: see `probabilistic_limit`.
         self.level = length.log() - _compute_log_delta(self.size)
         # A is multiplied by 2^exponent, chosen in the first step. `repeated` counts products that
         # are computed again for this.
@@ -395,7 +397,8 @@ class _Krylov:
         if self.steps:
             return image
         # The first step decides by which power of two A is scaled: 2^change brings the largest
-        # entry of the image (`size`) to about one.
+        # entry of the image (`size`) to about one; 2^-100 or 2^100 is tried if A u has overflowed
+        # or is 0.
         size, change = _choose_exponents(image)
         is_far = change.abs() > _ROOM // 2
         if is_far.any():
@@ -494,13 +497,16 @@ class _Krylov:
     def has_converged(self, tol: float, within: float) -> Tensor:
         """Return which problems have converged.
 
-        The norm must be proven to `within`, and accurate to `tol` by an estimate or a proof.
+        The norm must be proven to `within`, and accurate to `tol` by an estimate or a proof. Where
+        the Krylov space is `exhausted` (it cannot grow), the norm is exact.
         """
         is_proven = self.proves(within)
         if not is_proven.any():  # the first steps, where an estimate cannot end any problem
             return self.exhausted
         # Eigenvalues of A = J J^T are squares of norms: a relative error tol of a norm is an error
         # of (1 + tol)^2 - 1 of the eigenvalue.
+        # `ritz` are the eigenvalues of T, `shorter` those of T one step earlier. Both, and `beta`,
+        # give the residual of the leading one.
         estimate = kato_temple(self.ritz, self.shorter, self.beta)
         is_accurate = estimate <= (1 + tol) ** 2 - 1
         is_accurate |= self.proves(tol)
@@ -534,6 +540,7 @@ class _Krylov:
         half_exponent = -self.exponent[mask] // 2
         norms.norm[problems] = shift_exponent(top.sqrt(), half_exponent)
         norms.upper[problems] = shift_exponent(limit.sqrt(), half_exponent)
+        # `repeated` products were computed twice, to scale A.
         norms.products[problems] = self.steps + self.repeated[mask]
         if norms.vector is None or not len(problems):
             return
@@ -576,21 +583,23 @@ class _Krylov:
         return self.basis[k // _GROWTH][:, k % _GROWTH, None]
 
 
-def _add_guess(u: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
+def _add_guess(g: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
     """Return (g + h) / |g + h| and |g + h|, for a random start g and a guess h of length one.
 
-    Proven limits need a start u with |<u, v>| >= delta for the leading vector v, with probability
-    1 - ETA. If this holds for u = g with delta, it holds for u = (g + h) / |g + h| with
-    delta / |g + h|: <u, v> is (<g, v> + c) / |g + h| with c = <h, v>, and P(|<g, v> + c| < delta)
-    is largest for c = 0 (Anderson, symmetric unimodal density).
+    Proven limits need a start with a component of at least delta along the leading vector v, with
+    probability 1 - ETA. If |<g, v>| >= delta holds with this probability, the component of
+    (g + h) / |g + h| is at least delta / |g + h| with it. For this component is
+    |<g, v> + c| / |g + h| with c = <h, v>, and P(|<g, v> + c| < delta) is largest for c = 0
+    (Anderson): the density of <g, v> is symmetric and, in 3 or more dimensions, falls from 0 on.
 
     Args:
-        u: g, (problems, size).
+        g: random vectors, uniform on the unit sphere, (problems, size).
         guess: vectors in the direction of h; where one is 0, so is h.
     """
-    # Divided by powers of two first: the squares of tiny entries may underflow.
+    # Divided by powers of two first, one for each vector (axis 1): the squares of tiny entries may
+    # underflow.
     scaled_guess, _ = divide_by_powers(guess, 1)
-    total = u + F.normalize(scaled_guess, dim=1)  # g + h
+    total = g + F.normalize(scaled_guess, dim=1)  # g + h
     length = vector_norm(total, dim=1).to("cpu", torch.float64)
     scaled, _ = divide_by_powers(total, 1)
     return F.normalize(scaled, dim=1), length
@@ -616,6 +625,9 @@ def _choose_exponents(image: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest entry of each row, and an even exponent e: 2^e brings it to about one.
 
     e is 0 for entries between 2^-20 and 2^20, which need no scaling.
+
+    Args:
+        image: the products A u of the first step, (problems, size).
     """
     size = image.abs().amax(1).to("cpu", torch.float64)
     # e is even: a norm is the root of a scaled eigenvalue, and the root of 2^e must be exact.

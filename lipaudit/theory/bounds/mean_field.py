@@ -40,9 +40,9 @@ def mean_field(ingredients: Ingredients, r: float = 0.0) -> Tensor:
             is_plain = heads.bias
         if heads.valid is not None:  # pairs with padding do not count
             queries = heads.valid[:, None, :, None]
-            keys = heads.valid[:, None, None, :]
+            keys = heads.valid[:, None, None]
             is_plain = is_plain | ~(queries & keys)
-        has_only_plain = is_plain.all(-1).all(-1)
+        has_only_plain = is_plain.flatten(2).all(2)
         root_c = root_c.where(has_only_plain, root_n)
     return ingredients.weights.v * ((1 + a) * root_c + a)
 

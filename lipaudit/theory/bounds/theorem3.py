@@ -46,6 +46,7 @@ def theorem3(ingredients: Ingredients, m: Tensor | None = None) -> Tensor:
     # 3. The last term acts query by query: ||V_c|| m max_i ||G_i Phi^q_i|| ||dX||_F.
     # With a sink (a further, constant logit of each query), P_i has the probabilities of the keys
     # alone, and V keeps its mean.
+    # `value` is the limit of term 1 without ||P||, `growth` that of terms 2 and 3 without m.
     value, growth = ingredients.once(compute_theorem3_factors)
     return value * ingredients.p_norm + growth * m
 

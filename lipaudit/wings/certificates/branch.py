@@ -145,6 +145,8 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Tensor:
     """
     nodes = replace(nodes, y=nodes.y.to(DOUBLE))
     bounds, _ = bound_nodes(problem, nodes)
+    # (b, relus): the sizes of both multipliers of each ReLU, as `bound_nodes` uses them: negative
+    # multipliers of inequalities are replaced by 0.
     multipliers = nodes.clip_multipliers().abs().sum(0)
     # The sum of absolute values: of the margin's row, and of the ReLUs' rows times multipliers.
     size = problem.margin_magnitude[nodes.which] + multipliers @ problem.relu_magnitude
@@ -157,11 +159,13 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Tensor:
 def start_nodes(problem: Problem, which: Tensor) -> Nodes:
     """Return the whole ball as one part for each margin, with good multipliers for the search.
 
-    The output of ReLU k with input z is h = a z + m (1 + eps_k), with a symbol eps_k in [-1, 1].
-    Two constraints, h >= 0 and h >= z, have the multipliers y[0] and y[1]. Each unit of either
-    adds -m to the coefficient of eps_k in the bound of the margin. A positive coefficient loses
-    most (eps_k = -1 is then worst, where a constraint is violated), so it is brought to 0: by y[0]
-    if a < 1/2, else by y[1]. `which` (b,) has the indices of the margins.
+    The ReLUs are those whose input z may have both signs. The output of ReLU k is h = a z +
+    m (1 + eps_k), with m > 0 and a symbol eps_k in [-1, 1]. Two constraints, h >= 0 and h >= z,
+    have the multipliers y[0] and y[1]. Each unit of either adds -m to the coefficient of eps_k in
+    the bound of the margin. A positive coefficient loses most (eps_k = -1 is then worst, where a
+    constraint is violated), so it is brought to 0. A unit of y[0] also adds -a to the coefficient
+    of z, and a unit of y[1] adds 1 - a: the smaller change is taken, that of y[0] if a < 1/2.
+    `which` (b,) has the indices of the margins.
     """
     k = len(problem.slope)
     y = problem.slope.new_zeros(2, len(which), k)
@@ -180,7 +184,7 @@ def start_nodes(problem: Problem, which: Tensor) -> Nodes:
 
 
 def ascend(
-    problem: Problem, nodes: Nodes, *, steps: int, rate: float, until: float = float("inf")
+    problem: Problem, nodes: Nodes, *, steps: int, rate: float, until: float = math.inf
 ) -> tuple[Tensor, Nodes]:
     """Raise the lower bounds of parts by moving their multipliers.
 
@@ -252,16 +256,16 @@ def _find_supergradient(problem: Problem, evaluation: Evaluation, effects: Effec
     """Return the supergradient of lower bounds in their multipliers, (2, b, k).
 
     A bound is the minimum of margin + multipliers . constraints over the symbols, so its
-    supergradient has the values of the constraints at the minimum. A constraint of a ReLU is
+    supergradient has the values of the constraints at the minimum: of the two constraints (axis
+    0) of each of k ReLUs, on each of b parts of the ball. A constraint of a ReLU is
     on_z z + on_error (1 + eps), with the input z = centre + slopes @ symbols +- spread.
     """
     relus = problem.relus
-    # The function margin + multipliers . constraints is smallest where the symbols are -e. Of
-    # +-spread of z, it is smallest at the sign against the coefficient of z in the whole function,
-    # `evaluation.on_z`.
-    e = problem.find_minimum(evaluation.coefficients)
-    z = relus.centre - evaluation.on_z.sign() * relus.spread - e @ relus.slopes.mT
-    error = 1 - e[:, problem.columns]  # 1 + eps at eps = -e
+    # Where margin + multipliers . constraints is smallest. Of +-spread of z, it is smallest at the
+    # sign against the coefficient of z in the whole function, `evaluation.on_z`.
+    symbols = problem.find_minimum(evaluation.coefficients)  # (b, columns)
+    z = relus.centre - evaluation.on_z.sign() * relus.spread + symbols @ relus.slopes.mT
+    error = 1 + symbols[:, problem.columns]  # 1 + eps of each ReLU
     return effects.on_z * z + effects.on_error * error
 
 
@@ -328,11 +332,14 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
     """
     relus = problem.relus
     margins = problem.margins
-    # margin + on_z . z + on_error . (1 + eps), where z and the margin are affine in e.
+    # margin + on_z . z + on_error . (1 + eps), where z and the margin are affine in e. A ReLU of
+    # unknown sign, for example, has the constraints -h = -a z - m (1 + eps) <= 0 and
+    # z - h = (1 - a) z - m (1 + eps) <= 0.
     on_z = (y * effects.on_z).sum(0)
     on_error = (y * effects.on_error).sum(0)
     coefficients = torch.addmm(margins.slopes[which], on_z, relus.slopes)
     coefficients.index_add_(1, problem.columns, on_error)  # the symbol eps of each ReLU
+    # The last term is the 1 of 1 + eps.
     constant = margins.centre[which] + on_z @ relus.centre + on_error.sum(1)
     spread = margins.spread[which] + on_z.abs() @ relus.spread
     bounds = _subtract_dual_norms(constant - spread, coefficients, problem)
@@ -407,7 +414,7 @@ def prove_positive(
     margins: Form,
     *,
     nodes: int = NODES,
-    seconds: float = float("inf"),
+    seconds: float = math.inf,
     leaves: Nodes | None = None,
 ) -> Decision:
     """Try to prove that all margins are positive on the ball, by branch and bound over ReLUs.
@@ -433,7 +440,7 @@ def prove_positive(
         return Decision(smallest)
     # Without ReLUs of unknown sign there is nothing to split. A bound of -inf (an overflow) cannot
     # be raised by splitting.
-    if not margins.symbols.relu_calls or smallest == -float("inf"):
+    if not margins.symbols.relu_calls or smallest == -math.inf:
         return Decision(smallest, limit="signs")
     problem = make_problem(margins)
     relus = len(problem.slope)
@@ -473,6 +480,7 @@ def _branch(problem: Problem, low: Tensor, nodes: int, deadline: float) -> Decis
     search = BranchAndBound(
         exact=problem, rough=rough, rate=rate, most_nodes=nodes, deadline=deadline
     )
+    # The limit that ended the search: "nodes", "seconds" or "signs"; "" if all parts are proven.
     limit, smallest = search.run(roots, bounds)
     smallest = min([smallest, *low[low > 0].tolist()])
     leaves = None if limit else join_nodes(search.proven)
@@ -525,7 +533,7 @@ class BranchAndBound:
     most_nodes: int
     deadline: float
     nodes: int = 0
-    smallest: float = float("inf")
+    smallest: float = math.inf
     proven: list[Nodes] = field(default_factory=list)
 
     def run(self, roots: Nodes, bounds: Tensor) -> tuple[str, float]:
@@ -571,8 +579,11 @@ class BranchAndBound:
         for factor in _LAST_RATE_FACTORS:
             if not len(parts):
                 return True
-            # `rough` is the problem in single precision, for the search.
+            # `rough` is the problem in single precision, for the search. The coefficients of the
+            # symbols in margin + multipliers . constraints, (b, columns), say which symbols the
+            # search may fix.
             _, coefficients = bound_nodes(self.rough, parts)
+            # The parts that are not proven yet, with better multipliers.
             parts, _ = self._bound_parts(
                 coefficients, parts, steps=LAST_STEPS, rate=factor * self.rate
             )
@@ -586,16 +597,19 @@ class BranchAndBound:
         m times the multipliers of the ReLU. The ReLU with the highest score is split: z >= 0 in
         the first half, z <= 0 in the second.
         """
+        # `rough` is the problem in single precision: its `offset` is m. The coefficients are those
+        # of the symbols in margin + multipliers . constraints of each part, (b, columns).
         _, coefficients = bound_nodes(self.rough, batch)
-        # `rough` is the problem in single precision: its `offset` is m.
-        of_multipliers = batch.y.clamp_min(0).sum(0) * self.rough.offset
+        # ReLUs that can be split have multipliers >= 0. The others get the score -1 below.
+        of_multipliers = batch.y.sum(0) * self.rough.offset
         score = 2 * coefficients[:, self.rough.columns].abs() + of_multipliers
         score = score.masked_fill(batch.state != 0, -1.0)  # split already: below all scores
         relu = score.argmax(1, keepdim=True)
         positive = replace(batch, state=batch.state.scatter(1, relu, 1))
         negative = replace(batch, state=batch.state.scatter(1, relu, -1))
         halves = join_nodes([positive, negative])
-        # A half starts with the multipliers of its part, and gets a few more steps.
+        # A half starts with the multipliers of its part, so its coefficients are about those of
+        # the part: these say which symbols the search may fix. It gets a few more steps.
         return self._bound_parts(coefficients, halves, steps=STEPS, rate=self.rate)
 
     def _bound_parts(
@@ -604,8 +618,9 @@ class BranchAndBound:
         """Raise the bounds of parts by some steps; return the unproven parts with their bounds.
 
         Args:
-            coefficients: (b, columns), coefficients of the symbols. In the search, symbols whose
-                coefficients have a clear sign are fixed (`restrict_to_face`).
+            coefficients: (rows, columns), coefficients of the symbols on these parts, or on the
+                parts that they are halves of. In the search, symbols whose coefficient has the
+                same clear sign in all rows are fixed (`restrict_to_face`).
             parts: the parts, with the multipliers to start from.
             steps: number of steps.
             rate: learning rate.

@@ -401,8 +401,8 @@ def _count_coefficients(net: Net, sample: Batch, order: int, inputs: int) -> int
     """Return the largest number of coefficients that a tensor of the model has in a proof.
 
     Each entry of a tensor is a linear function of unknowns: of all inputs (at order 2 also of
-    pairs of inputs), and of an approximation error for each entry that an earlier module returned.
-    So a tensor has a coefficient for each entry and each unknown.
+    pairs of inputs), and of an approximation error for each entry that this or an earlier module
+    returned. So a tensor has a coefficient for each entry and each unknown.
 
     Args:
         net: a classifier.

@@ -145,11 +145,13 @@ def _report_passes(bracket: Bracket, options: CertifyOptions) -> bool:
     certificate = certify_ball(net, bracket.sample, bracket.label_to_prove, patches, brief)
     # `nodes` counts the passes before the deadline.
     seconds = (time.monotonic() - began) / max(certificate.nodes, 1)
+    # With --nodes 1 each choice has one pass. All numbers of patches are tried at most: the proof
+    # for the largest number comes first and, if it succeeds, holds for fewer patches, too.
     relation = "at most"
     if bracket.proof.nodes > 1:
-        # The values of a choice may be split, so that more passes are needed: report a lower
-        # limit. If the proof for the largest number of patches, which comes first, succeeds, it
-        # holds for fewer patches, too.
+        # The values of a choice may be split, and each part has a pass. So only a lower limit is
+        # known: a pass for each choice of the largest number of patches, of which all are tried
+        # unless the model fails on one of them.
         relation = "at least, unless one breaks it"
         counts = [patches]
     places = math.prod(net.input_shape[1:]) // math.prod(bracket.proof.patch or (1, 1))
@@ -239,8 +241,9 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> Facts:
     """
     from lipaudit.wings.certificates.certificate import Certificate
 
-    # No proof was tried for a ball inside a certified ball: it is certified, too. Nor for a ball
-    # that contains a broken ball: its certificate is not read.
+    # No proof was tried for a ball inside a certified ball: it is certified, too, and so are all
+    # places of its patches. Nor for a ball that contains a broken ball, or around a misclassified
+    # sample: its certificate has no meaning, and `robust` (below) hides its places.
     untried = Certificate(why="", places=1.0 if options.counted == "patch" else math.nan)
     radii = [float(radius) for radius in options.eps]
     certificates = [bracket.certificates.get(eps, untried) for eps in radii]
@@ -318,7 +321,7 @@ def _make_rows(arrays: Arrays, options: CertifyOptions) -> Sequence[Row]:
     correct = arrays["correct"]
     return base.make_rows(
         CERTIFY_TABLE,
-        norm=options.norm or "linf",
+        norm=options.norm,
         eps=[float(radius) for radius in options.eps],
         eps_text=[radius.text for radius in options.eps],
         samples=len(robust),
@@ -347,7 +350,7 @@ def _summarise_radii(arrays: Arrays, options: CertifyOptions) -> Section:
     adversarial = arrays["radius_adversarial"][correct]
     is_broken = np.isfinite(adversarial)  # inf: attacks found no adversarial example
     row = RADII_TABLE.row(
-        norm=options.norm or "linf",
+        norm=options.norm,
         samples=len(radius),
         radius=base.reduce_known(radius, np.median),
         radius_adversarial=base.reduce_known(adversarial[is_broken], np.median),

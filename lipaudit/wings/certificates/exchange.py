@@ -266,9 +266,8 @@ def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: R
     label_of_sample = dict(zip(batch.ids, labels, strict=True))
     if label_of_sample != dict(zip(section.ids, stored_labels, strict=True)):
         return False
-    norm = options.norm or "linf"
     balls = [(row.norm, row.eps_text, row.eps) for row in section.rows]
-    if balls != [(norm, radius.text, float(radius)) for radius in options.eps]:
+    if balls != [(options.norm, radius.text, float(radius)) for radius in options.eps]:
         return False
     # A repeated sample counts once.
     unique = [i for i, name in enumerate(section.ids) if not is_repeat(name)]

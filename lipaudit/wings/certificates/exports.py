@@ -68,11 +68,12 @@ def _write_balls(net: Net, bracket: Bracket, options: CertifyOptions) -> Files:
     # 1 for entries that may change: all entries of an image, or of the free tokens of a text.
     moving = x.new_ones(x.shape) if free_tokens is None else free_tokens[..., None]
     for eps in options.eps:
-        low = (x - float(eps) * moving).clamp(lowest, highest)
-        high = (x + float(eps) * moving).clamp(lowest, highest)
+        radius = float(eps)
+        low = (x - radius * moving).clamp(lowest, highest)
+        high = (x + radius * moving).clamp(lowest, highest)
         title = f"sample {sample.ids[0]}, class {label}, L-inf radius {eps.text}"
         text = write_property(low, high, net.classes or 0, label, title)
-        files[f"{sample.ids[0]}_eps_{float(eps)}.vnnlib"] = text.encode()
+        files[f"{sample.ids[0]}_eps_{radius}.vnnlib"] = text.encode()
     return files
 
 

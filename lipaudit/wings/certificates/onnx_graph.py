@@ -76,8 +76,8 @@ class Graph:
         if len(x) > 1:
             return torch.cat([self(row[None]) for row in x])
         start, end = self.ends  # names of the network's input and output
-        # The weights and intermediate results by name. The name "" is that of absent inputs, whose
-        # value is None, and of unused outputs.
+        # The weights and intermediate results by name. The name "" is that of absent inputs and of
+        # unused outputs. Its value is None: in `self.weights`, and again after each step.
         values = {**self.weights, start: x.reshape(self.shape)}
         for i, (operator, inputs, outputs, attributes) in enumerate(self.steps):
             results = operator(*(values[name] for name in inputs), **attributes)
@@ -197,8 +197,9 @@ class Query(nn.Module):
         self.centre = nn.Parameter(centre)
         self.radius = nn.Parameter(cast_up(radius, graph.dtype))
         # The logits are limits - rows @ y. The coefficients in VNN-LIB are -1, 0 and 1, so `rows`
-        # is exact in every dtype. First comes class 0, with as many zeros as a clause has
-        # conditions.
+        # is exact in every dtype. The limits are rounded up: so the property is only harder to
+        # prove. First comes class 0, with as many zeros as a clause has conditions, because
+        # `forward` takes the smallest of the logits of all conditions of a class.
         zeros = torch.zeros(self.conditions, outputs, dtype=graph.dtype)
         rows = goal.rows.to(zeros).flatten(0, 1)  # (conditions of all clauses, outputs)
         limits = cast_up(goal.limits, graph.dtype).flatten()
@@ -216,7 +217,9 @@ class Query(nn.Module):
         The logit of class 0 is 0. The logit of a clause is the smallest logit of its conditions.
         """
         x = self.centre + u * self.radius
-        # (batch, conditions of class 0 and of all clauses), as many for each.
+        # The parameter `rows` has minus the rows of the property: the logit of a condition is
+        # limit - row @ y, negative where the condition row @ y <= limit fails. All entries of
+        # class 0 are 0. (batch, conditions of class 0 and of all clauses), as many for each.
         logits = F.linear(self.graph(x), self.rows, self.limits)
         if self.conditions == 1:
             return logits

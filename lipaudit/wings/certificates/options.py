@@ -241,17 +241,18 @@ class CertifyOptions(MeasureOptions):
         eps = self.eps
         if self.counted:
             # The unit of the radii becomes the norm: --eps 2words becomes --norm words --eps 2.
+            # Without --eps, one patch or word is changed.
             eps = tuple(replace(r, text=str(r.value), unit="") for r in eps) or (ONE_CHANGE,)
-        elif not eps and kind != "text":
+        elif not eps and kind != "text":  # embeddings of texts have no usual scale
             eps = self.usual_eps
-        if not eps and not self.radius:
+        if not eps and not self.radius:  # a radius search needs no radius
             raise UsageError(
                 "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
             )
         self._require_provable(norm)
         attack = self.attack or self.counted or "pgd"
         chosen = {"norm": norm, "eps": eps, "nodes": self.most_nodes, "attack": attack}
-        if norm == "words":
+        if norm == "words":  # the products of order 2 have no rule on sets of texts
             chosen["order"] = "1"
         options = self.model_copy(update=chosen)
         # Before a radius search there are no radii: any radius shows whether the attacks suit.
@@ -306,7 +307,7 @@ class CertifyOptions(MeasureOptions):
         patch = self.choose_patch(net)
         if patch is None:  # a ball, or the size of patches is unknown
             return count_entries(net, sample)
-        patches = max(map(float, self.eps), default=0)
+        patches = max(map(float, self.eps), default=0)  # with patches, eps is their number
         return int(patches) * net.input_shape[0] * math.prod(patch)
 
     def trials(self, radii: Sequence[Radius]) -> tuple[Trial, ...]:

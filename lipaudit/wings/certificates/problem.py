@@ -97,22 +97,19 @@ class Problem:
         return self.relus.magnitude + 2 * self.offset
 
     def find_minimum(self, coefficients: Tensor) -> Tensor:
-        """Return e of the shape of the coefficients c, such that c . symbols is smallest at -e.
+        """Return the symbols at which c . symbols is smallest, (b, columns).
 
-        Symbols are unknowns, and c has the shape (b, columns): b linear functions of the symbols.
-        At the symbols -e they have their minima -(c . e).
+        Symbols are unknowns, and the coefficients c (b, columns) are b linear functions of them.
         """
-        symbols = self.symbols
-        # Over symbols in [-1, 1]: e = sign(c). This holds for all symbols of errors.
-        e = coefficients.sign()
-        of_inputs = coefficients[:, : self.inputs]
-        if symbols.norm == "l2":  # over the unit ball: e = c / ||c||
+        # Over [-1, 1] the minimum is at -sign(c). This holds for all symbols of errors.
+        best = -coefficients.sign()
+        of_inputs = -coefficients[:, : self.inputs]  # where they are largest, c is smallest
+        if self.symbols.norm == "l2":  # over the unit ball: -c / ||c||
             size = vector_norm(of_inputs, dim=1, keepdim=True)
-            e[:, : self.inputs] = of_inputs / size.clamp_min(tiny(coefficients.dtype))
-        elif symbols.norm == "words":
-            # The symbols -e at which -c . symbols is largest, and so c . symbols smallest.
-            e[:, : self.inputs] = -symbols.find_best_words(-of_inputs.mT).mT
-        return e
+            best[:, : self.inputs] = of_inputs / size.clamp_min(tiny(coefficients.dtype))
+        elif self.symbols.norm == "words":
+            best[:, : self.inputs] = self.symbols.find_best_words(of_inputs.mT).mT
+        return best
 
     def to(self, dtype: torch.dtype) -> Problem:
         """Return the problem in another precision, for the search: proofs need float64."""
@@ -202,7 +199,8 @@ def _make_rows(symbols: Symbols, form: Form | ReluCall, has_column: Tensor) -> S
     has_own_column = has_column[: len(generators)]
     later = int(has_column.sum()) - int(has_own_column.sum())
     slopes = F.pad(generators[has_own_column].mT.to(DOUBLE), (0, later))
-    # The radius of everything without a column: quadratic part, other errors, and slack.
+    # The radius of everything without a column: quadratic part, other errors, and slack. Symbols
+    # of the input always have a column, and their products (order 2, the quadratic part) never.
     low, high = symbols.quadratic_range(generators)
     errors = symbols.bound_parts(generators * ~has_own_column[:, None]).errors
     spread = round_up(errors + torch.maximum(-low, high) + form.slack)
@@ -268,26 +266,29 @@ def restrict_to_face(
     distance[:inputs] = -torch.inf
     distance[problem.columns] = -torch.inf
     always = inputs + len(problem.columns)
-    # Columns of unclear sign stay, and a share of all columns, nearest to a change of sign first.
-    # At least `few` stay beside those that always do.
-    has_unclear_sign = distance <= 0
-    count = max(always + few, int(has_unclear_sign.sum()) + int(share * len(distance)))
+    # Columns of unclear sign stay (those that always stay are among them), and a share of all
+    # columns, nearest to a change of sign first. At least `few` stay beside those that always do.
+    unclear = int((distance <= 0).sum())
+    count = max(always + few, unclear + int(share * len(distance)))
     count = min(count, len(distance))
     stays = torch.zeros_like(distance, dtype=torch.bool)
     stays[distance.topk(count, largest=False).indices] = True
-    # Fix a symbol at -1 if its coefficient is positive in all parts, else at 1. `end` is minus the
-    # fixed value.
-    end = torch.where(stays, 0.0, (low + high).sign())
+    # Fix a symbol at -1 if its coefficient is positive in all parts, else at 1. Symbols that stay
+    # count as 0 here.
+    fixed = torch.where(stays, 0.0, -(low + high).sign())
     new_column = stays.cumsum(0) - 1  # for columns that stay
     return replace(
         problem,
-        margins=_fix_columns(problem.margins, end, stays),
-        relus=_fix_columns(problem.relus, end, stays),
+        margins=_fix_columns(problem.margins, fixed, stays),
+        relus=_fix_columns(problem.relus, fixed, stays),
         columns=new_column[problem.columns],
         inputs=int(stays[: problem.inputs].sum()),
     )
 
 
-def _fix_columns(rows: SymbolRows, end: Tensor, stays: Tensor) -> SymbolRows:
-    """Return rows of coefficients with the columns in `stays`; other symbols are fixed at -end."""
-    return SymbolRows(rows.centre - rows.slopes @ end, rows.slopes[:, stays], rows.spread)
+def _fix_columns(rows: SymbolRows, fixed: Tensor, stays: Tensor) -> SymbolRows:
+    """Return rows with the columns in `stays`; other symbols have the values `fixed` (columns,).
+
+    `fixed` is 0 for symbols that stay.
+    """
+    return SymbolRows(rows.centre + rows.slopes @ fixed, rows.slopes[:, stays], rows.spread)

@@ -13,7 +13,11 @@ PUBLISHED = {32: "CIFAR-10-C", 64: "Tiny ImageNet-C", 224: "ImageNet-C"}
 
 @functools.cache
 def read_corruptions() -> dict[str, dict[str, list[Any]]]:
-    """Return the parameters of corruptions of images: by name, published side and severity."""
+    """Return the parameters of corruptions of images by name, image side and severity.
+
+    The side in pixels, as text, is that of a published set of images (PUBLISHED): the parameters
+    of severity s are `read_corruptions()[name]["224"][s - 1]`.
+    """
     import tomllib
 
     file = files("lipaudit.wings.corruptions") / "assets" / "corruptions.toml"

@@ -249,17 +249,20 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         options: options of the measure.
     """
     values = base.join_arrays(parts)
+    # `within` is the largest proven relative error of the norms on data, by part.
     facts = {**parts[0].facts, "within": max(part.facts.get("within", 0.0) for part in parts)}
     rows: list[Row] = []
     fits: list[Row] = []
     if values:  # on data
-        values, facts["shorter"] = _keep_longest(values)
+        values, facts["shorter"] = _keep_longest(values)  # number of samples left out
         for curve in _make_curves(values, facts, options):
             curve_rows, fit_row = _fit_curve(curve)
             rows += curve_rows
             fits.append(fit_row)
     worst_rows = [SCALING_TABLE.row(**cells) for cells in facts["rows"]]
-    disagreeing = _fit_worst_cases(worst_rows, rows, fits)
+    fitted_rows, worst_fits, disagreeing = _fit_worst_cases(worst_rows)
+    rows += fitted_rows
+    fits += worst_fits
     notes = [
         *base.notes(parts),
         *_note_data(rows, facts, options),
@@ -271,19 +274,17 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     return [scaling, FITS_TABLE.section(rows=tuple(fits))]
 
 
-def _fit_worst_cases(
-    worst_rows: Iterable[Row], rows: list[Row], fits: list[Row]
-) -> list[list[Row]]:
+def _fit_worst_cases(worst_rows: Iterable[Row]) -> tuple[list[Row], list[Row], list[list[Row]]]:
     """Fit norm = c n^a to the worst cases: a fit for all lengths of a mode, head, mask and radius.
 
-    Args:
-        worst_rows: norms at worst-case tokens, a row for each length.
-        rows: gets these rows with the value of their fit.
-        fits: gets the rows of the fits.
+    `worst_rows` are the norms at worst-case tokens, a row for each length.
 
     Returns:
-        The groups of rows of mode ascent whose searches differ too much for a fit.
+        These rows with the value of their fit; the rows of the fits; and the groups of rows of
+        mode ascent whose searches differ too much for a fit.
     """
+    rows: list[Row] = []
+    fits: list[Row] = []
     disagreeing: list[list[Row]] = []
     groups = group_values((_identify_fit(row), row) for row in worst_rows)
     for group in groups.values():
@@ -300,7 +301,7 @@ def _fit_worst_cases(
                 continue
             fit_row = widened
         fits.append(fit_row)
-    return disagreeing
+    return rows, fits, disagreeing
 
 
 def _fit_curve(curve: NormCurve) -> tuple[list[Row], Row]:
@@ -359,7 +360,7 @@ def _keep_longest(values: Arrays) -> tuple[Arrays, int]:
     """
     import numpy as np
 
-    is_short = np.asarray(np.isnan(values["tokens"]).all(2))  # (samples, lengths)
+    is_short: Any = np.isnan(values["tokens"]).all(2)  # (samples, lengths)
     longest = np.flatnonzero(~is_short.all(0))[-1]  # index of the last length with a sample
     is_long = ~is_short[:, longest]
     return {name: array[is_long] for name, array in values.items()}, int((~is_long).sum())
@@ -431,7 +432,8 @@ def _make_layer_curve(cells: Cells, values: Arrays, layer: int, heads: Values) -
 def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
     """Yield a row of the section `scaling` for each length: medians over the samples.
 
-    Lengths that no sample reaches have no row.
+    The radius alone is a mean, as its column says. At a length all samples have the same number of
+    tokens n. Lengths that no sample reaches have no row.
 
     Args:
         curve: norms and bounds of a head, a layer or the model, by sample and length.
@@ -486,8 +488,9 @@ def _fit_law(description: Cells, n: Values, norm: Values) -> tuple[PowerLaw, Row
 
     Args:
         description: cells that say what was measured, such as layer, head and mode.
-        n: numbers of tokens; NaN is left out.
-        norm: norms, in the same shape.
+        n: numbers of tokens.
+        norm: norms, in the same shape; NaN (the sample is too short: n is NaN, too), infinite
+            norms and norms of 0 are left out.
     """
     import numpy as np
     import torch
@@ -564,7 +567,7 @@ def _note_left_out(lengths: set[int], facts: Facts, options: ScalingOptions) -> 
     if shorter:
         text = (
             f"{shorter} texts have fewer than {max(lengths)} tokens and were left out: every "
-            "length has the same windows. End --lengths lower to keep them"
+            "length is measured on the same texts. End --lengths lower to keep them"
         )
         yield Note.warn("shorter-windows", text)
     if len(lengths) < len(options.lengths):

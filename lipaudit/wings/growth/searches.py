@@ -225,8 +225,9 @@ def steepest_tokens(
     The tokens are copies of three points: two leaders, and followers that attend to both. J is the
     Jacobian of the head at all tokens, and u a unit vector in the space of its outputs. Each
     search maximises ||J^T u|| over the points, the number of copies of the leaders and u together.
-    A search starts from random points and from its own result at the previous length. Searches run
-    on the CPU in float64, so that the tokens do not depend on the device.
+    A search starts from random points and from its own result at the previous length; u is drawn
+    anew at each length, because its size depends on n (`_Objective.climb_all`). Searches run on
+    the CPU in float64, so that the tokens do not depend on the device.
 
     Args:
         heads: one head, in float64.
@@ -238,7 +239,8 @@ def steepest_tokens(
     # The head for tokens in fewer coordinates, and their axes, (coordinates, D).
     head, basis = _narrow_head(heads)
     generator = torch.Generator().manual_seed(seed)
-    # A row of parameters is three points, and an angle for the number of copies (`_Objective`).
+    # A row of parameters is three points, and an angle for the number of copies (`_Objective`),
+    # here without u.
     parameters = 3 * len(basis) + 1
     # The results at the previous length, (searches, starts, parameters). At first there are none.
     ends = torch.empty(SEARCHES, 0, parameters, dtype=basis.dtype)
@@ -320,14 +322,16 @@ class _Objective:
 
         A row describes n tokens, which are copies of three points: two leaders and a follower. It
         has a vector z for each point, and an angle t for the number of copies of the leaders. That
-        number is 1 in rows 0, 2, 4, ... and random in the other rows.
+        number is 1 in rows 0, 2, 4, ... and random in the other rows. The search maximises
+        ||J^T u|| also over u, a vector in the outputs, which `climb_all` adds to each row.
 
         Args:
             count: number of rows.
             generator: source of random numbers.
         """
         points = self._draw_points(count, generator)
-        # A point z stands for the token R sin |z| z / |z|: |z| = pi / 2 is the edge of the ball.
+        # A point z stands for the token R sin |z| z / |z|: |z| = pi / 2 is the edge of the ball,
+        # where the gradient in |z| is 0. _EDGE = 0.95 keeps starts slightly inside.
         points = points * (_EDGE * math.pi / 2)
         # An angle t stands for (n / 3)^(sin^2 t) copies: sin^2 t is uniform in [0, 1].
         power = torch.rand(count, 1, generator=generator, dtype=points.dtype)
@@ -405,7 +409,9 @@ class _Objective:
             generator: source of random numbers.
         """
         tokens = self.n
-        if not self.causal:  # u is over the distinct points: copies move together
+        # All tokens are copies of three points. Without a mask, copies of a point have the same
+        # output: u has one part for each point. Behind a causal mask copies see different keys.
+        if not self.causal:
             tokens = min(self.n, 3)
         size = tokens * self.head.v.shape[3]
         u = normalize(_draw_normal(generator, len(rows), size), dim=1)
@@ -427,6 +433,8 @@ class _Objective:
             single = rows.clone()
             single[:, self._angle_column] = 0.0
             return single[:, None]
+        # The leaders are points 0 and 1, with the same number of copies. The best whole number is
+        # on one of both sides of it, so the caller climbs from both.
         leaders = self._count_copies(rows)[:, 0]
         rounded = []
         for copies in (leaders.floor(), leaders.ceil()):
@@ -441,13 +449,15 @@ class _Objective:
         """Return the points at which searches ended, their numbers of copies, and ||J|| there.
 
         Args:
-            rows: the parameters at the end of each search, without u: three points, of which the
-                tokens are copies, and an angle for the numbers of copies.
+            rows: the parameters at the end of each search: three points, of which the n tokens are
+                copies, and an angle for the numbers of copies. The vector u, over which a search
+                maximises ||J^T u|| as well, is left out.
             basis: axes of the coordinates of the search, (coordinates, D).
             seed: seed of the norms.
         """
         points = self._read_points(rows)  # (searches, points, coordinates)
-        copies = replace(self, whole=True)._count_copies(rows)  # whole numbers
+        # `whole` rounds the numbers of copies, which are real numbers during a search.
+        copies = replace(self, whole=True)._count_copies(rows)
         if self.causal:  # copies of a token see different keys: every token is needed
             x = points[:, self._point_of_token]
             heads = move_heads(self.head, x, causal=True)
@@ -509,9 +519,11 @@ class _Objective:
 
     @property
     def _log_most_copies(self) -> float:
-        """Return the logarithm of the largest number of copies of a leader, n / 3 or 1.
+        """Return the logarithm of the largest number of copies of a leader: n / 3, or 1.
 
-        Until the end of a search, numbers of copies are not rounded.
+        Leaders are the two tokens to which all other tokens, the followers, attend. A follower has
+        at least as many copies as each leader, so a leader has at most n / 3. Only the end of a
+        search needs whole numbers (at most `_most_copies`): until then n / 3 is not rounded.
         """
         if self._most_copies > 1:
             return math.log(self.n / 3)
@@ -532,8 +544,10 @@ class _Objective:
             root = torch.ones_like(x[..., :1])  # S = I (below)
         else:
             # w copies of a point move together and are computed as one token, with a bias log w of
-            # its key in the softmax. Lengths count every copy: sum w ||x||^2 = ||S x||^2 with
-            # S = diag(w^1/2). In the coordinates S x, J is S J S^-1, and J^T u is S^-1 J^T S u.
+            # its key in the softmax. Lengths of inputs and outputs count every copy:
+            # sum w ||x||^2 = ||S x||^2 with S = diag(w^1/2). With S x and S y in place of points x
+            # and their outputs y, J is S J S^-1, and J^T u is S^-1 J^T S u, with u of the size of
+            # the outputs of the points.
             copies = self._count_copies(rows)
             heads = move_heads(self.head, x, causal=False)
             bias = copies.log()[:, None, None]  # (rows, head, query, points): one for each key

@@ -88,7 +88,10 @@ class Adversary:
         return (math.sqrt(discriminant) - self.tilt) / (2 * a)
 
     def points(self, radius: float) -> Float[Tensor, "1 2 D"]:
-        """Return the two distinct worst-case tokens of norm at most `radius`."""
+        """Return the two distinct worst-case tokens of norm at most `radius`.
+
+        Both are on the line of the unit vector u, at the shares `lead` and `follow` of the radius.
+        """
         leader = self.lead * radius * self.u
         follower = self.follow * radius * self.u
         return torch.stack([leader, follower])[None]
@@ -143,8 +146,10 @@ def _choose_eigenvalue(real: Float[Tensor, " d"]) -> tuple[int, float, float]:
     """Return the index of the eigenvalue with the larger gamma, and the factors of its tokens.
 
     With the eigenvector u and the radius R, token 1 is lead R u, and every other token is
-    follow R u. The largest eigenvalue has (lead, follow) = (1, 1/2) and gamma = lambda_max / 8,
-    the smallest one (-1, 1) and gamma = -lambda_min.
+    follow R u. Up to about exp(2 gamma R^2) tokens, the norm of the head grows with their number:
+    2 gamma R^2 = lambda R^2 follow (lead - follow) is how far a query of the other tokens prefers
+    the key of token 1, for the eigenvalue lambda. The largest eigenvalue has (lead, follow) =
+    (1, 1/2) and gamma = lambda_max / 8, the smallest one (-1, 1) and gamma = -lambda_min.
 
     Args:
         real: the real eigenvalues.

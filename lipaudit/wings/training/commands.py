@@ -152,7 +152,7 @@ def _run_epochs(
     state = record.read_state()
     finished = 0
     if state is not None:
-        finished = int(state["epochs"])
+        finished = state["epochs"]
     if finished:
         terminal.tell(f"Continuing after epoch {finished} of {recipe.epochs}.")
     held_out = None if test is None else test.batch

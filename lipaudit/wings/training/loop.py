@@ -113,7 +113,7 @@ def train(
             accuracy = None
             if held_out is not None:
                 accuracy = _measure_accuracy(net, held_out, recipe.batch_size)
-            lr = float(training.optimizer.param_groups[0]["lr"])
+            lr = training.optimizer.param_groups[0]["lr"]
             yield Epoch(number + 1, loss, penalty, accuracy, lr, training.state(number + 1))
     finally:
         net.module.requires_grad_(False).eval()
@@ -211,17 +211,19 @@ class Training:
         batches = split_batches(order, recipe.batch_size)
         for first in range(0, len(batches), READ_EVERY):
             group = batches[first : first + READ_EVERY]
+            # Loss and penalty of each step, (2,), still on the device.
             means = [self.step(data.rows(i).to(net.device, net.dtype)) for i in group]
             values = torch.stack(means).cpu().double().numpy()  # (batches, 2)
             if not np.isfinite(values).all():
                 raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
-            # The mean of a batch counts as often as the batch has samples. Add the batches to the
-            # sums so far, one by one.
+            # The mean of a batch counts as often as the batch has samples. Along axis 0 numpy adds
+            # in order, first the sums so far and then batch by batch: so rounding does not depend
+            # on READ_EVERY.
             sizes = np.array([len(index) for index in group])
             sums = np.sum([sums, *sizes[:, None] * values], axis=0)
         net.module.eval()
         loss, penalty = sums / len(data)
-        self._require_progress(penalty)
+        self._require_progress(penalty)  # also refuses weights that are not finite
         return float(loss), float(penalty) if recipe.penalty else None
 
     def _require_progress(self, penalty: float) -> None:

@@ -174,7 +174,7 @@ class Monitor:
     _every: int
     folder: Path
     _loggers: tuple[Logger, ...]
-    _begin: int
+    _first_step: int
     report: Report | None = None
     seconds: float = 0.0
 
@@ -183,11 +183,13 @@ class Monitor:
 
         In a distributed run only the process of rank 0 loads and measures.
         """
-        self._step = self._begin  # number of finished steps of the training
+        # Numbers of finished steps of the training: now, and at the last measurement.
+        self._step = self._first_step
         self._last_measured: int | None = None
         is_distributed = distributed.is_available() and distributed.is_initialized()
-        self._active = not is_distributed or distributed.get_rank() == 0
-        if not self._active:
+        # Whether this process measures and writes reports: in others `measure` does nothing.
+        self._is_measuring = not is_distributed or distributed.get_rank() == 0
+        if not self._is_measuring:
             return
         with self._open_job() as job:
             samples = job.samples
@@ -221,7 +223,7 @@ class Monitor:
 
         A step that was just measured is not measured again.
         """
-        if not self._active or step == self._last_measured:
+        if not self._is_measuring or step == self._last_measured:
             return
         self._step = step
         self._last_measured = step
@@ -240,10 +242,13 @@ class Monitor:
                 log(figures, step)
 
     def close(self) -> None:
-        """Measure after the last step, and write a page of all steps up to it."""
-        if self._step > self._begin:
-            self.measure(self._step)
-        if self._active:
+        """Measure after the last step, and write a page of all steps up to it.
+
+        Processes that do not measure (all but that of rank 0) do nothing.
+        """
+        if self._step > self._first_step:
+            self.measure(self._step)  # does nothing if this step was just measured
+        if self._is_measuring:
             with self._warn_on_failure(self._step):
                 reports = self._reports.load(self._step)
                 if reports:
@@ -332,6 +337,8 @@ def _protect(module: nn.Module, seed: int) -> Iterator[None]:
                 if value is not None:
                     copy = value.detach().clone()
                 buffers[name] = copies.setdefault(id(value), copy)
+        # `seed_device` restores the random states of torch and numpy after the block; Python's is
+        # restored here.
         with seed_device(seed, device), exact_arithmetic(device):
             yield
     finally:

@@ -34,7 +34,7 @@ def linear_map(
     roundings: int,
     constant: Tensor | None = None,
     absolute_op: Linear | None = None,
-    mixes: Literal["entries", "rows", "all"] = "all",
+    mixes: Literal["nothing", "rows", "all"] = "all",
 ) -> Form:
     """Return the form op(x, *weights) + constant; op is linear in x and in the weights.
 
@@ -50,7 +50,8 @@ def linear_map(
         constant: constant to add, as stored.
         absolute_op: op with |W| in place of W. The default is op with |weights|, which is correct
             unless op itself has a minus sign, such as t - mean(t).
-        mixes: which entries op mixes: "entries" for none, "rows" of the last axis, or "all".
+        mixes: which entries of x one entry of the result depends on: "nothing" for the same entry
+            alone, "rows" for entries of the same row of the last axis, or "all".
     """
     # Blocks store error coefficients sparsely. op may only mix entries with the same symbols.
     if mixes == "rows":
@@ -66,16 +67,18 @@ def linear_map(
     # W g_i, in the dtype of the coefficients.
     rounded = [weight.detach().to(symbols.dtype) for weight in weights]
     dense, blocks = x.map_coefficients(lambda t: op(t, *rounded))
-    # |W| s, where s also covers the rounding of W c and W g_i.
+    # The slack of the result bounds four errors. First, |W| times `error`: the slack of x, and
+    # the rounding of W c and W g_i, which is a share of |W| |x|. Second, the rounding of this
+    # product itself (`round_up`).
     sizes = [weight.abs() for weight in exact]
     error = x.bound_input_error(roundings)
     slack = round_up(absolute_op(error[None], *sizes)[0], roundings=roundings)
-    # Underflow of the products of weights and coefficients.
+    # Third, underflow of the products of weights and coefficients.
     slack = slack + x.symbol_count * roundings * tiny(symbols.dtype)
     if constant is not None:
         constant = constant.detach().to(DOUBLE)
-        # s covers the rounding of W c, but not the rounding of the sum W c + b, which is rounded
-        # once (4 leaves room). An infinite constant (a mask) is added exactly.
+        # Fourth, the sum W c + b: one rounding (4 leaves room). An infinite constant (a mask) is
+        # added exactly.
         size = constant.abs() + absolute_op(x.centre.abs()[None], *sizes)[0]
         rounding = bound_rounding(4, DOUBLE) * size
         slack = round_up(slack + rounding.nan_to_num(posinf=0.0))
@@ -226,8 +229,9 @@ def align_blocks(x: Form, y: Form) -> None:
             x.make_dense()  # the loop below then makes y dense: the key is in `dense_keys`
             break
     # `dense_keys` has the key of every block that became dense in some form: forms with this block
-    # must follow. `make_dense` makes all blocks of a form dense, and adds their keys. If y becomes
-    # dense in the first round, its keys may be keys of x, too: x follows in the second round.
+    # must follow. `make_dense` makes all blocks of a form dense, and adds their keys: so one form
+    # may make the other one follow. Example: x has block A, y has A and B, and B was dense before.
+    # In the first round x stays, and y becomes dense; in the second round x follows because of A.
     for _ in range(2):
         for form in (x, y):
             if any(block.key in form.symbols.dense_keys for block in form.blocks):
@@ -252,7 +256,7 @@ def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
         constant = scale(quotient.constant, weight, roundings=roundings)
         return Form.from_quotient(replace(quotient, numerator=numerator, constant=constant))
     x = broadcast(x, weight.shape)
-    return linear_map(x, torch.mul, weight, roundings=roundings + 1, mixes="entries")
+    return linear_map(x, torch.mul, weight, roundings=roundings + 1, mixes="nothing")
 
 
 def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
@@ -262,12 +266,14 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     unknown symbols in [-1, 1]. A normalisation is a pending quotient, numerator / root + constant,
     whose numbers are computed later. For such an input the weights are applied to the numerator
     and to the constant, and the result is a pending quotient again: the bounds are tighter in this
-    way.
+    way. A quotient stores the root as two forms, `inverse` = 1 / root and `square` = root^2. (The
+    sign of numerator + root constant can be proven without the division: `prove.margins`.)
     """
     roundings = weight.shape[-1] + 1  # one per term of a sum, and one for the cast of a weight
     quotient = input.pending_quotient
-    # W (n / root) = (W n) / root holds only if all entries of a row have the same root. Otherwise
-    # the numbers of the quotient are computed, and the weights are applied to them.
+    # W (n / root) = (W n) / root holds only if all entries of a row have the same root: both forms
+    # of it have constant rows. Otherwise the numbers of the quotient are computed, and the weights
+    # are applied to them.
     if (
         quotient is None
         or not has_constant_rows(quotient.inverse)

@@ -96,8 +96,9 @@ def _multiply_matrix_forms(x: Form, y: Form) -> Form:
         product = _multiply_forms(x, y, torch.matmul)
     if not x.weights:
         return product
-    # The mean is computed again: product.centre may include the shift of a remainder.
-    return _shift_values(product, x, x.centre @ y.centre)
+    # From x @ y to x @ (y - mean) + mean. The mean is not product.centre, which may also contain
+    # the middle of the range of the product of both deviations (`Remainder.shift`).
+    return _shift_values(product, x, constant=x.centre @ y.centre)
 
 
 def mul(x: Any, y: Any) -> Form:
@@ -131,9 +132,11 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
     A form is centre + linear part + quadratic part + errors +- slack. The quadratic part (order 2
     only) has products of two input symbols. With x = c_x + dx and y = c_y + dy,
     f(x, y) = f(c_x, c_y) + f(dx, c_y) + f(c_x, dy) + f(dx, dy).
-    c_x and c_y are the shifted centres: centre + the middle of the range of the quadratic part.
+    c_x and c_y are the shifted centres, c = centre + centre_shift, where centre_shift is the
+    middle of the range of the quadratic part.
     The second and third term are linear in the symbols of x and y. Of the last term, order 2 keeps
-    the product of the linear parts as coefficients, and the rest is bounded.
+    the product of the linear parts as coefficients. The rest is bounded by an interval: the middle
+    `remainder.shift` goes into the centre, and `remainder.radius` into the slack.
     """
     symbols = x.symbols
     # f(dx, c_y) + f(c_x, dy)
@@ -141,12 +144,13 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
         dense, blocks = _multiply_matrices(x, y)
     else:
         dense, blocks = _multiply_entries(x, y)
-    # f(dx, dy)
+    # The size of all terms but f(c_x, c_y), for rounding, and to judge how large f(dx, dy) is.
     x_size = x.shifted_centre.abs()
     y_size = y.shifted_centre.abs()
     x_radius = round_up(x.radius)
     y_radius = round_up(y.radius)
-    radius = f(x_radius, y_size + y_radius) + f(x_size, y_radius)  # bounds all but f(c_x, c_y)
+    radius = f(x_radius, y_size + y_radius) + f(x_size, y_radius)
+    # f(dx, dy)
     remainder = _bound_deviations(x, y, f, radius)
     if symbols.order == 2:
         _add_linear_product(dense, x, y, f, remainder.is_product_kept)
@@ -163,7 +167,8 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
 def _bound_deviations(x: Form, y: Form, f: Bilinear, radius: Tensor) -> Remainder:
     """Bound f(dx, dy), where x = c_x + dx and y = c_y + dy are forms around shifted centres.
 
-    At order 2 the product of the linear parts is left out: the caller keeps it as coefficients.
+    At order 2 the product of the linear parts is left out where the caller keeps it as
+    coefficients: in the entries of `Remainder.is_product_kept`, or in all if that is None.
     The bound is new symbols if they pay off (attention weights times values), else an interval.
 
     Args:
@@ -232,8 +237,11 @@ def _add_rounding(
     # the sum of both products. The centre has one product, in float64, and 4 leaves room.
     of_coefficients = bound_rounding((2 * terms + 8) * symbols.order, dtype) * radius
     slack = slack + (of_coefficients + bound_rounding(terms + 4, DOUBLE) * f(x_size, y_size))
-    # Underflow: each product with a coefficient may be off by the smallest normal number. There
-    # are at most 8 of them for each symbol and term.
+    # Underflow: a product with a coefficient may be off by the smallest normal number, and a
+    # coefficient by as much, which the product multiplies by an entry of a centre: `sizes` is
+    # above each of them. There are at most 8 products for each symbol and term. The result has as
+    # many symbols as the factor with more; at order 2 also all symbols of the input and of their
+    # products, `first_error` in number.
     count = max(x.symbol_count, y.symbol_count, symbols.first_error)
     sizes = 1 + x_size.sum() + y_size.sum()
     slack = slack + 8 * count * terms * tiny(dtype) * sizes
@@ -250,11 +258,13 @@ def _multiply_matrices(x: Form, y: Form) -> Coefficients:
     """
     x_centre = x.shifted_centre.to(x.symbols.dtype)
     y_centre = y.shifted_centre.to(x.symbols.dtype)
-    # c_x @ dy mixes rows of y: its blocks become dense. `align_blocks` then makes the same errors
-    # of x dense. Both change how a form is stored, in place, and not what it bounds.
+    # The next three steps change in place how the forms are stored, and not what they bound.
+    # c_x @ dy mixes rows of y: so all blocks of y become dense.
     y.make_dense()
+    # Blocks of x with errors that became dense in y become dense, too.
     affine.align_blocks(x, y)
-    # dx @ c_y mixes only entries of the same row: other blocks of x stay sparse.
+    # dx @ c_y mixes only entries of the same row: all other blocks of x stay sparse, rewritten so
+    # that each symbol acts in one row (`split_by_row`).
     of_dx, blocks = x.split_by_row().map_coefficients(lambda t: _stack_times(t, y_centre))
     of_dy = _times_stack(x_centre, y.dense)
     # Row i of a stack belongs to symbol i. A form has no rows for symbols that were created after
@@ -316,7 +326,8 @@ def _average_values(x: Form, y: Form) -> Form | None:
         return None
     # (x - m) (y - c) is in block +- slack: new symbols, and all products without a symbol.
     block, slack = product_symbols
-    # m y and (x - m) c. Roundings: one per key, and one for the cast of m or c.
+    # m y and (x - m) c. Roundings: one per key, and one for the cast of m or c. m y mixes rows of
+    # y, and (x - m) c only entries of the same row of x: its errors may stay sparse.
     of_values = affine.linear_map(y, lambda t, w: w @ t, m, roundings=keys + 1)
     of_weights = affine.linear_map(
         affine.sub(x, m), torch.matmul, y.centre, roundings=keys + 1, mixes="rows"
@@ -331,10 +342,13 @@ def _add_rest_symbols(x: Form, y: Form, worthwhile: Tensor) -> tuple[ErrorBlock,
     """Return a block of new symbols, and slack, that bound dx @ dy - L_x @ L_y; for order 2.
 
     x are attention weights and y values. x = c_x + dx with dx = L_x + R_x, where L_x is linear in
-    the input symbols and R_x is the rest; likewise y. Coefficients of the caller hold L_x @ L_y,
-    so R_x @ L_y + dx @ R_y is left to bound. Here R_y = E_y + Q_y: the errors E_y, which have
-    symbols, and the quadratic part with the slack, Q_y. New symbols are for products of a radius
-    (of R_x or dx) and a coefficient (of L_y or E_y). dx @ Q_y has no coefficients: it is slack.
+    the input symbols and R_x is the rest; likewise y. In y the rest is R_y = E_y + Q_y: the errors
+    E_y, which have symbols, and the quadratic part with the slack, Q_y. So what is to bound is
+
+        dx @ dy - L_x @ L_y = R_x @ L_y + dx @ E_y + dx @ Q_y.
+
+    The caller has coefficients for L_x @ L_y. New symbols are for products of a radius and a
+    coefficient, in the first two terms. dx @ Q_y has no coefficients: it is slack.
 
     Args:
         x: the form of the attention weights.
@@ -348,7 +362,7 @@ def _add_rest_symbols(x: Form, y: Form, worthwhile: Tensor) -> tuple[ErrorBlock,
     y_errors = y.dense[symbols.first_error :]
     # R_x @ L_y and dx @ E_y.
     pairs = [(x.rest_radius, y_linear), (x_radius, y_errors)]
-    # The radius of R_x @ L_y + dx @ R_y, with Q_y: what gets no symbol stays slack.
+    # The radius of all three terms, R_x @ L_y and dx @ (E_y + Q_y): what gets no symbol is slack.
     radius = x.rest_radius @ y.radii.linear + x_radius @ y.rest_radius
     radius = round_up(radius, roundings=x.shape[-1])  # sums over the keys
     return _add_product_symbols(symbols, pairs, radius, worthwhile)
@@ -371,6 +385,7 @@ def _add_product_symbols(
         worthwhile: symbols pay off only if the sum of `radius` is larger than this.
     """
     dtype = symbols.dtype
+    # A layer gives every row of the result one new symbol.
     layers = _count_product_symbols(symbols, pairs, radius, worthwhile)
     if not layers:
         return None
@@ -411,8 +426,8 @@ def _count_product_symbols(
     room = _MOST_COEFFICIENTS // (heads * queries * heads * keys * width)
     products = keys * sum(len(coefficients) for _, coefficients in pairs)  # of a row
     count = min(room, products)
-    # Slack is as good as symbols if there are no more symbols per row than channels. The sum is
-    # inf or NaN if bounds overflowed.
+    # Slack is one unknown per channel of a row. So symbols pay off only if a row can have more of
+    # them than channels. The sum is inf or NaN if bounds overflowed.
     pays_off = worthwhile < radius.sum() < math.inf
     if symbols.norm != "linf" or count <= width or not pays_off:
         return 0
@@ -433,7 +448,8 @@ def _choose_products(pairs: FactorPairs, layers: int) -> Tensor:
 
     Args:
         pairs: one or two pairs of radii r, (*b, i, j), of the weights of keys j, and coefficients
-            g, (symbols, *b, j, d), of their values; *b are the heads.
+            g, (symbols, *b, j, d), of their values; *b are the heads. Two pairs are two sums over
+            the same keys: r is then the radius of another part of P_ij, and g has other symbols.
         layers: number of products.
     """
     # A product of the first pair has the number s * keys + j, for symbol s and key j. Numbers of
@@ -499,8 +515,8 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     """Return the form of P (V - constant) + constant, which equals P V: rows of P sum to one.
 
     In this way errors of P act on V - constant, which is smaller than V, and the bounds are
-    tighter. To the form of P V, (1 - sum_k P_k) constant is added. This is zero for the true P,
-    but not for the form of P, which has errors.
+    tighter. In the form of P V nothing is computed again: (1 - sum_k P_k) constant is added to it.
+    This is zero for the true P, but not for the form of P, which has errors.
 
     Args:
         product: the form of P V, (*b, i, d); its coefficients are changed in place.
@@ -519,22 +535,21 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     blocks = join_blocks(product.blocks, removed, torch.add)
     total = sum_row(x.centre)
     centre = product.centre + (1 - total) * exact
-    # Slack: the slack of P times the constant, and rounding.
+    # Slack: the slack of P times the constant, and then four kinds of rounding.
     magnitude = exact.abs()
     slack = product.slack + sum_row(x.slack) * magnitude
-    # A coefficient, in its dtype: the sum over keys, the product and the difference are fewer than
-    # keys + 4 roundings of `radius`. (The difference also rounds the old coefficient. The slack of
-    # the product covers this: it counts one rounding more than the product has.)
+    # 1. Of a coefficient, in its dtype: the sum over keys, the product and the difference are
+    # fewer than keys + 4 roundings of `radius`. (The difference also rounds the old coefficient.
+    # The slack of the product covers this: it counts one rounding more than the product has.)
     radius = sum_row(x.symbol_radius) * magnitude
-    # The centre, in float64: the sum over keys and three steps, of numbers of at most `size`; the
-    # count keys + 8 leaves room.
-    size = 1 + sum_row(x.centre.abs())
-    size = size * magnitude + product.centre.abs()
-    slack = (
-        slack + bound_rounding(keys + 4, dtype) * radius + bound_rounding(keys + 8, DOUBLE) * size
-    )
-    # Every product and sum may underflow.
+    slack = slack + bound_rounding(keys + 4, dtype) * radius
+    # 2. Of the centre, in float64: the sum over keys and three steps, of numbers of at most
+    # `size`; the count keys + 8 leaves room.
+    size = (1 + sum_row(x.centre.abs())) * magnitude + product.centre.abs()
+    slack = slack + bound_rounding(keys + 8, DOUBLE) * size
+    # 3. Underflow of every product and sum.
     slack = slack + 2 * x.symbol_count * keys * tiny(dtype) * (1 + magnitude)
+    # 4. Of the slack itself: sums over keys, and fewer than 8 single steps.
     slack = round_up(slack, roundings=keys + 8)
     return Form(centre, product.dense, slack, product.symbols, blocks=blocks)
 

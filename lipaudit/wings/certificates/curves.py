@@ -108,6 +108,7 @@ def relax(
     slope, bend = f.find_derivatives((low + high) / 2)
     parabola = _choose_parabola(z, f, low, high, slope, bend)
     require_finite(*parabola)
+    # The parabola is around c, the centre of z plus the middle of the range of its quadratic part.
     least, largest = _bound_at_points(z.shifted_centre, f, low, high, parabola)
     widening = _bound_between_points(f, low, high, bend, parabola)
     least = least - widening
@@ -129,12 +130,14 @@ def _bound_between_points(
     range, where f''(m) is `bend`, by |d''(m)| + sup |f'''| |x - m|.
     """
     sup_second = f.second(low, high)
-    # |d''(m)|. f''(m) by autograd is rounded: 2^-30 covers this error.
+    # |d''(m)|. f''(m) by autograd may be off by a share of itself, or, where its terms cancel, of
+    # sup |f''|: 2^-30 of both leaves room.
     at_middle = (bend - 2 * parabola.b).abs() * (1 + 2.0**-30) + 2.0**-30 * sup_second
     # |x - m| is at most half the width; 0.51 is 1/2 rounded up.
     from_middle = at_middle + f.third(low, high) * (high - low) * 0.51
     bend_bound = torch.minimum(sup_second + 2 * parabola.b.abs(), from_middle)
-    # Grid points are rounded: two of them may be a little more than h apart.
+    # Grid points are rounded, so two of them may be more than h apart. A point is computed with
+    # two or three roundings of numbers of at most the larger end: 8 are enough for both points.
     rounding = bound_rounding(8, DOUBLE) * torch.maximum(low.abs(), high.abs())
     h = round_up((high - low) / (GRID_POINTS - 1) + rounding)
     return round_up(h.square() / 8 * bend_bound)
@@ -155,8 +158,10 @@ def _choose_parabola(
     Any a and b are valid, because the difference from f is bounded afterwards. m is the middle
     of the range, w half its width, and chord the slope between its ends.
     Order 1: a = chord and b = 0. Order 2: b = (f(u) - 2 f(m) + f(l)) / (2 w^2), and the slope at m
-    is f'(m) + 3/4 (chord - f'(m)). a and b are rounded to the dtype of the coefficients that they
-    multiply, so that the difference is taken from the parabola that is really used.
+    is f'(m) + 3/4 (chord - f'(m)). This is best for a cubic: around m, w^3 T_3(t / w) / 4 =
+    t^3 - 3/4 w^2 t is the smallest t^3 minus a line on [-w, w], and t^3 has the slope 0 at m and
+    the chord w^2. a and b are rounded to the dtype of the coefficients that they multiply, so that
+    the difference is taken from the parabola that is really used.
 
     Args:
         z: the argument, with the shifted centre c.
@@ -248,7 +253,7 @@ def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor)
     slack = slope * z.slack + bound_rounding(2, dtype) * slope * z.symbol_radius
     slack = radius + slack + z.symbol_count * tiny(dtype)
     if symbols.order == 2:
-        # z - c = L + R with L linear in the input: b L^2 becomes coefficients.
+        # The square. z - c = L + R with L linear in the input: b L^2 becomes coefficients.
         symbols.add_squares(dense, z.dense[: symbols.inputs], b.to(dtype))
         # The rest of the square, b (2 L R + R^2), lies in b [-cross, cross + square]. That is
         # b square / 2 +- |b| (cross + square / 2).
@@ -256,11 +261,11 @@ def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor)
         shift = a * z.centre_shift  # coefficients are around the centre of z, not around c
         offset = offset + b * square / 2 - shift
         slack = slack + b.abs() * (cross + square / 2)
-        # Rounding of the offset: a few float64 products and sums; 8 leaves room.
+        # And four roundings. Of the offset: a few float64 products and sums; 8 leaves room.
         slack = slack + bound_rounding(8, DOUBLE) * (offset.abs() + shift.abs())
-        # Rounding of the coefficients of b L^2: a few products and a sum; 8 leaves room.
+        # Of the coefficients of b L^2: a few products and a sum; 8 leaves room.
         slack = slack + bound_rounding(8, dtype) * b.abs() * z.radii.linear.square()
-        # a times the quadratic coefficients of z is rounded once more: b L^2 is added to them.
+        # Of the sums of b L^2 and a times the quadratic coefficients of z: the latter's share.
         slack = slack + bound_rounding(1, dtype) * slope * z.radii.quadratic
         # Underflow: fewer than four times for each coefficient of an input symbol or product.
         slack = slack + 4 * symbols.first_error * tiny(dtype) * (1 + b.abs())
@@ -399,13 +404,11 @@ def make_monomial(n: int) -> SmoothFunction:
     """Return the function x^n, n > 2, with bounds of its second and third derivative."""
 
     def make_bound(k: int) -> DerivativeBound:
-        """Return a function that bounds the k-th derivative of x^n on a range [low, high].
-
-        The derivative is n (n - 1) ... (n - k + 1) x^(n - k).
-        """
-        factor = float(math.perm(n, k))
+        """Return a function that bounds the k-th derivative of x^n on a range, for k <= n."""
+        factor = float(math.perm(n, k))  # n (n - 1) ... (n - k + 1)
 
         def bound(low: Tensor, high: Tensor) -> Tensor:
+            """Return a bound of |n (n - 1) ... (n - k + 1) x^(n - k)| on [low, high]; k <= n."""
             # |x| is largest at an end of the range. The power as repeated products, and the
             # factor, have at most n roundings: 2 n + 8 leave room for the power of torch.
             largest = torch.maximum(low.abs(), high.abs())

@@ -138,6 +138,7 @@ class TrialRun:
         # A trial uses neither the coefficients of symbols nor the slack: these are placeholders.
         no_coefficients = centre.new_empty(0, *centre.shape)
         form = Form(centre, no_coefficients, slack=centre, symbols=self.symbols)
+        # `form.node`: only forms of a trial have this attribute, so the class does not declare it.
         form.__dict__["node"] = Node(read=centre.new_zeros(centre.shape, dtype=torch.bool))
         return form
 
@@ -199,14 +200,14 @@ class Plan:
         if position is None:
             return rule(*args, **kwargs)
         axis, _ = position
-        # Narrow all arguments of an elementwise call, and the first one of other calls: the second
-        # one may be the weight of a linear layer, which is needed as a whole.
-        along_axis = 1
+        # Number of arguments to narrow: all of an elementwise call, and the first one of other
+        # calls. The second one may be the weight of a linear layer, which is needed as a whole.
+        count = 1
         if name in ELEMENTWISE:
-            along_axis = len(args)
-        size = max(_get_size(value, axis) for value in args[:along_axis])
+            count = len(args)
+        size = max(_get_size(value, axis) for value in args[:count])
         narrowed = list(args)
-        for i, value in enumerate(args[:along_axis]):
+        for i, value in enumerate(args[:count]):
             # Arguments of size 1 are broadcast along the axis: they are not narrowed.
             if _get_size(value, axis) == size:
                 narrowed[i] = _narrow(value, position)
@@ -283,18 +284,18 @@ def _mark_read(call: Call) -> Position | None:
         _mark_all((call.args, call.kwargs))
         return None
     # Number of leading arguments with this axis: all in elementwise calls, else only the first.
-    along_axis = 1
+    count = 1
     if call.name in ELEMENTWISE:
-        along_axis = len(call.args)
+        count = len(call.args)
     axis, index = position
-    for node in call.args[:along_axis]:
+    for node in call.args[:count]:
         if isinstance(node, Node) and node.read.ndim >= -axis:  # it has the axis
             # An argument of size 1 along the axis is broadcast: its index 0 is read.
             read_index = min(index, node.read.shape[axis] - 1)
             node.read.narrow(axis, read_index, 1)[...] = True
         else:
             _mark_all(node)
-    _mark_all((call.args[along_axis:], call.kwargs))
+    _mark_all((call.args[count:], call.kwargs))
     return position
 
 
@@ -425,7 +426,8 @@ def _repeat_form(form: Form, position: Position, size: int) -> Form:
         size: the size that the model expects.
     """
     # The result of a normalisation may still be a quotient, numerator / root + constant, that is
-    # not computed. Then expand its forms: the quotient stays, which gives tighter bounds.
+    # not computed. Then each of its forms is expanded in the same way, and the result is again a
+    # quotient, which gives tighter bounds.
     quotient = form.pending_quotient
     if quotient:
         wide = Form.from_quotient(quotient.move(lambda part: _repeat_form(part, position, size)))
@@ -439,8 +441,8 @@ def _repeat_form(form: Form, position: Position, size: int) -> Form:
         if form.weights:  # bounds of attention weights
             low, high = form.weights
             wide.weights = (low.expand(shape), high.expand(shape))
-    # `_narrow` finds the slice at this position here: later calls that read only this index get
-    # the computed form itself.
+    # `slices` is the attribute in which `_narrow` keeps slices of a form: later calls that read
+    # only this index get the computed form itself, which may still be a quotient.
     wide.__dict__["slices"] = {position: form}
     return wide
 

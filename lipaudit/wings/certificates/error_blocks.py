@@ -68,9 +68,10 @@ class ErrorBlock:
         return blocks
 
     def has_layers_of(self, other: ErrorBlock) -> bool:
-        """Return whether both blocks have the same symbol in each layer and entry.
+        """Return whether the coefficients of two blocks can be added layer by layer.
 
-        If so, the coefficients of the two blocks can be added layer by layer.
+        A block has layers of coefficients. In a layer, entries of one group depend on one symbol:
+        `group` has the group of each entry, and `numbers` the symbol of each layer at each group.
         """
         same_groups = torch.equal(self.group, other.group)
         return same_groups and torch.equal(self.numbers, other.numbers)
@@ -84,7 +85,8 @@ class ErrorBlock:
         keep their coefficients. Example: a row has entries of groups 4, 4, 9 and one layer with
         coefficients a, b, c. The result has the layers (a, b, 0) and (0, 0, c), and the row is one
         group. All rows need the same number m of groups, and no group may have entries in two
-        rows; otherwise the result is None.
+        rows; otherwise the result is None. If every row has one group already, the block is
+        returned as it is, also if rows share a group.
         """
         if bool((self.group == self.group[..., :1]).all()):
             return self

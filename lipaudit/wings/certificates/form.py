@@ -472,8 +472,8 @@ class Form(Tensor):
         """Replace the content of this form by the content of a result, for a write in place.
 
         The object `memory` of this form stays. Its views share this object, which counts the
-        writes: a view with another count than `memory.writes` has old content. The caller has
-        already counted this write, and this form has the new content, so it takes the new count.
+        writes. A form is up to date if its `seen_writes` equals this count. The caller has already
+        counted this write, so all views are out of date, and only this form takes the new count.
         """
         memory = self.memory
         # Cached radii and ranges belong to the old content: they are removed, too.
@@ -521,6 +521,8 @@ class Form(Tensor):
             return self
         # A symbol may be larger than the slack that it replaces, never smaller.
         radius = cast_up(self.slack * is_large, self.symbols.dtype)
+        # `radii` is cached: the radii of the linear part, the quadratic part and the errors. The
+        # new symbols are errors; the other two parts stay.
         errors = round_up(self.radii.errors + radius)
         self.radii = replace(self.radii, errors=errors)
         self.blocks = (*self.blocks, self.symbols.add_errors(radius))
@@ -538,14 +540,18 @@ class Form(Tensor):
         """Apply the rule of a torch function; torch calls this in place of the function."""
         name = find_name(func)
         kwargs = dict(kwargs or {})
-        if name in METADATA:  # such as the shape: torch reads it from the tensor without numbers
+        # For torch, a form is itself a tensor of this shape, dtype and device, without numbers:
+        # such attributes are read from it.
+        if name in METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         forms = list_forms((args, kwargs))
         # Symbol i of one pass has nothing to do with symbol i of another pass. A stale view has
         # old content. Both are refused.
         first = forms[0]
         if any(form.is_stale or form.symbols is not first.symbols for form in forms):
-            raise NoRuleError(f"{name} of a tensor that was changed in place elsewhere")
+            raise NoRuleError(
+                f"{name} of a tensor that was changed in place elsewhere, or is of another pass"
+            )
         # add_ uses the rule of add, and the result is written into the first argument.
         is_in_place = name.endswith("_") or kwargs.get("inplace")
         name = name.removesuffix("_")

@@ -146,7 +146,8 @@ def _bound_logarithms(log_p: Form, is_masked: Tensor) -> Interval:
     Args:
         log_p: form of log softmax(s) over the last axis, the keys. The difference of two entries
             equals the difference of the two scores.
-        is_masked: (*shape), True for keys with a negligible weight: they add 0 to the sum.
+        is_masked: (*shape), True for keys with a weight below e^-1000. They are left out of the
+            sum over k: each adds less than e^-1000 of it, far below its rounding error.
     """
     low, high = log_p.range()
     high = high.clamp_max(0.0)  # a weight is at most 1
@@ -257,8 +258,10 @@ def _describe_deviation(s: Form, p: Tensor, error: float) -> Deviation:
     keys = s.shape[-1]
     d = _subtract_mean(s, p)
     r = round_up(d.radii.linear + d.nonlinear_radius)  # |d_j| <= r_j on the ball
-    # In exact arithmetic sum_j p_j d_j = 0. p and the mean of ds are rounded: so the sum is within
-    # +-mean_error, a share of sum p r and of the radius of this mean.
+    # With d_j = ds_j - p . ds and the exact softmax q, sum_j q_j d_j = 0 if p is q. But p is
+    # rounded: the sum is (q - p) . d + (1 - sum p) p . ds. As |q_j - p_j| <= error p_j, the first
+    # term is at most error sum p r. As |1 - sum p| <= error, the second is at most error times the
+    # radius of the mean p . ds.
     mean_radius = round_up(sum_row(p * s.radius), roundings=keys)
     return Deviation(
         form=d,
@@ -308,16 +311,18 @@ def _bound_taylor_terms(deviation: Deviation) -> tuple[Tensor, Tensor]:
     keys = p.shape[-1]
     squared_length = round_up((lengths.linear + lengths.rest).square())  # of sqrt(p) d
     squares = p * r.square()
-    # Roundings: one per key, and 2 LIBRARY_ULPS for each function of the library. `second` has two
-    # of them: exp of a key and of all keys, in the softmax p. `third` also has expm1, in g; one
-    # more leaves room.
     second = torch.minimum(sum_row(squares), squared_length)
+    # Roundings: one per key, and 2 LIBRARY_ULPS for each function of the library: exp of a key and
+    # of all keys, in the softmax p.
     second = round_up(second, roundings=4 * LIBRARY_ULPS + keys)
     # Two bounds of C: by the largest deviation r_j of each key, or by the largest deviation of all
-    # keys and the length of the vector sqrt(p) d. The smaller bound is taken.
+    # keys and the length of the vector sqrt(p) d. The smaller bound is taken. `_bound_excess`
+    # bounds the share of d^2 / 2 by which e^d leaves 1 + d + d^2 / 2.
     third_by_key = sum_row(_bound_excess(r) * squares)
     third_by_length = _bound_excess(r.amax(-1, keepdim=True)) * squared_length
     third = torch.minimum(third_by_key, third_by_length)
+    # Roundings: as above, and one more function, expm1 in `_bound_excess`; 2 LIBRARY_ULPS more
+    # leave room.
     third = round_up(third / 2, roundings=8 * LIBRARY_ULPS + keys)
     return second, third
 
@@ -341,17 +346,18 @@ def _mask_negligible_keys(s: Form) -> tuple[Form, Tensor]:
 
 
 def _subtract_mean(s: Form, p: Tensor) -> Form:
-    """Return the form of the deviations d = ds - sum_k w_k ds_k over the last axis.
+    """Return the form of the deviations d = ds - sum_k p_k ds_k over the last axis.
 
-    The scores are s = c + ds with centre c, so the form of d has centre zero. w are the softmax
-    weights p, rounded to the dtype of the coefficients.
+    The scores are s = c + ds with centre c, so the form of d has centre zero. p are the softmax
+    weights.
     """
     return affine.linear_map(
-        s.with_bounds(torch.zeros_like(p), s.slack),
+        s.with_bounds(centre=torch.zeros_like(p), slack=s.slack),  # ds
         lambda t, w: t - sum_row(t * w),
-        p.to(s.symbols.dtype),
-        roundings=p.shape[-1] + 2,  # products, their sum over the keys, and a difference
-        # The map with the absolute values of its entries: it bounds how slack grows.
+        p,
+        # The cast of p, a product, its sum over the keys (keys - 1), and a difference.
+        roundings=p.shape[-1] + 2,
+        # How slack grows. An entry 1 - p_j of the map has an absolute value of at most 1 + p_j.
         absolute_op=lambda t, w: t + sum_row(t * w),
         mixes="rows",
     )
@@ -409,13 +415,16 @@ def _bound_by_chords(p: Tensor, r: Tensor) -> Tensor:
         r: bounds of |d|, (*rows, keys).
     """
     keys = p.shape[-1]
-    # M. For small r, sinh(r) / r is 1 + r^2 / 6 to the last place.
+    # For r > 710 cosh and sinh are inf, and the result is NaN: the caller refuses such a ball.
+    # M. For small r, sinh(r) / r is 1 + r^2 / 6 to the last place. (The clamp keeps the ratio that
+    # is not taken from being 0 / 0.)
     ratio = torch.sinh(r) / r.clamp_min(1e-9)
     m = p * torch.where(r > 1e-6, ratio, 1 + r.square() / 6)
     # A. The error of cosh is a share of A, so it is added to log A below.
     a = round_up(sum_row(p * torch.cosh(r)), roundings=keys)
-    # |M / A - p|, and its rounding, a share of the larger one: sinh, cosh and two exp have
-    # 2 LIBRARY_ULPS roundings each, and a sum has one per key.
+    # |M / A - p|, and its rounding, a share of the larger one. 2 LIBRARY_ULPS roundings each have
+    # sinh in M, cosh in A, and two exp in the softmax p (of a key and of all keys); a sum has one
+    # per key.
     tilt = m / a
     rounding = bound_rounding(8 * LIBRARY_ULPS + keys, DOUBLE)
     slope = (tilt - p).abs() + rounding * torch.maximum(tilt, p)
@@ -449,8 +458,7 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     cross, square = _bound_rest_of_squares(d, p, lengths)
     slack = cross / 2 + square / 4 + error
     # Rounding as a share of sum p d^2: sums over the keys, in the coefficients and in the softmax
-    # p, and two exp in p, 2 LIBRARY_ULPS roundings each. It is counted twice: for the coefficients
-    # of products, and for p, which is not exactly the softmax.
+    # p, and two exp in p, 2 LIBRARY_ULPS roundings each.
     radius = d.radii.linear + d.nonlinear_radius
     rounding = bound_rounding(2 * keys + 4 * LIBRARY_ULPS, dtype) * sum_row(p * radius.square())
     # 1/2 sum p L^2, (symbols, *rows, 1): products of two input symbols, and 0 for input symbols.
@@ -458,7 +466,9 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     half = (p / 2).to(dtype)
     coefficients = d.dense.new_zeros(symbols.first_error, *square.shape)
     coefficients[n:] = symbols.sum_products(linear * half, linear)
-    # The slack itself is rounded, too: sums over the keys, and fewer than 32 single steps.
+    # `rounding` counts twice: for the coefficients of products, and for p, which is not exactly
+    # the softmax. The slack itself is rounded, too: sums over the keys, and fewer than 32 single
+    # steps.
     slack = round_up(slack + 2 * rounding, roundings=keys + 32)
     return Form(square / 4, coefficients, slack, symbols)
 

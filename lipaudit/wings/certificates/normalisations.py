@@ -96,8 +96,8 @@ def _divide_by_root(y: Form, eps: float) -> Form:
     the bounds are tighter. The factors are:
 
     * the numerator y and the inverse 1 / root.
-    * root^2, a form. Margins of logits times the root have the signs of the margins, and
-      `prove.margins` computes the root for them from root^2.
+    * root^2, a form. A margin of logits is numerator / root + constant, and positive if numerator
+      + root constant is: `prove.margins` can so leave out the division, with a root from root^2.
     * a constant, at first 0. Biases that follow are added to it.
     """
     square = affine.add(_mean_square(y), eps)
@@ -124,7 +124,8 @@ def _mean_square(y: Form) -> Form:
     n = y.shape[-1]
     # mean(c^2)
     centre = _average_row(y.centre.square())
-    # 2 mean(c dy) is linear in dy: its coefficients.
+    # 2 mean(c dy) is linear in dy: its coefficients. The mean mixes entries of a row, which blocks
+    # allow after `split_by_row`. `_add_square_rounding` counts the cast of the gradient, too.
     gradient = (y.centre * (2 / n)).to(symbols.dtype)
     dense, blocks = y.split_by_row().map_coefficients(
         lambda t: (t * gradient).sum(-1, keepdim=True)
@@ -155,12 +156,13 @@ def _add_square_rounding(slack: Tensor, y: Form, y_radius: Tensor, centre: Tenso
     n = y.shape[-1]
     dtype = y.symbols.dtype
     y_size = y.centre.abs()
-    # Coefficients, in their dtype: two sums of n products, their weights, and the sum of both. The
-    # centre, in float64: a sum of n squares. 16 and 8 leave room. Underflow: a coefficient has
-    # fewer than 8 n products.
+    # Coefficients, in their dtype: of 2 mean(c dy) and, at order 2, of kept squares, mean(L^2).
+    # Each is a sum of n products with rounded factors, and both are added; 16 leaves room.
     radius_of_square = 2 * y_size * y_radius + y_radius.square()
     of_symbols = bound_rounding(2 * n + 16, dtype) * _average_row(radius_of_square)
+    # The centre, in float64: a sum of n squares, and the shift; 8 leaves room.
     of_centre = bound_rounding(n + 8, DOUBLE) * centre
+    # Underflow: a coefficient has fewer than 8 n products, some with an entry of c as a factor.
     underflow = 8 * n * y.symbol_count * tiny(dtype) * (1 + y_size.amax())
     # The slack itself is rounded, too: a mean of n terms, and fewer than 16 single steps.
     return round_up(slack + of_symbols + of_centre + underflow, roundings=n + 16)

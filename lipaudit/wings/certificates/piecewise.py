@@ -77,8 +77,9 @@ def _choose_lines(low: Tensor, high: Tensor, dtype: torch.dtype) -> tuple[Tensor
 def _record_relus(z: Form, a: Tensor, m: Tensor) -> None:
     """Record the ReLUs a z + m (1 + eps) with m > 0 for branch and bound, which splits their sign.
 
-    Their symbols eps (unknowns in [-1, 1]) are the newest ones. z is a form, that is, centre +
-    coefficients . symbols +- slack: so branch and bound knows z as a function of the symbols.
+    The caller has just created their symbols eps (unknowns in [-1, 1]), one for each m > 0: they
+    have the largest numbers. z is a form, that is, centre + coefficients . symbols +- slack: so
+    branch and bound knows z as a function of the symbols.
     """
     symbols = z.symbols
     is_mixed = m > 0  # the sign of z is unknown
@@ -88,7 +89,7 @@ def _record_relus(z: Form, a: Tensor, m: Tensor) -> None:
         generators=z.select_entries(is_mixed),
         slack=z.slack[is_mixed],
         slope=a[is_mixed],
-        offset=m[is_mixed].to(DOUBLE),
+        offset=m[is_mixed].to(DOUBLE),  # a has this dtype already
         numbers=torch.arange(first, symbols.count, device=z.device),
     )
     symbols.relu_calls.append(call)

@@ -37,7 +37,9 @@ def broadcast(x: Form, other: Sequence[int]) -> Form:
         # Entries are repeated, which is more than new axes of size 1. All copies of an entry have
         # the same error. A symbol keeps this fact. As slack, their errors would be independent.
         x = x.symbolize_slack()
-    x.quadratic_range  # noqa: B018 - cached now: after the expansion it would be computed per copy
+    # Reading this property caches it, and `rearrange` moves cached ranges along. Otherwise it
+    # would be computed again for every copy of an entry.
+    x.quadratic_range  # noqa: B018
     return cast("Form", rearrange(x, lambda t: t.expand(shape)))
 
 
@@ -68,23 +70,26 @@ def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]
     centre, slack, and every row of coefficients are moved in the same way.
     """
     if not isinstance(function, str):
-        # Sparse coefficients (blocks) cannot follow every function: make them dense.
+        # A function such as F.pad may add entries. Sparse coefficients (blocks) cannot follow,
+        # because every entry of a block is in a group: make them dense.
         return lambda x, *args, **kwargs: rearrange(
             x.make_dense(), lambda t: function(t, *args, **kwargs)
         )
+    # A method only moves or repeats entries, and the groups of a block move along.
     method = getattr(Tensor, function)
 
     def move(x: Form, *args: Any, **kwargs: Any) -> Any:
         """Apply `method`, a method of tensors such as transpose or chunk, to a form.
 
-        A pending quotient (numerator / root + constant, not multiplied out yet) stays pending: the
-        method is applied to each of its four forms.
+        A pending quotient, numerator * inverse + constant with inverse = 1 / root, is a product
+        that is not computed yet. It stays pending: the method is applied to each of its forms
+        (numerator, inverse, constant, and root^2, the `square`).
         """
         quotient = x.pending_quotient
         if quotient is None:
             return rearrange(x, lambda t: method(t, *args, **kwargs))
         parts = []
-        for part in vars(quotient).values():  # numerator, inverse, square and constant
+        for part in vars(quotient).values():
             parts.append(move(broadcast(part, x.shape), *args, **kwargs))
         return _join_quotients(parts)
 

@@ -51,10 +51,12 @@ class Remainder(NamedTuple):
 def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remainder:
     """Bound f(dx, dy) of forms x = c_x + dx and y = c_y + dy, around shifted centres.
 
-    f is torch.matmul or torch.mul. The first bound is the product of the radii, without the
-    product of the linear parts at order 2, which coefficients of the caller hold. If this bound,
-    summed over all entries, is above `worthwhile`, a second bound is tried: by polarisation,
-    dx dy = ((dx + dy)^2 - (dx - dy)^2) / 4. Each entry takes the tighter bound.
+    f is torch.matmul or torch.mul. At order 2 the caller can add f(L_x, L_y), the product of the
+    parts that are linear in the input, as coefficients. The first bound is the product of the
+    radii; at order 2 it is without f(L_x, L_y), which the caller must add. If this bound, summed
+    over all entries, is above `worthwhile`, a second bound is tried: by polarisation,
+    dx dy = ((dx + dy)^2 - (dx - dy)^2) / 4. It bounds all of f(dx, dy): the caller must not add
+    f(L_x, L_y). Each entry takes the tighter bound, and `is_product_kept` says which.
     """
     is_matmul = f is torch.matmul
     radius = _bound_by_radii(x, y, f)
@@ -67,11 +69,11 @@ def bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remain
         below, above = _polarise_matrices(x, y)
     else:
         below, above = _polarise_entries(x, y)
-    # [-below, above] as shift +- radius.
+    # [-below, above] as shift +- radius. `round_up` also covers the rounding of the shift, which
+    # is at most a share of (above + below) / 2.
     is_better = below + above < 2 * radius
     radius = torch.where(is_better, round_up((above + below) / 2), radius)
     shift = torch.where(is_better, (above - below) / 2, 0.0)
-    # Polarisation bounds all of dx dy: in these entries the caller must not add L_x L_y again.
     return Remainder(shift, radius, is_product_kept=~is_better)
 
 
@@ -101,13 +103,15 @@ def _bound_by_radii(x: Form, y: Form, f: Bilinear) -> Tensor:
 def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     """Return l, m >= 0, (*shape) each, such that dx dy is in [-l, m] in each entry; for order 2.
 
-    The forms are x = c_x + dx and y = c_y + dy, around shifted centres. With u = s dx and
-    v = t dy for any s, t > 0, dx dy = ((u + v)^2 - (u - v)^2) / (4 s t). u + v and u - v are
-    forms, in which symbols that both x and y have add up or cancel: their ranges are tighter than
-    the product of the radii.
+    The forms are x = c_x + dx and y = c_y + dy. At order 2 a form is centre + linear part +
+    quadratic part + errors +- slack, and c is its shifted centre: the centre + the middle of the
+    range of the quadratic part. With u = s dx and v = t dy for any s, t > 0,
+    dx dy = ((u + v)^2 - (u - v)^2) / (4 s t). u + v and u - v are forms, in which symbols that
+    both x and y have add up or cancel: their ranges are tighter than the product of the radii.
     """
-    # Any s and t are valid. One over the radius of dx or dy (linear part and rest) makes u and v
-    # equally large. Where an entry does not move, its radius is not 0 but _SMALLEST_RADIUS.
+    # Any s and t are valid. One over the radius of dx or dy makes u and v equally large. The
+    # radius is that of the linear part plus that of all other parts (`rest_radius`). Where an
+    # entry does not move, it is not 0 but _SMALLEST_RADIUS.
     s = (x.radii.linear + x.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
     t = (y.radii.linear + y.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
     u = affine.scale(_subtract_centre(x), s)
@@ -153,8 +157,10 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     # From here on all have the shape (*b, j, i, d), or broadcast to it.
     s = s.to(DOUBLE).mT[..., :, None]
     t = t.to(DOUBLE)[..., None, :]
-    # Slack, and the errors in the blocks of x, cannot cancel: their sizes add up in u + v and in
-    # u - v. (Without dense coefficients, `x.dense[:0]`, only the errors in blocks are bounded.)
+    # Slack, and the errors in the blocks of x (coefficients that are stored sparsely), cannot
+    # cancel: their sizes add up in u + v and in u - v. Without dense coefficients, `x.dense[:0]`,
+    # only the errors in blocks are bounded. y has no blocks: `bilinear._multiply_matrices` has
+    # made all its coefficients dense.
     errors = symbols.bound_parts(x.dense[:0], x.blocks).errors + x.slack
     independent = errors.mT[..., :, None] * s + y.slack[..., None, :] * t
     # l by u - v, and m by u + v = u - (-v).

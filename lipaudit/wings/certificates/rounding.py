@@ -81,10 +81,12 @@ def round_up_sum(total: AnyShape, terms: int) -> AnyShape:
 
     The sums may have been computed in a lower precision, that of `total`.
     """
-    # A sum of n numbers has n - 1 roundings; 2 more leave room. Each number may have underflowed.
     dtype = total.dtype
+    # A sum of n numbers has n - 1 roundings, each by at most a share u of its result: the true sum
+    # is at most (1 + u)^(n - 1) times the computed one. 2 more roundings leave room.
     rounding = 1 + bound_rounding(terms + 1, dtype)
-    underflow = terms * tiny(dtype)
+    underflow = terms * tiny(dtype)  # of each number
+    # The cast is exact; `round_up` leaves room for the product and the sum of this line.
     return round_up(total.to(DOUBLE)) * rounding + underflow
 
 

@@ -309,13 +309,12 @@ class Symbols:
         m = m.to(DOUBLE)
         norms = bound_norms(torch.cat((q + shift, shift - q)), squarings=_SQUARINGS).view(2, -1)
         largest = (norms - m).clamp_min(0)
-        # The rounding of weights and shifts is a share of the Frobenius norm of Q. This norm is
-        # m / _SHIFT = 4 m, and 8 m leaves room. A weight has a sum over the inputs and fewer than
-        # 8 single steps. Weights were clamped, against a division by 0: each loses at most
-        # sqrt(tiny).
-        rounding = (
-            bound_rounding(8 + self.inputs, dtype) * 8 * m + self.inputs * tiny(dtype) ** 0.5
-        )
+        # The rounding of Q / (w_i w_j) and of the shift is a share of the Frobenius norm of Q. m
+        # is _SHIFT times this norm, also rounded, so the norm counts twice. Any weights w_i > 0
+        # are valid, also clamped ones. But where they are small, products with
+        # 1 / w_i <= tiny^(-1/4) may underflow: by less than sqrt(tiny) in each entry.
+        norm = 2 * m / _SHIFT
+        rounding = bound_rounding(8 + self.inputs, dtype) * norm + self.inputs * tiny(dtype) ** 0.5
         return round_up((largest + rounding) * sum_of_weights)
 
     def sum_products(

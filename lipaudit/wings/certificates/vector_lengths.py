@@ -55,15 +55,17 @@ def bound_lengths(
 ) -> Lengths:
     """Bound the 2-norms of the vectors of a form along an axis, over all inputs of the ball.
 
-    A form bounds a tensor: x = c + around + L + R with the centre c, L linear in the input
-    symbols, and R all other errors. The bounds are of ||w L||_2 and ||w R||_2.
+    A form bounds a tensor: centre + linear part + quadratic part + errors +- slack, where the
+    linear and the quadratic part depend on the input symbols. The bounds are of ||w L||_2 for the
+    linear part L, and of ||w R||_2 for all else: R = (quadratic part - around) + errors +- slack.
 
     Args:
         x: a form. Its coefficients may be stored in blocks, each for a group of entries. If a
             group has only a part of a vector, the blocks become dense coefficients (in place).
         axis: axis of the vectors.
         weight: w >= 0, (*shape), by default 1.
-        around: (*shape), a shift of the centre; by default 0. R is then relative to c + around.
+        around: (*shape), about the middle of the range of the quadratic part; by default 0. The
+            caller adds it to the centre.
     """
     axis = axis % x.ndim
     # In a block, all entries of a vector must be in one group: the group of the first entry.
@@ -77,12 +79,12 @@ def bound_lengths(
     linear, quadratic, errors = _bound_by_symbols(x, axis, weight)
     linear = torch.minimum(linear, _bound_norm(x.radii.linear, axis, weight))
     errors = torch.minimum(errors, _bound_norm(x.radii.errors, axis, weight))
-    # The quadratic part is in [low, high], and relative to `around` within +-reach.
     low, high = x.quadratic_range
     if around is None:
         around = torch.zeros_like(low)
-    # ||quadratic part - around|| <= ||quadratic part|| + ||around||, or the length of `reach`.
+    # By symbols: ||quadratic part - around|| <= ||quadratic part|| + ||around||.
     quadratic = quadratic + _bound_norm(around, axis, weight)
+    # By entries: the quadratic part is in [low, high], that is, within +-reach of `around`.
     reach = torch.maximum(high - around, around - low)
     quadratic = torch.minimum(quadratic, _bound_norm(reach, axis, weight))
     slack = _bound_norm(x.slack, axis, weight)
@@ -135,7 +137,9 @@ def _bound_combination(
 
     The vector h_r has the coefficients of symbol r. By Cauchy-Schwarz, for any s_r > 0,
     ||sum h_r eps_r||^2 <= ||sum h_r h_r^T / s_r|| sum s_r eps_r^2. For |eps_r| <= 1 the last sum
-    is at most sum s_r. For symbols with sum eps_r^2 <= 1 (`unit`) and all s_r = 1 it is at most 1.
+    is at most sum s_r; s_r = ||h_r|| is taken. For symbols with sum eps_r^2 <= 1 (`unit`) all s_r
+    are 1, and the last sum is at most 1. The norm of the matrix is bounded through a power of it:
+    the more _SQUARINGS, the tighter.
 
     Args:
         stacks: coefficients (symbols, *shape); the vectors h_r lie along `axis` of the shape.
@@ -149,13 +153,14 @@ def _bound_combination(
     k = shape[axis]
     shape[axis] = 1
     gram, sum_of_s = _sum_outer_products(stacks, axis, weight, unit=unit)
-    # Rounding and underflow of gram = sum_r h_r h_r^T / s_r, as a share of its trace. It is summed
-    # in parts of _ROWS symbols: at most _ROWS roundings in a part, and then one per part. Of the
-    # parts, rows // _ROWS may be full, and one per stack is not full. 32 leaves room for single
-    # steps such as the division by s_r; so does 16 in the trace, which is computed from gram.
+    # Rounding and underflow of gram = sum_r h_r h_r^T / s_r, as a share of its trace. This is the
+    # trace of the computed gram, raised by the rounding of a part of the sum (see below).
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     trace = round_up(diagonal.sum(-1), roundings=k) * (1 + 2 * bound_rounding(_ROWS + 16, dtype))
     underflow = rows * k * tiny(dtype)
+    # gram is summed in parts of _ROWS symbols: at most _ROWS roundings in a part, and then one per
+    # part. Of the parts, rows // _ROWS may be full, and one per stack is not full. 32 leaves room
+    # for single steps such as the division by s_r.
     roundings = _ROWS + rows // _ROWS + len(stacks) + 32
     error = bound_rounding(roundings, dtype) * trace + underflow
     # sqrt(||gram||) sqrt(sum s_r). Rounding may make gram asymmetric: the mean with its transpose

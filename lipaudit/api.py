@@ -328,8 +328,7 @@ def run_audits(
     """
     open_model = partial(open_job, data=data, input_shape=input_shape)
     if len(models) == 1:
-        opened = open_model(models[0], requests[0])
-        with opened as job, run_job(job, observer) as report:
+        with open_model(models[0], requests[0]) as job, run_job(job, observer) as report:
             yield report
         return
     run = requests[0].run  # its options are those of every run
@@ -501,9 +500,8 @@ def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:
     y = None
     if isinstance(data, tuple) and len(data) == 2:
         x, y = data
-    samples = _make_tensor(x)
     labels = None if y is None else _make_tensor(y)
-    return samples, labels
+    return _make_tensor(x), labels
 
 
 def _make_tensor(values: Any) -> Tensor:

@@ -287,8 +287,7 @@ def list_steps(plan: Sequence[Trial]) -> list[tuple[Trial, Attack]]:
         cost = sum(attack.estimate_cost(trial.radius) for attack in trial.attacks)
         return cost, trial.radius.value
 
-    ranked = sorted(plan, key=rank)
-    return [(trial, attack) for trial in ranked for attack in trial.attacks]
+    return [(trial, attack) for trial in sorted(plan, key=rank) for attack in trial.attacks]
 
 
 def read_plan(

@@ -322,11 +322,11 @@ def _list_columns(before: Section, after: Section) -> Iterator[str]:
     These are the columns with a better direction, and `correct`, whose mean is the accuracy.
     """
     sampled = before.sample_columns
-    # In a dictionary the first entry of a name decides its place, and the last one its value. So
-    # `sampled` stands first for the order, and last because its descriptions replace those of
-    # columns of rows with the same name.
-    for name, column in {**sampled, **before.columns, **after.columns, **sampled}.items():
-        if column.better or (name in sampled and name == "correct"):
+    for name, column in sampled.items():
+        if column.better or name == "correct":
+            yield name
+    for name, column in (before.columns | after.columns).items():
+        if column.better and name not in sampled:
             yield name
 
 
@@ -339,9 +339,10 @@ def _list_figures(section: Section, name: str) -> list[float]:
             if parse_column(column)[0] == name:
                 cells += values
     else:
-        # Rows of layers always count. All other rows, such as those of an attack, count only if
-        # there are no per-sample columns, or if an array has the values of this column. Otherwise
-        # they are statistics of per-sample columns, and these columns are compared instead.
+        # A row with a layer (a head) always counts: no per-sample column has its figure. Another
+        # row, such as that of an attack, is in most sections only a statistic of the per-sample
+        # columns, which are compared in its place. It counts if the section has no such columns,
+        # or if an array has the values of the samples behind this column.
         all_rows_count = not section.sample_columns or name in section.arrays
         cells += (row.get(name) for row in section.rows if all_rows_count or "layer" in row)
     return [float(cell) for cell in cells if isinstance(cell, int | float)]
@@ -470,9 +471,12 @@ def _list_samples(
                 lost.append(name)
             elif worse < 0:
                 gained.append(name)
-        place = places.get(sample, "")
         change = SampleChange(
-            id=sample, place=place, figures=of_sample, lost=tuple(lost), gained=tuple(gained)
+            id=sample,
+            place=places.get(sample, ""),
+            figures=of_sample,
+            lost=tuple(lost),
+            gained=tuple(gained),
         )
         samples.append(change)
     return tuple(sorted(samples, key=_rank_sample))
@@ -505,8 +509,9 @@ def _pair_figures(
             trial = TrialKey.parse(contrast.name)  # attack and ball, such as `pgd,linf,2/255`
             ball = trial.ball if trial else ""
             # Several measures may have the same yes-or-no column for the same ball, such as
-            # `correct`. Only the column of the first measure is used: `setdefault` returns it.
-            if first_measures.setdefault((rule.column, ball), rule.measure) != rule.measure:
+            # `correct`. Only the first of these measures is used, with all its attacks.
+            first_measure = first_measures.setdefault((rule.column, ball), rule.measure)
+            if rule.measure != first_measure:
                 continue
             signs[name] = rule.worse
         # strict=False: if the samples have no ids, the values are of no use here.
@@ -516,12 +521,13 @@ def _pair_figures(
 
 
 def _rank_sample(change: SampleChange) -> tuple[int, float]:
-    """Return the sort key of a sample: most losses first, then the largest new Jacobian norm.
+    """Return the sort key of a sample: most losses net of gains first, then the largest new norm.
 
-    Losses and gains are yes-or-no metrics (right, robust) that changed to no, or to yes.
+    Losses and gains are yes-or-no metrics (right, robust) that changed to no, or to yes. The norm
+    is that of the Jacobian.
     """
     balance = len(change.gained) - len(change.lost)
     if "jacobian.norm" not in change.figures:  # samples without a norm come last
         return balance, math.inf
     _, norm = change.figures["jacobian.norm"]
-    return balance, -order(norm)  # `order` also puts a norm that is NaN last
+    return balance, -order(norm)  # `order` returns the norm, and -inf for NaN: it comes last

@@ -285,9 +285,11 @@ def _compare_conditions(current: Report, baseline: Report) -> Iterator[tuple[str
 
 
 def _compare_transfer(current: Section | None, before: Section | None, baseline: Report) -> str:
-    """Return a text if only one report tried the examples of another model, else "".
+    """Return a text if one report tried adversarial examples that the other did not, else "".
 
-    Transfer is an attack that tries adversarial examples which were found on another model.
+    Transfer is an attack that tries adversarial examples which were found on another model. There
+    are two cases: the current report has this attack and the baseline has not; or the baseline's
+    run saved its own examples, and the current report did not try them.
 
     Args:
         current: the attack section of the current report.

@@ -152,9 +152,11 @@ def _contrast_reports(
 
 
 def _decide_same(rule: Rule, current: Report, baseline: Report) -> bool | None:
-    """Return whether a figure gets the verdict `unchanged`; None if its values decide.
+    """Return whether a figure gets the verdict `unchanged`.
 
-    Equal values do not suffice: only equal weights prove that nothing changed.
+    * False: never, even if its values are equal. Only equal weights prove that nothing changed.
+    * None: if its values are equal, too (`Contrast.same`).
+    * True: whatever its values are, because they differ by chance.
 
     Args:
         rule: a rule on a change.
@@ -258,8 +260,8 @@ def _contrast_groups(
             continue
         group_ids = tuple(ids[i] for i in index)
         if rule.per_sample:  # take the values of the group's samples
-            new_of_group = readings.select(rule, new_values.pairs, index)
-            old_of_group = readings.select(rule, old_values.pairs, index)
+            new_of_group = readings.select(rule, new_values.sample_values, index)
+            old_of_group = readings.select(rule, old_values.sample_values, index)
         else:  # compute the rows again from the group's samples
             new_of_group, old_of_group, _ = _read_shared(rule, shared.select(index))
         rows = _contrast_rows(rule, new_of_group, old_of_group, group_ids, tol)
@@ -311,6 +313,7 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
         # The stored rows are statistics of all samples: they are computed again for each group.
         reading = readings.read(rule, section, indices, recompute=not rule.per_sample)
         readings.require_finite(rule, reading)
+        # The accuracy without attack is the same in the rows of all attacks: one of them is kept.
         for contrast in _drop_copies(rule, _contrast_current(reading.points)):
             contrasts.append(replace(contrast, group=group, ids=tuple(members)))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
@@ -377,8 +380,9 @@ class Shared:
 def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Shared:
     """Find the samples that both sections have, and the rows that cannot be compared.
 
-    If the two sections have different samples, the rows that a rule reads are computed again from
-    the shared samples.
+    The result has the indices of the shared samples in both sections; the rows to leave out
+    (`skipped`); and whether rows, which are statistics of all samples of a section, have to be
+    computed again from the shared samples (`recompute`).
 
     Args:
         rule: the rule that reads the sections.
@@ -396,7 +400,9 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     if lenient:
         unconverged_rows, unconverged_samples = _find_unconverged(rule, new, old)
     shared = Shared(sections=(new, old), skipped=unconverged_rows)
-    if not (new.ids and old.ids):  # without ids, `find_obstacle` has refused different samples
+    # Without ids nothing has to be matched: `find_obstacle`, which ran before, refuses sections
+    # without ids unless both are of the same samples, or of the weights alone.
+    if not (new.ids and old.ids):
         return shared
     # Leave out unconverged samples: their ids become "", which matches no sample of the current
     # report. All other samples stay at their indices.
@@ -404,8 +410,8 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     # The share of the baseline's samples that has to be in the current report.
     least = 0.0 if lenient else pairing.ALL_BUT_FEW
     indices = pairing.find_shared(rule.measure, new.ids, old_ids, least)
-    # Rows are statistics of all samples of a section. They are computed again if the sections have
-    # different samples, or if samples are left out. Per-sample values stay as they are.
+    # Rows are computed again if the sections have different samples, or if samples are left out.
+    # A per-sample rule reads no rows: it takes the values of the shared samples.
     recompute = not rule.per_sample and (
         bool(unconverged_samples) or sorted(new.ids) != sorted(old.ids)
     )
@@ -463,9 +469,14 @@ def _contrast_row(
 ) -> Contrast:
     """Return the old and new value of one row or per-sample column, with a test if possible.
 
-    If both reports have the value for every sample, the change is tested sample by sample. A
-    statistic over rows (such as the median norm of all heads) is computed for every sample, and
-    the sign test is applied. Other figures are compared without a test.
+    There are three cases:
+
+    * Both reports have the value of this row or column for every sample: `sample_values` has them
+      by its name, and their changes are tested.
+    * The figure is a statistic over all rows, such as the median norm of all heads. Its name is ""
+      and `sample_values` has the values of each row. From these the statistic is computed for
+      every sample, and its change gets the sign test.
+    * Otherwise there are only two figures, which are compared without a test.
 
     Args:
         rule: the rule.
@@ -475,22 +486,22 @@ def _contrast_row(
         ids: the ids of the samples; empty if the values do not belong to samples.
         tol: relative accuracy of norms; smaller changes count as no change.
     """
-    paired = name in old.pairs and name in new.pairs  # both have the value of every sample
+    # Both reports have the value of every sample of this row or column.
+    paired = name in old.sample_values and name in new.sample_values
     old_figure = _read_figure(rule, name, old, paired)
     new_figure = _read_figure(rule, name, new, paired)
     # The values to compare: those of the samples, (samples,), else only the figure.
-    before = old.pairs[name] if paired else np.array([old_figure])
-    now = new.pairs[name] if paired else np.array([new_figure])
+    before = old.sample_values[name] if paired else np.array([old_figure])
+    now = new.sample_values[name] if paired else np.array([new_figure])
     same = _are_same(rule, before, now, tol)
     untested = Contrast(str(name), old=old_figure, new=new_figure, same=same)
     worse = _compute_change(rule, before, now)  # positive is worse
     if paired:
         evidence = _test_change(rule, before, now, worse)
     else:
-        # A rule on a statistic over all rows has a single figure, and `name` is "". `pairs` then
-        # has the values of the rows, from which the statistic of each sample is computed.
+        # The statistic over all rows of each sample; None if the rule judges each row by itself,
+        # or no row has values per sample.
         reduced = _reduce_rows(rule, old, new)
-        # None: no row has values per sample, or the rule judges each row by itself.
         if reduced is None:
             return untested
         before, now = reduced
@@ -506,9 +517,9 @@ def _contrast_row(
 def _read_figure(rule: Rule, name: Key, values: RuleValues, paired: bool) -> float:
     """Return the value of a row or column that is printed beside the test of its change.
 
-    It is the figure of the report. Only if each row is tested sample by sample, by the median
-    change, it is the median over these samples, so that it agrees with the tested change. (Rows
-    that are means have another test and keep their figure.)
+    It is the figure of the report, with one exception. If the rule judges each row by the median
+    change of its samples, the median of its samples is printed, which agrees with the tested
+    change. (Rows that are means have another test and keep their figure.)
 
     Args:
         rule: the rule.
@@ -517,7 +528,7 @@ def _read_figure(rule: Rule, name: Key, values: RuleValues, paired: bool) -> flo
         paired: whether both reports have the values of the samples.
     """
     if paired and rule.stat == "each" and not readings.is_mean(rule):
-        return float(np.median(values.pairs[name]))
+        return float(np.median(values.sample_values[name]))
     return values.points[name]
 
 
@@ -541,7 +552,7 @@ def _reduce_rows(rule: Rule, old: RuleValues, new: RuleValues) -> tuple[Values, 
 
     Args:
         rule: the rule, which has the statistic.
-        old: the values of the baseline; `pairs` are those of every sample, by row.
+        old: the values of the baseline; `sample_values` has those of every sample, by row.
         new: the values of the current report.
 
     Returns:
@@ -550,8 +561,8 @@ def _reduce_rows(rule: Rule, old: RuleValues, new: RuleValues) -> tuple[Values, 
     """
     before = []  # (rows, samples)
     now = []
-    for row, old_values in old.pairs.items():
-        new_values = new.pairs.get(row)
+    for row, old_values in old.sample_values.items():
+        new_values = new.sample_values.get(row)
         if new_values is not None and np.isfinite((old_values, new_values)).all():
             before.append(old_values)
             now.append(new_values)
@@ -616,7 +627,9 @@ def _judges_mean(rule: Rule) -> bool:
     """
     if rule.stat != "each":
         return rule.stat == "mean"
-    # The mean of the array with the column's name, or the accuracy without attack.
+    # `rule.about` describes the column; `reduction` says how a cell is computed from samples. A
+    # plain mean has no weights and no divisor: of the array with the column's name, or of the
+    # right predictions (RIGHT, the accuracy without attack).
     means = (Reduction(stat="mean", values=rule.column), readings.RIGHT)
     return rule.about.reduction in means
 

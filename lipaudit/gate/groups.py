@@ -187,14 +187,16 @@ def list_group_figures(report: Report) -> Iterator[list[GroupFigure]]:
             if not has_direction or not ids:
                 continue
             stat = "mean" if column in FLAGS else "median"
-            # A rule names the column and its worse direction; its limit is not used.
+            # A rule in name only: it has the column and its worse direction (`rule.worse`, the
+            # sign of a change for the worse). Its limit, "no change", is not used.
             rule = no_change(f"{section.measure}.{column}:{stat}", sections=[section])
             try:  # the values of the samples, by attack and ball
-                values_by_trial = readings.read(rule, section).pairs
+                values_by_trial = readings.read(rule, section).sample_values
             except LipauditError:  # no sample has a value
                 continue
             for trial, values in values_by_trial.items():
                 figures = _summarise_groups(rule, str(trial), ids, values, groups)
+                # `order` returns the number, and -inf for NaN, which comes last.
                 worst_first = sorted(figures, key=lambda each: -order(rule.worse * each.value))
                 if worst_first:
                     yield worst_first

@@ -165,12 +165,12 @@ def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
     for rule in rules or choose_rules(baseline):
         if rule.group:
             groups.list_own_members(rule, baseline, "the baseline")
-        # An absolute limit is not checked: it may name a row that only the current report has.
-        # Limits on a calibration error (ece) are checked: whether a report has one depends on the
-        # number of samples, so the current report lacks it like the baseline. (Not under
-        # `transfer`, an attack that only the current report may have.)
-        is_calibration = rule.column.startswith("ece") and "transfer" not in rule.text
-        if is_calibration or rule.limit.kind != "absolute":
+        # A change needs a figure in the baseline. An absolute limit may name a row that only the
+        # current report has, such as one of `transfer`. But a calibration error (ece) is missing
+        # if there are too few samples, and then the current report, of as many samples, lacks it
+        # like the baseline.
+        lacks_alike = rule.column.startswith("ece") and "transfer" not in rule.text
+        if lacks_alike or rule.limit.kind != "absolute":
             examine(rule, baseline, baseline, typed=bool(rules))
 
 
@@ -239,9 +239,9 @@ def _judge_rules(
                 continue
             # A row is proven to be worse only if its rule is proven to be worse.
             adjusted = min(1.0, max(p_of_rule, p_of_row * factor))
-            # The one-sided level of one test among all tests of the gate (Bonferroni), at most
-            # alpha / 2: the uncorrected test of a row must reach this level, too. It is used only
-            # to estimate how many samples would prove a change.
+            # The one-sided level of one test among all tests of the gate (Bonferroni), only to
+            # estimate how many samples would prove a change. It is never above alpha / 2: that is
+            # the level which `_judge_tested` asks of the uncorrected test of a row, too.
             level = alpha / max(2, len(smallest) * len(p_values))
             yield _judge_tested(verdict, rule, contrast, adjusted, alpha, level, strict=strict)
 
@@ -280,22 +280,22 @@ def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[ContrastKey,
     # The change under the null hypothesis: 0, or less if the rule demands an improvement.
     null = _compute_null(rule)
     p_values = {key: test.p(null) for key, test in tests.items()}
-    counted = p_values  # those that Holm's procedure corrects
-    if rule.group:
-        # A group with fewer samples than its test needs proves nothing. Its p-value is 1, and it
-        # does not count in the correction of the other groups.
-        counted = {key: p_values[key] for key, test in tests.items() if test.has_enough_samples}
-    elif len(p_values) > 1 and all(test.of_signs for test in tests.values()):
+    # Several rows with sign tests on the same samples (groups have different samples).
+    of_signs = all(test.of_signs for test in tests.values())
+    if of_signs and len(p_values) > 1 and not rule.group:
         changes = np.stack([contrast.changes for contrast in tested])  # (rows, samples)
         # Rows whose changes are usually below a quarter of the limit (QUIET) are not tested: they
         # cannot break the limit. Their p-value is 1, and the other rows are corrected for fewer.
         quiet = statistics.QUIET * max(0.0, compute_margin(rule))
         # changes - null: a sign test tests a median change of 0.
         adjusted = statistics.correct_jointly(changes - null, quiet).tolist()
-        return dict(zip(p_values, adjusted, strict=True))
-    corrected = statistics.correct_by_holm(counted)
-    # 1 for the groups that do not count.
-    return dict.fromkeys(p_values, 1.0) | {key: p for key, (p, _) in corrected.items()}
+        return dict(zip(p_values, adjusted, strict=True))  # both in the order of `tested`
+    # All other rows are corrected by Holm's procedure. A group with fewer samples than its test
+    # needs proves nothing: its p-value is 1, and it does not count in the correction.
+    if rule.group:
+        p_values = {key: p for key, p in p_values.items() if tests[key].has_enough_samples}
+    corrected = statistics.correct_by_holm(p_values)
+    return dict.fromkeys(tests, 1.0) | {key: p for key, (p, _) in corrected.items()}
 
 
 def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdict:
@@ -312,23 +312,27 @@ def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdic
     # `status` of this verdict judges the limit of the rule, `change_status` the change alone. Only
     # the change counts here, so it becomes the status.
     status = verdict.change_status
-    if status is None:  # without a test, the values alone are compared
+    # Without a test, the two values alone are compared: the status under a rule that allows no
+    # change is `regressed` or `improved`, by the sign of their change. `pass` means equal values.
+    if status is None:
         status = _find_change_status(verdict.status, [verdict.change], verdict.unit)
     update: dict[str, Any] = {"status": status, "change_status": None}
     evidence = contrast.evidence
     if status == "inconclusive" and evidence is not None:
-        p = evidence.p(0.0)  # of "no worse"; 1 - p is about that of "no better"
         # The direction that more samples could prove: 1 for worse, -1 for better.
         way = math.copysign(1.0, evidence.estimate)
-        update["samples_needed"] = _estimate_needed(evidence, min(p, 1 - p), level, way)
+        p_no_worse = evidence.p(0.0)
+        # The p-value of "no better" is about 1 - p_no_worse. The smaller one is that of `way`.
+        p_of_way = min(p_no_worse, 1 - p_no_worse)
+        update["samples_needed"] = _estimate_needed(evidence, p_of_way, level, way)
     return verdict.model_copy(update=update)
 
 
 def _forbids_improvement(rule: Rule) -> bool:
     """Return whether a rule forbids a figure to get better, such as accuracy <= 0.9.
 
-    Such a rule only guards against a change. A value far within its limit is a worse one, and must
-    not be called improved.
+    Such a rule only guards against a change. A value far within its limit, such as an accuracy of
+    0.2 under this rule, is a worse one, and must not be called improved.
     """
     better = rule.about.better
     if better is None and rule.column in FLAGS:
@@ -394,10 +398,12 @@ def _describe_contrast(rule: Rule, contrast: Contrast) -> dict[str, Any]:
     }
     if contrast.evidence is None or contrast.evidence.mcnemar is None:
         return known
-    worse = contrast.changes
-    lost = int((worse > 0).sum())
-    gained = int((worse < 0).sum())
-    return known | {"lost": lost, "gained": gained, "mcnemar": contrast.evidence.mcnemar}
+    worse = contrast.changes  # of each sample, positive for the worse
+    return known | {
+        "lost": int((worse > 0).sum()),
+        "gained": int((worse < 0).sum()),
+        "mcnemar": contrast.evidence.mcnemar,
+    }
 
 
 def _compare_untested(rule: Rule, new: float, old: float | None) -> VerdictStatus:
@@ -424,12 +430,16 @@ def _judge_tested(
     """Return the verdict on a tested change with its final status.
 
     All changes are for the worse: positive is worse. With `margin` for the largest change that the
-    rule allows, `estimate` for the observed change and `high` for its upper confidence limit:
+    rule allows, `estimate` for the observed change and `high` for its upper confidence limit, the
+    first of these cases holds:
 
-    * estimate > margin: `regressed` if the change for the worse is proven, else `inconclusive`.
-    * estimate < -|margin|, and proven to be better at all (high < 0): `improved`.
+    * estimate > margin: `regressed` if the change for the worse is proven (adjusted <= alpha, and
+      p of this row alone <= alpha / 2), else `inconclusive`.
+    * estimate < -|margin|, high < 0 and high <= margin: better by more than the size of the limit,
+      and proven to be better. `improved`; but `pass (proven)` under a rule that forbids a figure
+      to get better (`_forbids_improvement`).
     * high <= margin: `pass (proven)`, the limit is proven to hold.
-    * else: `pass`, as before.
+    * else: `pass`, the status of `verdict`.
 
     Args:
         verdict: the verdict on the row, with its figures and the status `pass`.
@@ -456,8 +466,7 @@ def _judge_tested(
         else:
             update["status"] = "inconclusive"
             update["samples_needed"] = _estimate_needed(evidence, p, level)
-    # Better by more than the size of the limit; proven to be better at all (high < 0); and if the
-    # rule demands an improvement (margin < 0), proven to be the improvement that it demands.
+    # `high <= margin` matters if the rule demands an improvement (margin < 0): it must be proven.
     elif estimate < -abs(margin) and high < 0 and high <= margin:
         update["status"] = "pass (proven)" if _forbids_improvement(rule) else "improved"
     elif high <= margin:

@@ -94,26 +94,34 @@ def _map_ids(report: Report, first: Report) -> dict[str, str]:
     """
     places = report.places  # by id
     old_places = first.places
-    new = report.run
-    old = first.run
-    texts = report.texts
-    old_texts = first.texts
-    # A command lists its models, so two reports with equal commands come from one audit.
-    same_command = new.command.replace(" --resume", "") == old.command.replace(" --resume", "")
-    # If ids of the same data differ, either preprocessing differs or the data changed. Places are
-    # used only if preprocessing may differ: settings differ, the samples are texts (tokenizers
-    # differ), or both reports are from one audit.
-    may_differ_in_form = new.preprocess != old.preprocess or bool(texts) or same_command
-    same_data = (new.data.spec, new.data.commit) == (old.data.spec, old.data.commit)
-    have_common_ids = places.keys() & old_places.keys()
-    if have_common_ids or not (may_differ_in_form and same_data):
+    if places.keys() & old_places.keys():  # common ids
+        return {}
+    if not _may_differ_in_form(report, first):
         return {}
     old_ids = {place: name for name, place in old_places.items()}  # ids of the first report
     ids = {name: old_ids[place] for name, place in places.items() if place in old_ids}
     # No two samples have the same place, and the larger report has every place of the smaller one.
     complete = len(old_ids) == len(old_places) and len(ids) >= min(len(places), len(old_places))
+    texts = report.texts
+    old_texts = first.texts
     same_texts = all(texts.get(name) == old_texts.get(old_id) for name, old_id in ids.items())
     return ids if complete and same_texts else {}
+
+
+def _may_differ_in_form(report: Report, first: Report) -> bool:
+    """Return whether two reports may be of the same data, preprocessed in two ways.
+
+    If the ids of the same data differ, either preprocessing differs or the data changed. It may be
+    preprocessing if its settings differ, if the samples are texts (tokenizers differ), or if both
+    reports are from one audit.
+    """
+    new = report.run
+    old = first.run
+    if (new.data.spec, new.data.commit) != (old.data.spec, old.data.commit):
+        return False
+    # A command lists its models, so two reports with equal commands come from one audit.
+    same_command = new.command.replace(" --resume", "") == old.command.replace(" --resume", "")
+    return new.preprocess != old.preprocess or bool(report.texts) or same_command
 
 
 def _rename_ids(record: Record, names: Mapping[str, str]) -> Record:

@@ -210,8 +210,10 @@ def _rank_comparable(rule: Rule, worse: Mapping[int, float], reports: Sequence[R
     """
     # Bonferroni's correction for comparing all other models with the best model.
     level = LEVEL / max(1, len(worse) - 1)
+    # The model with the best figure (the first one) may not be the best sample by sample: a later
+    # model that is proven to be better than the best one so far takes its place.
     best, *others = worse
-    for i in others:  # the model with the best figure may not be the best sample by sample
+    for i in others:
         if _compare_two(rule, new=reports[i], old=reports[best], level=level).status == "improved":
             best = i
     entries: _Fields = {best: {"rank": 1, "outcome": "best"}}
@@ -219,13 +221,13 @@ def _rank_comparable(rule: Rule, worse: Mapping[int, float], reports: Sequence[R
         if i == best:
             continue
         change = _compare_two(rule, new=reports[i], old=reports[best], level=level)
-        place = 1
+        place = 1  # shared with the best model, unless this one is proven to be worse
         if change.status == "regressed":
             # After all models with a better figure. At least 2: the best model itself, which is
             # the best sample by sample, may have a worse figure.
             place = max(2, 1 + sum(figure < worse[i] for figure in worse.values()))
             outcome = "behind the best"
-        elif worse[i] == worse[best]:
+        elif worse[i] == worse[best]:  # not proven to be worse, and with an equal figure
             outcome = "best"
         else:
             outcome = "not distinguishable from the best"
@@ -249,12 +251,12 @@ def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> 
     verdict = judge_change(rule, examined[0], level)  # the rule names a single figure
     # Without limits nothing was tested: the two models cannot be compared.
     if verdict.low is None and verdict.status != "unchanged":
-        return verdict.model_copy(update={"reason": "the reports keep it of no sample"})
+        return verdict.model_copy(update={"reason": "the reports have no value of it per sample"})
     return verdict
 
 
 def make_rule(metric: str) -> Rule:
-    """Return the rule that compares models by a metric.
+    """Return the rule that compares models by a metric: it allows no change for the worse.
 
     Args:
         metric: as rules name it: `attack.robust@linf,4/255`, `jacobian.norm:p95`.
@@ -264,6 +266,8 @@ def make_rule(metric: str) -> Rule:
     """
     plain = parse_rule(f"{metric} <= +0")  # any limit: only the metric is read
     fault = ""
+    # FLAGS are the yes-or-no columns, such as `robust`: yes is better, though `about`, the
+    # description of the column, does not say so of all of them.
     if not plain.about.better and plain.column not in FLAGS:
         fault = "has no better direction"
     elif plain.stat == "each":
@@ -274,6 +278,8 @@ def make_rule(metric: str) -> Rule:
         fault = "is of a group of samples"
     if fault:
         raise UsageError(f"models cannot be ranked by {metric}: it {fault}", EXAMPLE)
+    # The limit is +0 in the worse direction. Judged by it, a model is better or worse than another
+    # one if any change between their figures is proven.
     return no_change(metric)
 
 

@@ -37,13 +37,13 @@ class RuleValues:
         names: names of the rows or columns.
         points: the value to judge, by row or column; one value, named "", for a statistic over
             rows.
-        pairs: the values per sample behind each point, (samples,), if stored; for a statistic over
-            rows, those behind each row.
+        sample_values: the values per sample behind each point, (samples,), if stored; for a
+            statistic over rows, those behind each row.
     """
 
     names: tuple[Key, ...]
     points: Mapping[Key, float]
-    pairs: Mapping[Key, Values]
+    sample_values: Mapping[Key, Values]
 
 
 def require_section(rule: Rule, report: Report, what: str) -> Section:
@@ -105,11 +105,11 @@ def select(rule: Rule, columns: Mapping[Key, Values], indices: list[int]) -> Rul
         columns: the values of all samples in each column, (samples,).
         indices: indices of samples. Without any, the figures are NaN.
     """
-    pairs = {key: values[indices] for key, values in columns.items()}
-    points = dict.fromkeys(pairs, math.nan)
+    selected = {key: values[indices] for key, values in columns.items()}
+    points = dict.fromkeys(selected, math.nan)  # the figure of each column
     if indices:
-        points = {key: float(reduce_values(rule.stat, values)) for key, values in pairs.items()}
-    return RuleValues(tuple(pairs), points, pairs)
+        points = {key: float(reduce_values(rule.stat, values)) for key, values in selected.items()}
+    return RuleValues(tuple(selected), points, selected)
 
 
 def _read_rows(
@@ -129,29 +129,29 @@ def _read_rows(
     """
     rows = index_rows(section)
     points = _read_figures(rule, section, rows, skipped)
-    pairs = _read_pairs(rule, section, indices, rows, points)
-    if recompute and points and _has_to_recompute(rule, pairs):
+    sample_values = _read_sample_values(rule, section, indices, rows, points)
+    if recompute and points and _must_recompute(rule, sample_values):
         reduced = dict(zip(rows, _reduce_samples(rule, section, indices), strict=True))
         points = {key: reduced[key] for key in points}
     names = tuple(points)
     if names and rule.stat != "each":
         points = {"": float(reduce_values(rule.stat, list(points.values())))}
-    return RuleValues(names, points, pairs)
+    return RuleValues(names, points, sample_values)
 
 
-def _has_to_recompute(rule: Rule, pairs: Mapping[Key, Values]) -> bool:
-    """Return whether the figures of rows have to be computed again for other samples.
+def _must_recompute(rule: Rule, sample_values: Mapping[Key, Values]) -> bool:
+    """Return whether the figures of rows must be computed again for other samples.
 
-    A figure that is a known statistic over samples, such as their median, has to. One exception:
-    if the statistic of a row is unknown, but its values of every sample are stored, these values
+    They must, with one exception: a rule on `each` row, a column that does not say which statistic
+    over samples its cells are (`reduction`), and stored values of every sample. Then these values
     are tested sample by sample, and the median of the chosen samples is shown.
 
     Args:
         rule: a rule on rows.
-        pairs: the stored values of the samples behind each row.
+        sample_values: the stored values of the samples behind each row.
     """
-    has_statistic = rule.about.reduction is not None
-    return has_statistic or rule.stat != "each" or not pairs
+    is_tested = rule.stat == "each" and rule.about.reduction is None and sample_values
+    return not is_tested
 
 
 def _read_figures(
@@ -182,7 +182,7 @@ def _read_figures(
     return points
 
 
-def _read_pairs(
+def _read_sample_values(
     rule: Rule,
     section: Section,
     indices: list[int],
@@ -202,14 +202,14 @@ def _read_pairs(
     # of another shape has other values.
     stored = section.arrays.get(rule.column)
     if stored is not None and stored.shape == (len(rows), len(section.ids)):
-        pairs = {}
+        of_rows = {}
         for key, values in zip(rows, stored.numpy()[:, indices], strict=True):
             # A mean over some tokens is NaN for a sample without such tokens. Then the row cannot
             # be tested sample by sample: its values are left out.
             complete = not is_mean(rule) or np.isfinite(values).all()
             if key in points and complete:
-                pairs[key] = values
-        return pairs
+                of_rows[key] = values
+        return of_rows
     # RIGHT is the accuracy without attack: all rows of attacks have the same values per sample.
     if rule.stat == "each" and rule.about.reduction == RIGHT and section.samples:
         flags = np.array(section.samples["correct"], dtype=float)
@@ -301,7 +301,7 @@ def require_finite(rule: Rule, reading: RuleValues) -> None:
     for name, point in reading.points.items():
         # The values of the samples behind the figure, if stored. The figure itself is checked,
         # too: it may be bad although the values are not.
-        of_samples = reading.pairs.get(name, np.array([point]))
+        of_samples = reading.sample_values.get(name, np.array([point]))
         bad = max(int(is_bad(of_samples).sum()), int(is_bad(np.array(point))))
         if bad == 1:
             raise EvaluationError(f"{rule.metric}: 1 value is not finite")
@@ -366,19 +366,20 @@ def _list_reduced(
     stored = section.arrays.get(how.values)
     if stored is not None:
         if stored.shape == (len(rows), len(section.ids)):
-            for (key, row), values in zip(rows.items(), stored.numpy(), strict=True):
-                yield key, row.get(name), values
+            for (row_name, row), values in zip(rows.items(), stored.numpy(), strict=True):
+                yield row_name, row.get(name), values
         return
-    for key, row in rows.items():
+    for row_name, row in rows.items():
+        # A per-sample column belongs to the row of an attack in a ball, or to the only row.
         column = how.values
-        if row.key:
+        if row.key is not None:  # the attack and ball of the row
             column = row.key.column(column)
+        elif len(rows) > 1:
+            continue
         cells = section.samples.get(column, ())
-        # A per-sample column belongs to the row of an attack in a ball, or to the only row. A
-        # column of texts has no numbers to compute a statistic from.
-        belongs_to_row = row.key is not None or len(rows) == 1
-        if belongs_to_row and not any(isinstance(cell, str) for cell in cells):
-            yield key, row.get(name), read_numbers(cells)
+        # A column of texts has no numbers to compute a statistic from.
+        if not any(isinstance(cell, str) for cell in cells):
+            yield row_name, row.get(name), read_numbers(cells)
 
 
 def is_mean(rule: Rule) -> bool:
@@ -402,7 +403,8 @@ def index_rows(section: Section) -> dict[Key, Row]:
 def _name_row(row: Row, section: Section) -> Key:
     """Return the name of a row in rules, such as `layer 3 head 1` or `pgd,linf,2/255`.
 
-    It is made of the cells that tell the row from the other rows.
+    It is made of the cells that tell the row from the other rows, by the first of four rules that
+    applies: a row of a layer, of an attack in a ball, with other cells of _NAMES, any other row.
     """
     # _NAMES are the columns that name a row: layer, head, from, to, module, ...
     known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
@@ -430,7 +432,9 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
     """Return the values of the samples in the columns that a rule names, by attack and ball.
 
     A rule on `robust` names `robust@pgd,linf,2/255` and all other columns `robust@...`: the key of
-    each is the attack and ball after the @. The key of a column without @ is "".
+    each is the attack and ball after the @. The key of a column without @ is "". The selector of
+    the rule (`linf,2/255`) leaves the columns of these balls; of several attacks in one ball only
+    the worst case, unless the selector names an attack.
 
     Raises:
         EvaluationError: such a column has texts.
@@ -442,7 +446,8 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
             if any(isinstance(cell, str) for cell in cells):
                 raise EvaluationError(f"{section.measure}.{name} holds text")
             values[trial or ""] = read_numbers(cells)
-    # The radius of a misclassified sample is 0: the sample itself already has another class.
+    # The first-order radius of a misclassified sample is 0: it already has another class. This
+    # radius depends on no attack, so it has one column, without @.
     if rule.column == RADIUS.column and values:
         radii = values[""]
         wrong = [*_list_wrong(section)]

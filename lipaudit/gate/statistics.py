@@ -171,8 +171,12 @@ class ExactTest:
     def correct_p(self, p: float, margin: float) -> float:
         """Return the p-value of "the change for the worse is at most the margin".
 
-        It is the approximate p-value `p`. But "no worse" (margin 0) must also be rejected by the
-        exact test: then the larger p-value counts.
+        The exact test is only of "no worse", a margin of 0. There both tests must reject: the
+        larger p-value counts. For other margins only the approximate test exists.
+
+        Args:
+            p: p-value of the approximate test, for this margin.
+            margin: the margin, at most 0.
         """
         if margin == 0:
             return max(p, self.p_no_worse)
@@ -296,6 +300,8 @@ def _draw_changes(
         # Exchange the old and the new value of each sample with probability 1/2.
         swap = generator.integers(2, size=size) > 0
         exchanged.append(change(np.where(swap, new, old), np.where(swap, old, new)))
+    # Resampled changes are compared with a margin, from which rounding must not divide them.
+    # Exchanged ones are compared with the observed change, with a tolerance (`_compute_tail`).
     draws = np.sort(round_changes(np.concatenate(resampled)))
     return draws, np.concatenate(exchanged)
 
@@ -334,7 +340,7 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
         # P(Z >= z) = erfc(z / sqrt(2)) / 2. erfc keeps its accuracy in the tail, where 1 - erf
         # would be 0.
         by_limits = math.erfc((centre - margin) / error / math.sqrt(2)) / 2
-        return exact.correct_p(by_limits, margin)
+        return exact.correct_p(by_limits, margin)  # at margin 0 McNemar's test must reject, too
 
     def compute_limits(level: float) -> Limits:
         # Bonett and Price's limits `centre` -+ z `error`, widened to contain 0 where McNemar's

@@ -180,12 +180,14 @@ class Verdict(Frozen):
     def proof(self) -> str:
         """Return what is proven of a regression, for example `proven: at least 1.9 points lower`.
 
-        The size is the confidence limit of the change that is nearest to 0.
+        The size is the confidence limit of the change that is nearest to 0. It is left out if this
+        limit is infinite, or if the confidence limits of this figure alone contain 0. A rule that
+        demands an improvement may be broken by a figure that is not worse at all: the text is then
+        `proven: less than RULE asks`.
         """
         if self.low is None or self.high is None:
             return ""
-        # `change_status` says whether the figure changed at all. A rule that demands an
-        # improvement may be broken although the figure is not worse.
+        # `change_status` says whether the figure changed at all, whatever the rule asks.
         if self.change_status in ("improved", "inconclusive"):
             return f"proven: less than {self.rule} asks"
         nearest_to_zero = min(self.low, self.high, key=abs)
@@ -297,6 +299,7 @@ class Judgement(Frozen):
             return "worse"
         # The verdicts that fail the gate; if none does, the inconclusive ones.
         gravest = self._list_gravest()
+        # The status of all these verdicts is "error" for INTERNAL, "not comparable" for BASELINE.
         if self.exit_code in (ExitCode.INTERNAL, ExitCode.BASELINE):
             return gravest[0].status
         return "not proven" if gravest else "pass"

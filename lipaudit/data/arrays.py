@@ -231,6 +231,7 @@ def draw_arrays(
         make_batch(samples, net, labels),
         notes,
         origins=tuple(map(SampleOrigin, places)),
+        # How the array was read, in lines for the user: "uint8 array of shape ...", "divided ...".
         steps=[*_list_steps(chosen, net)],
     )
 

@@ -418,6 +418,8 @@ def match_labels(
         names = list(classes)
         are_typed = False
     numbers = {name: _read_number(name) for name in names}  # None: the name is no number
+    # The class of each name. It may be None or a number that is no class of the model:
+    # `require_classes`, at the end, refuses a sample with such a label.
     class_of = _match_names(numbers, net)
     notes: Notes = ()
     # Numbers and order are tried only if no name matches: to match some labels by name and others
@@ -425,7 +427,8 @@ def match_labels(
     if all(number is None for number in class_of.values()):
         are_classes = set(numbers.values()) <= set(range(net.classes or 0))
         are_numbers = None not in numbers.values()
-        # A typed number that is no class is never matched by order: below, it is an error.
+        # Typed numbers are taken as they are, even if one of them is no class: to match them by
+        # order would hide this error.
         if are_classes or (are_typed and are_numbers):
             class_of = numbers
         elif net.classes == len(names):

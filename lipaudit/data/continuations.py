@@ -338,8 +338,9 @@ def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]
 def _choose_form(table: SampleTable, rows: _Rows, options: DataOptions) -> QuestionForm:
     """Return which kind of question a table has, and in which columns, from the columns' names.
 
-    There are three kinds, examined in this order: a prompt and its continuation; a question with
-    choices and the right one; a text with a label, where the names of all labels are the choices.
+    There are three kinds: a prompt and its continuation; a question with choices and the right
+    one; a text with a label, where the names of all labels are the choices. A table with a column
+    of choices is of the second kind, also if it has the columns of the first.
 
     Raises:
         InputError: a column is missing, or labels are numbers without known names.

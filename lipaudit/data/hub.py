@@ -185,22 +185,22 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     """
     from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
 
-    # Two things for the case that the Hub does not name the commit: the reason in words, and the
-    # exception to raise if the cache does not have the commit, either. These are the ones of a run
-    # that must not contact the Hub; below, a failure of the Hub replaces both.
-    no_answer = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
-    refusal: Exception = OfflineModeIsEnabled(OFFLINE)
     with explain_refusals(repository):
         cache = repository.cache  # raises an error if the name is malformed
-        try:
-            if not (offline or constants.HF_HUB_OFFLINE):
+        # `no_answer` is the reason, in words, why the Hub does not name the commit. `refusal` is
+        # the exception to raise if the cache does not have the commit, either.
+        if offline or constants.HF_HUB_OFFLINE:
+            no_answer = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
+            refusal: Exception = OfflineModeIsEnabled(OFFLINE)
+        else:
+            try:
                 return _ask_hub(repository)
-        except (ValueError, RevisionNotFoundError):
-            # The name is malformed, or the Hub has no such revision: do not use an old cache.
-            raise
-        except Exception as error:  # every HTTP library has its own exceptions
-            refusal = error
-            no_answer = explain_refusal(error, repository).message
+            except (ValueError, RevisionNotFoundError):
+                # The name is malformed, or the Hub has no such revision: do not use an old cache.
+                raise
+            except Exception as error:  # every HTTP library has its own exceptions
+                no_answer = explain_refusal(error, repository).message
+                refusal = error
         advice = "Check its permissions, remove it, or set HF_HOME to another folder."
         with explain_failure(f"the cache {cache} cannot be read", advice, OSError, ValueError):
             commit = _find_cached(repository, no_answer)

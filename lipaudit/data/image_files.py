@@ -220,7 +220,7 @@ def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, lis
         steps.append(ImageStep(f"the first of {frames} frames", note))
     _require_readable(image, name)
     if image.mode.startswith("I") or image.mode == "F":
-        image, done = _reduce_depth(image, name)
+        image, done = _reduce_depth(image, name)  # keeps the EXIF tags, read below
         steps.append(done)
     orientation = image.getexif().get(ORIENTATION)
     if orientation in TURNED:

@@ -511,6 +511,7 @@ def _draw_texts(
         replace(samples, texts=texts, limit=limit),
         skipped + notes,
         origins=tuple(map(SampleOrigin, places, map(shorten, texts))),
+        # `Samples.steps` tells the user what was done to the first sample only.
         steps=(f"{len(tokens[0])} tokens, special ones included",),
     )
 

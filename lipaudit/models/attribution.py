@@ -174,8 +174,9 @@ def _average(shares: Sequence[Tensor], count: Tensor) -> Tensor:
             a sample, and NaN if unknown; then the mean is NaN, too.
         count: how many directions count for each sample, (samples,).
     """
-    # The first direction always counts: its shares are NaN only if they are unknown. In a further
-    # direction that does not count, 0 / 0 may be NaN, too (if J^T u = 0), and `nansum` skips it.
+    # Whether a share is unknown depends on the part of the network, not on the direction. So the
+    # first direction tells, which counts for every sample. In a further direction that does not
+    # count, 0 / 0 may be NaN, too (if J^T u = 0), and `nansum` skips it.
     first = shares[0]
     count = count.view(-1, *[1] * (first.ndim - 1))  # (samples, 1, ...)
     mean = torch.stack([*shares]).nansum(0) / count
@@ -240,6 +241,11 @@ class _Graph:
     ) -> None:
         """Find all parts of a model in the graph of `output`, and hook their gradients.
 
+        A part is a tensor inside the network that has a share: O, P or V of an attention call
+        O = P V, or a residual sum or its branch. The order of the steps below matters: attention
+        calls (`_find_layer`), then additions, which may contain them, then the list of steps
+        (`_list_steps`), then the hooks.
+
         Args:
             sites: the attention layers of the model.
             recorder: what was recorded in the forward pass.
@@ -272,16 +278,17 @@ class _Graph:
         self._hook_parts()
 
     def _hook_parts(self) -> None:
-        """Let backward passes record the gradients of all parts O (`_record_gradients`).
+        """Let backward passes record the gradients of all parts (`_record_gradients`).
 
-        The parts are attention outputs, P and V, and the sums and branches of residual additions.
+        A part is a tensor inside the network: the output, P or V of an attention call, or the sum
+        or a branch of a residual addition.
         """
-        edges: list[GradientEdge | None] = []  # None: unknown
+        edges: list[GradientEdge | None] = []  # of the parts; None: unknown
         for call in chain(*self.layers.values()):
             edges += [call.output, call.pattern, call.value]
         for addition in self._additions:
             edges += [addition.sum, *addition.branches]
-        # A node may compute several parts O, as outputs with numbers: it gets one hook for all.
+        # A node may compute several parts, as outputs with numbers: it gets one hook for all.
         numbers = group_values((edge.node, edge.output_nr) for edge in edges if edge is not None)
         for node, outputs in numbers.items():
             node.register_prehook(partial(self._record_gradients, node, frozenset(outputs)))
@@ -434,7 +441,8 @@ class _Graph:
         # are all paths, minus the paths that go around all parts of this kind.
         through = [square - self._pull_around(edges, u, v) for edges in self._list_kinds()]
         totals = torch.stack(through, 1)
-        # 1 / |v|^2, or 0 at samples at which u does not count.
+        # 1 / |v|^2, or 0 at samples at which u does not count. NaN if it does not count and v = 0:
+        # `_average` skips it.
         scale = counts.cpu().double() / square
         scale = scale.view(-1, 1, 1)
         return _DirectionShares(heads * scale, paths * scale, totals * scale[:, 0])
@@ -487,10 +495,13 @@ class _Graph:
                 continue
             # Sum over the last axis: the channels of a token in O and V, the keys of a query in P.
             of_calls = [products.multiply(edge).sum(-1, keepdim=True) for edge in edges]
-            # If heads lie along the axis of queries, they share one V: there is no sum per head.
+            # `layout` says which of samples, windows (groups of tokens that attend to each other),
+            # heads and tokens lie along each axis of the model's tensors. If heads and tokens lie
+            # along the axis of queries, all heads read one V: there is no sum per head.
             if name == "value" and site.layout.queries != TOKENS:
                 self.missing[site.index] = "its heads share their values"
                 break
+            # (windows of all samples, heads, tokens, 1)
             of_tokens = site.layout.arrange(site.join(of_calls), samples)
             of_windows = of_tokens.sum((-2, -1))  # (windows of all samples, heads)
             if of_windows.shape[1] != site.heads or len(of_windows) % samples:

@@ -176,12 +176,13 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     Raises:
         InputError: the model lacks this output.
     """
-    generates_text = net.classes is None and net.next_token is not None
+    # Whether the logits are those of the next token, after a position of a text.
+    has_next_logits = net.classes is None and net.next_token is not None
     # A language model whose head cannot run on one position has no logits by default. If the user
     # asks for logits, `make_sample_function` reports the obstacle.
-    if generates_text and target is None:
-        generates_text = scores_each_token(net, batch)
-    has_logits = net.classes is not None or generates_text
+    if has_next_logits and target is None:
+        has_next_logits = scores_each_token(net, batch)
+    has_logits = net.classes is not None or has_next_logits
     default = "logits" if has_logits else "features"
     what, where = Target.parse(target or default)
     name = net.architecture
@@ -192,7 +193,7 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
             f"Use --to {', '.join(known[:-1])} or {known[-1]}.",
         )
     # Outputs at one position of a text, such as logits: the last position by default.
-    if what == "hidden" or (generates_text and what in PLACED):
+    if what == "hidden" or (has_next_logits and what in PLACED):
         return Target(what, where=where or "last")
     if where:
         raise InputError(

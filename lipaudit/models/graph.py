@@ -143,16 +143,16 @@ def divides_channels(t: Tensor) -> bool:
     """
     width = t.shape[-1]
     node = t.grad_fn
-    # A split into parts alone does not count, because q, k and v are often split from one tensor.
-    # It counts if the parts are joined again, as in stack(x.split(d, -1), 1): then they are heads.
-    # The walk goes back from t, so it meets the stack or concatenation before the split.
     are_parts_joined = False
     # Walk back through the views, to the first op whose operand has longer rows. `_RESIZING` are
-    # the ops that may change the length of rows; `_PARTS` are split and stack.
+    # the ops that may change the length of rows: views, and split and stack (`_PARTS`).
     while node is not None and op(node) in SHAPE_OPS | _PARTS:
         name = op(node)
         if name in {"Stack", "Cat"}:
             are_parts_joined = True
+        # A view counts. A split alone does not, because q, k and v are often split from one
+        # tensor. It counts if the parts are joined again, as in stack(x.split(d, -1), 1): then
+        # they are heads. On the way back from t, the stack comes before the split.
         if name in _RESIZING and (are_parts_joined or name not in _PARTS):
             operand_shape = getattr(node, "_saved_self_sym_sizes", None)
             if operand_shape and operand_shape[-1] > width:
@@ -290,10 +290,12 @@ def label_affected(source: Probed, label: Tensor, *, rows: bool) -> Tensor | Non
 
     Here t is q, k or v, and y is the output of a linear map, (tokens, channels).
 
-    Instead of one backward pass per label, a few passes (here called probes) are enough. Each
-    label takes part in half of the probes. No two labels take part in the same half. If a row of y
-    affects a single label, exactly the probes of this label have a gradient in the row (they "hit"
-    the row). A row that affects two labels is hit by more than half of all probes.
+    Instead of one backward pass per label, a few passes (here called probes) are enough. A probe
+    starts from all entries of t whose labels take part in it. Each label takes part in half of the
+    probes, and no two labels in the same half: of four probes, label 0 takes part in 1 and 2,
+    label 1 in 1 and 3. If a row of y affects a single label, exactly the probes of this label have
+    a gradient in the row (they "hit" the row). If it affects both, it is hit by the probes 1, 2
+    and 3: by more than half of all probes.
 
     Args:
         source: t, (windows, heads, tokens, width), as a function of y, (rows, columns).
@@ -314,7 +316,7 @@ def label_affected(source: Probed, label: Tensor, *, rows: bool) -> Tensor | Non
     is_hit = torch.stack(hits, -1)  # (rows or columns of y, probes)
     count = is_hit.sum(-1)
     half = takes_part.shape[1] // 2
-    if ((count > 0) & (count != half)).any():  # a row affects several labels
+    if ((count > 0) & (count != half)).any():  # some row affects several labels
         return None
     # The label of a row is the label whose probes are the hits of the row. No other label has as
     # many probes in common with the hits.
@@ -352,7 +354,8 @@ def reads_only(source: Probed, rows: Tensor) -> bool:
     pulled = source.pull(source.random * half)
     touched = find_touched(pulled, axis=1)  # rows of y with a gradient
     in_half = half[:, 0, :, 0].flatten()
-    touched[rows.flatten()] &= ~in_half  # these tokens may touch their own rows
+    # The tokens of this half may touch their own rows: clear these, and keep all other rows.
+    touched[rows.flatten()] &= ~in_half
     return not touched.any()  # no token has touched another token's row
 
 
@@ -431,10 +434,12 @@ def compute_map(
         sharing[axis] = vectors[axis]
         different[axis] = 1
     count = prod(sharing)
-    # Number the vectors that share a Jacobian: n = 0, ..., count - 1.
+    # Number the vectors that share a Jacobian: n = 0, ..., count - 1. `sharing` is the shape,
+    # which broadcasts to (windows, heads, tokens).
     number = torch.arange(count, device=rows.device).view(sharing)
     jacobian = source.t.new_zeros(*different, width, columns.shape[1])
-    # The indices (window, head, token) of the Jacobian of each vector.
+    # The indices (window, head, token) of each Jacobian. Each of the three tensors has the shape
+    # `different`, with size 1 along shared axes, so that it broadcasts to all vectors.
     ranges = [torch.arange(size, device=rows.device) for size in different]
     indices = torch.meshgrid(*ranges, indexing="ij")
     # One backward pass for every `count` channels: vector n differentiates channel n + shift.
@@ -444,7 +449,8 @@ def compute_map(
         one_channel.scatter_(-1, channel[..., None], 1.0)
         pulled = source.pull(one_channel)
         gradient = take_entries(pulled, rows, columns)  # (windows, heads, tokens, e)
-        # The gradient of a vector's channel is one row of the Jacobian that the vector shares.
+        # The gradient of a vector's channel is one row (e entries) of the Jacobian that the vector
+        # shares. Indices and `channel` broadcast to (windows, heads, tokens).
         jacobian[*indices, channel] = gradient
     return jacobian
 

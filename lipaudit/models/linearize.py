@@ -207,6 +207,9 @@ def evaluate(f: Function, leaf: Tensor, index: Tensor) -> Tensor:
     # Gradient checkpointing runs parts of the model again in the backward pass, outside of
     # `LinearMode`. It uses hooks on saved tensors: with these disabled, it raises an error.
     hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
+    # `LinearMode` replaces linear layers and batch normalisation, and refuses dropout and
+    # autocast. In a run in float64, it also skips the model's own casts to float32, which would
+    # cost digits.
     with sdpa, hooks, LinearMode(widen=leaf.dtype == torch.float64):
         return f(leaf.clone(), index)  # a copy, because f may change it in place
 
@@ -311,9 +314,10 @@ class Linearization:
 
     def outer(self, u: Tensor) -> Tensor:
         """Return J J^T u per sample in float64, (batch, *out) -> (batch, *out)."""
-        # `jvp` needs the graph of J^T u for one u. So the first J^T u is computed with its graph,
-        # and saves `jvp` a pass.
+        # `jvp` differentiates J^T u in u, and so needs the graph of this pass for any one u. The
+        # first J^T u is computed with its graph, which `jvp` then finds: this saves a pass.
         pull = self._compute_vjp_graph if self._vjp_graph is None else self.vjp
+        # `_apply_unit` scales J^T u to unit size before the second product, and back after it.
         return _apply_unit(self.jvp, pull(u))
 
     def inner(self, v: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Margins:
 
     Attributes:
         margin: m = f_y - max_{j != y} f_j; negative if the sample is misclassified.
-        gradient: ||grad(f_y - f_j)||_q for the runner-up j, q dual to the attack's norm.
+        slope: ||grad(f_y - f_j)||_q for the runner-up j, q dual to the attack's norm.
         radius: min_j (f_y - f_j) / ||grad(f_y - f_j)||_q over all j != y; if not `complete`, a
             lower limit of this minimum.
         closest: the examined class j with the smallest quotient.
@@ -69,7 +69,7 @@ class Margins:
     """
 
     margin: Tensor
-    gradient: Tensor
+    slope: Tensor
     radius: Tensor
     closest: Tensor
     rivals: Tensor
@@ -181,6 +181,7 @@ def _find_left_vectors(linear: Linearization, lanczos: Norms) -> tuple[Tensor, T
     Returns:
         The vectors, (samples, 2, outputs), of any length, and the squared values, (samples, 2).
     """
+    # Lanczos ran with `second=True`, so both vectors are there.
     assert lanczos.second is not None
     vectors = [t for t in (lanczos.vector, lanczos.second_vector) if t is not None]
     if linear.outputs > linear.inputs:  # these are v, and u = J v
@@ -323,7 +324,7 @@ def compute_margins(
     complete = torch.zeros_like(closest, dtype=torch.bool)
     for i in range(count):  # examine class i of `order` for every sample
         gradient = of_label - _compute_rows(linear, order[:, i])  # J^T (e_y - e_j)
-        slope = _measure(gradient, dual)
+        slope = _measure(gradient, dual)  # its norm
         if i == 0:  # the runner-up
             direction = gradient
             first_slope = slope
@@ -340,12 +341,13 @@ def compute_margins(
         if complete.all():
             break
     # If a sample is not complete, return a lower limit of its radius. Classes that were not
-    # examined are at least next_gap / G away. For a negative gap there is no such bound: -inf.
+    # examined are at least next_gap / G away, with the `next_gap` of the last round. For a
+    # negative gap there is no such bound: -inf.
     unexamined = (next_gap / steepest).where(next_gap >= 0, -torch.inf)
     limit = torch.where(complete, radius, torch.minimum(radius, unexamined))
     return Margins(
         margin=gaps[:, 0],
-        gradient=first_slope,
+        slope=first_slope,
         radius=limit,
         closest=closest,
         rivals=examined,
@@ -354,12 +356,17 @@ def compute_margins(
     )
 
 
-def _compute_rows(linear: Linearization, outputs: Tensor | int) -> Tensor:
-    """Return J^T e_i of one output i per sample, a row of its Jacobian, (samples, inputs)."""
-    if linear.outputs <= DENSE:  # all rows, computed at once
+def _compute_rows(linear: Linearization, i: Tensor | int) -> Tensor:
+    """Return J^T e_i of one output per sample, a row of its Jacobian, (samples, inputs).
+
+    Args:
+        linear: the map.
+        i: the index of the output: one for all samples, or one for each, (samples,).
+    """
+    if linear.outputs <= DENSE:  # few outputs: all rows, computed at once
         samples = torch.arange(len(linear), device=linear.x.device)
-        return linear.rows[samples, outputs]
-    return linear.row(outputs)
+        return linear.rows[samples, i]
+    return linear.row(i)
 
 
 def _measure(gradients: Tensor, dual: int) -> Tensor:
@@ -413,6 +420,8 @@ def _make_exact(
     """
     require_finite(norm)
     norm = norm.cpu().double()
+    # Refuse norms so small that their digits were lost. They are norms of the whole J, so all
+    # outputs are examined (ones).
     require_range(linear, norm, torch.ones_like(linear.output))
     counts = torch.full((len(linear),), products)
     converged = torch.ones_like(counts, dtype=torch.bool)

@@ -168,6 +168,7 @@ def convert_outputs(
     """
     if form not in ("probabilities", "sigmoids"):  # logits, or log p, which serve as logits
         return call, read, scorer
+    # The scores p: those of the next token of a language model, else the output.
     read_scores = read
     if scorer is not None:
         read_scores = scorer.read
@@ -190,7 +191,8 @@ def convert_outputs(
     watched_call = partial(run_watched, call)
     if scorer is None:
         return watched_call, read_logits, None
-    # Of a language model, the scores of the next token become logits, and the output stays.
+    # Of a language model, only the scores of the next token become logits. Its output is read by
+    # `read` as before, from the result that the watched call holds.
     return (
         watched_call,
         lambda watched: read(watched.result),
@@ -280,16 +282,17 @@ class EntrySearch:
             return
         # The model may transpose its ids, (batch, tokens), before it embeds them. The output of
         # the embedding is then (tokens, batch, width). As many samples as tokens cannot show this.
-        expected = self.x  # the argument of an embedding
+        expected = self.x
         transposed = expected.mT
         if isinstance(output, Tensor) and output.shape[:2] == transposed.shape != expected.shape:
             self.tokens_first.add(name)
+        # A separate question: whether the argument of the module is the ids, in either order.
         if not args or not isinstance(args[0], Tensor):
             return
         argument = args[0]
         if argument.shape != expected.shape:
             expected = transposed
-        if argument.shape != expected.shape:
+        if argument.shape != expected.shape:  # the argument has neither shape
             return
         if (argument == expected).all():
             self.readers.append(name)

@@ -87,14 +87,15 @@ def _switch_tf32_off(stack: ExitStack) -> None:
 
     torch has two generations of settings. The older ones are `cudnn.allow_tf32` and
     `torch.set_float32_matmul_precision`. Since torch 2.9, each backend and operation also has a
-    newer setting, `fp32_precision`. torch raises an error if code reads an older setting that
-    contradicts the newer ones. So the settings change in three steps:
+    newer setting, `fp32_precision`. Writing an older setting is always allowed, and also writes
+    newer ones. Reading an older setting raises an error if it says "TF32" and the newer ones do
+    not, or the other way round. So the settings change in three steps:
 
     1. The newer settings become "none" (no value).
     2. The older ones are read and switched off.
     3. The newer ones become "ieee" (plain float32).
 
-    The stack restores all of them in the reverse order.
+    The stack restores first the older settings, and then the newer ones.
     """
     backends: Any = torch.backends
     cudnn, onednn = backends.cudnn, backends.mkldnn
@@ -111,8 +112,8 @@ def _switch_tf32_off(stack: ExitStack) -> None:
     try:
         allow_tf32 = cudnn.allow_tf32
     except RuntimeError:
-        # The older setting contradicts the newer ones. These are "none", which agrees with False,
-        # so the older setting is True.
+        # The older setting contradicts the newer ones. These are "none", which counts as "no
+        # TF32", so the older setting is True.
         allow_tf32 = True
     stack.callback(setattr, cudnn, "allow_tf32", allow_tf32)
     stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())

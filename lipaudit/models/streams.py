@@ -73,6 +73,9 @@ def _drop_nested(additions: list[Addition], attention_nodes: Collection[Node]) -
     An outer addition is dropped if an addition inside its branch contains attention. Otherwise the
     additions inside its branch are dropped.
 
+    In the order of execution, an inner addition comes before the outer one. So an addition has had
+    its turn as the outer one before another addition can drop it.
+
     Args:
         additions: all additions, in the order of execution.
         attention_nodes: nodes of the attention outputs.
@@ -148,8 +151,10 @@ def _read_addition(
     """
     # The model computes the skip before the branch.
     skip, branch = sorted(_list_parents(node), key=lambda edge: get_order(edge.node))
-    # Find the tensor x that F reads: the skip, else the skip of this skip, and so on. `source` is
-    # the node of x. `inside` are the nodes from x to F(x); None if F does not read x.
+    # Find the tensor x that F reads: the skip, else the skip of this skip, and so on. In
+    # (x + f(x)) + g(x), the skip x + f(x) is an addition itself (in `by_node`), whose skip x is
+    # what g reads. `source` is the node of x. `inside` are the nodes from x to F(x); None if F
+    # does not read x.
     source = _strip_views(skip.node)
     inside = _find_between(branch.node, source)
     while inside is None and source in by_node:

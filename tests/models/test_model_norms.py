@@ -153,7 +153,7 @@ def test_margins_are_those_of_the_rows(classes, norm, seed):
         slopes = torch.linalg.vector_norm(a[i, label] - a[i, others], dual, 1)
         radii = gaps / slopes
         torch.testing.assert_close(found.margin[i], gaps.min())
-        torch.testing.assert_close(found.gradient[i], slopes[gaps.argmin()])
+        torch.testing.assert_close(found.slope[i], slopes[gaps.argmin()])
         torch.testing.assert_close(found.radius[i], radii.min())
         assert int(found.closest[i]) == others[int(radii.argmin())]
     assert found.complete.all()

@@ -254,8 +254,9 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
     A classifier needs a second class. So a single continuation is compared with a rival: the same
     continuation with one token replaced. At each token, the lead is log p(token) minus log p of
     the likeliest other token. The token with the smallest lead is replaced by that other token.
-    The continuation scores higher than its rival exactly if greedy decoding gives all tokens of
-    the continuation.
+    All other terms of the rival's score are those of the continuation, so its score is lower by
+    the smallest lead. So the continuation scores higher than its rival exactly if all leads are
+    positive: if greedy decoding gives all its tokens.
 
     Samples are packed (see `data.continuations.pack`). The attacked space is the embeddings of the
     prompt; the embeddings of the continuation do not change.
@@ -290,7 +291,9 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
         net,
         labels=task.classes,
         notes=(*net.notes, note),
-        call=lift_parameters(call),  # the model sees converted copies of stored weights
+        # `call` replaces that of the model, so it must again let the model's own code see weights
+        # in the precision of the run if they stay in half precision as stored (--weights stored).
+        call=lift_parameters(call),
         read=lambda scores: scores,
         classes=len(task.classes),
         scored=task.kind,
@@ -304,9 +307,11 @@ def _score_rows(
     """Return the scores of each sample, (batch, classes): log p of continuations of a prompt.
 
     1. A packed sample is split into one row per continuation, which has the prompt and that
-       continuation: [a b | c | d e] becomes [a b c] and [a b d e].
+       continuation: [a b | c | d e] becomes [a b c *] and [a b d e]. The shorter row is filled up
+       with any token (*) of the sample, which is not scored.
     2. The rows are embedded, so that attacks change the prompt only.
-    3. The model runs on the rows.
+    3. The model runs on the rows without their last tokens, [a b c] and [a b d]. Its logits at b,
+       the last token of the prompt, score c and d. Its logits at d score e.
     4. log p of the tokens of each continuation is summed or averaged.
 
     Args:
@@ -343,6 +348,7 @@ def _score_rows(
     z = z[samples, columns].flatten(0, 1)
     # Step 3. Logits at a position score the next token. They are needed from the last token of the
     # shortest prompt (`first`) up to the last token but one of a row.
+    # In the example, first = 1, the position of b.
     first = int(is_scored.int().argmax(1).min()) - 1
     # Rows with the same input run once. The last token of a row is never an input, so rows of a
     # sample with continuations of one token have the same input, the prompt. `is_run` marks the

@@ -166,9 +166,10 @@ def _load_checkpoint(
     plan = plan_dequantising(config, path, {*formats.values()}, later=later)
     # The weights, if lipaudit has read them. None: transformers reads the files.
     state = plan.state
-    # Transformers dequantises the weights itself if the plan describes them (`text`), but has no
-    # weights. It would then choose the precision, so float32 is requested. Weights that are not
-    # quantised, or that lipaudit has read, may keep their precision.
+    # Weights may keep their stored precision (`as_stored`) if the user asks for it (`later`), or
+    # if a device map places them. An exception are weights that transformers dequantises itself:
+    # then the plan describes them (`text`), but does not have them. Transformers would choose
+    # their precision, so float32 is requested.
     is_dequantised_by_library = plan.text and state is None
     module, report, notes = _load_weights(
         loader,

@@ -90,11 +90,12 @@ def _disable_later(disable: Any, function: Any = None, *options: Any, **named: A
 
     Args:
         disable: the real `torch.compiler.disable`.
-        function: the function to mark.
+        function: the function to mark. None in a decorator with arguments, such as
+            `@disable(recursive=False)`: the result of `disable` then marks a function.
         options: further arguments of `disable`.
         named: keyword arguments of `disable`.
     """
-    # Returns the marked function. It is made by the first call, and `cache` keeps it.
+    # The first call of `mark()` makes the marked function. `cache` keeps it for later calls.
     mark = cache(partial(disable, function, *options, **named))
 
     @wraps(function)

@@ -315,7 +315,9 @@ def pad_inputs(
     """
     config = find_text_config(module.config)
     pad = find_pad(config)
-    fill = pad  # the id for padding
+    # `fill` is the id for padding: the padding id of the configuration. If there is none, or if it
+    # would move the position `end`, `fill` is another id that ends no text.
+    fill = pad
     if pad is None or pad == end:
         fill = _find_free_id(x, mask, end, config.vocab_size)
     if fill is None:
@@ -324,7 +326,8 @@ def pad_inputs(
             "Use a smaller --batch-size.",
         )
     # A classifier reads its output at the last token that is not `pad_token_id`. If the
-    # configuration names no such id, `pad_token_id` is set to `fill` inside the block.
+    # configuration names no such id, `pad_token_id` is set to `fill` inside the block. (If it
+    # names the id `end`, the model looks for `end` itself, and needs no `pad_token_id`.)
     needs_name = pad is None and is_classifier(module)
     with patch.object(config, "pad_token_id", fill) if needs_name else nullcontext():
         if mask is not None:

@@ -59,9 +59,14 @@ State = dict[str, Tensor]
 
 
 def holds_weights(path: Path) -> bool:
-    """Say whether a file holds weights: by its suffix, else by its content (`.pth.tar`)."""
+    """Say whether a file holds weights: by its suffix, else by its content.
+
+    The content decides for names such as `model.pth.tar`, which are usually no archives of tar,
+    but files of torch.save.
+    """
     if path.suffix in SUFFIXES:
         return True
+    # A program of torch.export (.pt2) and a real archive of tar are no weights.
     if path.suffix == PROGRAM or tarfile.is_tarfile(path):
         return False
     # torch.save writes an archive with data.pkl; older versions write a bare pickle.

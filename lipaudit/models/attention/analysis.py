@@ -97,7 +97,7 @@ def _read_structure(call: AttentionCall, batch: Batch, kinds: list[str]) -> capt
         RuntimeError: its graph cannot be differentiated.
     """
     # The outputs of the linear maps behind q, behind k and behind v.
-    leaves = [call.origins.leaves(t) for t in (call.q, call.k, call.v)]
+    leaves = [call.origins.find_leaves(t) for t in (call.q, call.k, call.v)]
     forms, problems = _decode_projections(call, leaves, len(batch), kinds)  # fills `kinds`
     try:
         # `relative`: the logits with their graph if they depend on q or k beyond q k^T, as with
@@ -164,7 +164,9 @@ def _decode_projections(
             problems.append(f"{name} {obstacle.reason}")
             kinds.append(obstacle.kind)
     # `Linear(d, d)` applied to (batch, tokens, heads, d), common in tutorials, reads parts of
-    # tokens. These parts look like tokens of windows, so the forms above may be wrong.
+    # tokens: each row of its input is the part of one head. With the heads as windows, the parts
+    # look like tokens of these windows. So the forms are refused if there are more windows than
+    # samples. With one window for each sample, the parts are the tokens of the attention.
     reads_parts = any(leaf.origin.reads_token_parts for part in leaves for leaf in part)
     if reads_parts and (problems or len(call.q) != samples):
         kinds[:] = ["shared"] * 3
@@ -214,7 +216,8 @@ def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.Outpu
         source: the map's input t, (1, 1, tokens, channels), as a function of the attention's
             output y, (tokens, channels of all heads).
     """
-    tokens, width = source.as_rows(*source.leaves).shape
+    y = source.as_rows(*source.leaves)
+    tokens, width = y.shape
     all_columns = torch.arange(width, device=source.t.device)[None]
     try:
         rows = projections.find_token_rows(source)  # the token of y behind each token of t
@@ -227,10 +230,11 @@ def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.Outpu
         return None
     matrices, _ = affine  # t = M y + c, with one M for each head of t
     mix = matrices[0]  # (channels of t, channels of y)
-    order = mix.abs().argmax(0)  # for each channel of y: its channel of t, and the factor
-    gain = mix.gather(0, order[None])[0]
+    # For each channel of y: the channel of t (so the row of W_O) that it becomes, and the factor.
+    channel_of_t = mix.abs().argmax(0)
+    gain = mix.gather(0, channel_of_t[None])[0]
     # M must have one entry in each column, and these must lie in different rows.
     has_one_each = ((mix != 0).sum(0) == 1).all()
-    if not has_one_each or order.bincount().amax() > 1:
+    if not has_one_each or channel_of_t.bincount().amax() > 1:
         return None
-    return capture.OutputMap(refer_to_weight(linear.weight), order, gain)
+    return capture.OutputMap(refer_to_weight(linear.weight), channel_of_t, gain)

@@ -171,11 +171,12 @@ class Origins:
 
     by_leaf: MutableMapping[Tensor, Origin] = field(default_factory=WeakTensorKeyDictionary)
 
-    def leaves(self, *tensors: Tensor) -> list[Leaf]:
+    def find_leaves(self, *tensors: Tensor) -> list[Leaf]:
         """Return the leaves that each tensor depends on, with their origins, tensor by tensor."""
         result = []
         for t in tensors:
-            for leaf in leaves(t)[0]:
+            ends, _ = leaves(t)  # the leaves at which the graph of t ends
+            for leaf in ends:
                 # A leaf without an origin is a constant for which the model switched gradients on.
                 if leaf in self.by_leaf:
                     result.append(Leaf(leaf, self.by_leaf[leaf]))
@@ -241,7 +242,7 @@ class Explicit:
         return self.arrange_product(whole)
 
     def arrange(self, arrange_pairs: Callable[[Tensor], Tensor]) -> Explicit:
-        """Return the logits and P with other axes, also in the gradients of `pull`.
+        """Return the logits and P with other axes. `pull` then takes and returns these axes, too.
 
         Args:
             arrange_pairs: converts logits or P to these axes.
@@ -257,7 +258,7 @@ class Explicit:
             logits=arrange_pairs(self.logits),
             p=arrange_pairs(self.p),
             weights=weights,
-            arrange_product=arrange_pairs,
+            arrange_product=arrange_pairs,  # `pull` applies it to the gradient of q k^T
         )
 
 
@@ -312,20 +313,26 @@ class AxisLayout:
             t: the tensor, with the axes of the model.
             samples: number of samples in the batch. Each has the same number of windows.
         """
-        return _sort_axes(*self._divide(t, self.queries, samples))
+        t, factors = self._divide(t, self.queries, samples)  # an axis for each factor
+        return _sort_axes(t, factors)
 
     def arrange_keys(self, t: Tensor, samples: int) -> Tensor:
         """Return k or v, (..., keys, width), as (windows, heads, keys, width).
 
+        Example: multi-query attention with 4 heads has q of (samples, tokens * 4, width) and keys
+        that all heads share, (samples, keys, width). The result repeats them for each head,
+        (samples, 4, keys, width).
+
         Arguments are those of `arrange`.
         """
+        # `factors` says what each axis but the last (the width) holds: leading axes, then keys.
         t, factors = self._divide(t, TOKENS, samples)
         for axis, factor in enumerate(factors[:-1]):
             # A leading axis may hold queries. The keys were repeated along it: keep one copy.
             if factor.role == "token":
                 t = t.narrow(axis, 0, 1)
         t = _sort_axes(t, factors)
-        # The axis of queries may hold heads. They share their keys: give each head a copy.
+        # The axis of queries may hold heads (4 in the example). Give each of them a copy.
         sharing_heads = prod(factor.size for factor in self.queries if factor.role == "head")
         if sharing_heads == 1:
             return t
@@ -522,22 +529,23 @@ class Loop:
     def join(self, calls: Sequence[AttentionCall]) -> AttentionCall:
         """Return the calls as one attention call, (batch, heads, tokens, width)."""
         first = calls[0]
-        cat = self.cat
         if self.axis == 1:  # each call computes some heads, from its own keys and values
-            k = cat(call.k for call in calls)
-            v = cat(call.v for call in calls)
+            k = self.join_tensors(call.k for call in calls)
+            v = self.join_tensors(call.v for call in calls)
         else:  # each call computes some of the queries, with the same keys and values
             k = _show_heads(first.k)
             v = _show_heads(first.v)
-        q = cat(call.q for call in calls)
-        output = cat(call.output for call in calls)
+        q = self.join_tensors(call.q for call in calls)
+        output = self.join_tensors(call.output for call in calls)
         return AttentionCall(q, k, v, self._join_forms(calls), output, origins=first.origins)
 
     def _join_forms(self, calls: Sequence[AttentionCall]) -> Fused | Explicit:
         """Return the logits of all calls as the logits of one call.
 
-        Either all calls use torch's fused attention, with the same scale and causality: their
-        masks are joined. Or all calls write their softmax out: their logits and P are joined.
+        The calls form one layer, so they are alike (`loops.find_loops` has compared them). Either
+        all calls use torch's fused attention, with the same scale and causality, and all or none
+        have a mask: their masks are joined. Or all calls write their softmax out: their logits and
+        P are joined. Joined means along `axis`: heads, or queries.
         """
         written_out: list[Explicit] = []
         masks = []
@@ -549,27 +557,30 @@ class Loop:
                 p = form.p.reshape(*rows, -1)
                 written_out.append(replace(form, logits=logits, p=p))
             elif form.mask is not None:
-                # A mask may be broadcast along the axis of the loop: expand it before joining.
+                # A mask may be broadcast along the heads or queries: expand it before joining.
                 masks.append(form.mask.expand(*rows, call.k.shape[-2]))
         first = calls[0].form
         if isinstance(first, Fused):
-            return replace(first, mask=self.cat(masks) if masks else None)
+            return replace(first, mask=self.join_tensors(masks) if masks else None)
         return self._join_explicit(written_out)
 
     def _join_explicit(self, forms: Sequence[Explicit]) -> Explicit:
         """Return the logits and P of calls that write their softmax out as those of one call."""
         return Explicit(
             products=tuple(edge for form in forms for edge in form.products),
-            logits=self.cat(form.logits for form in forms),
-            p=self.cat(form.p for form in forms),
-            weights=self.cat(form.weights for form in forms),
+            logits=self.join_tensors(form.logits for form in forms),
+            p=self.join_tensors(form.p for form in forms),
+            weights=self.join_tensors(form.weights for form in forms),
             has_other_inputs=any(form.has_other_inputs for form in forms),
             axis=self.axis,
             is_transposed=forms[0].is_transposed,
         )
 
-    def cat(self, parts: Iterable[Tensor]) -> Tensor:
-        """Join one tensor of each call along the loop's axis."""
+    def join_tensors(self, parts: Iterable[Tensor]) -> Tensor:
+        """Concatenate one tensor of each call along `axis`: their heads, or their queries.
+
+        A tensor of (batch, tokens, width) gets an axis of one head first.
+        """
         return torch.cat([_show_heads(t) for t in parts], self.axis)
 
 

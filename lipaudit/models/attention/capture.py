@@ -107,8 +107,10 @@ def _project(structure: Structure, call: AttentionCall, batch: Batch) -> dict[st
         if form is None:  # the queries are constants
             continue
         t: Tensor = getattr(call, name)
-        part = projections.project(form, t, call.origins.leaves(t), len(batch))
-        # Set padded tokens to 0: bounds contain norms of X, and must not count padding.
+        part = projections.project(form, t, call.origins.find_leaves(t), len(batch))
+        # Set padded tokens to 0: bounds contain norms of X, and should not count padding. If the
+        # layer reads more or fewer tokens than the text has (pooled tokens, another encoder), the
+        # mask cannot say which are padding. Then all count, and the bounds are only larger.
         if batch.mask is not None and batch.mask.shape[1] == part.index.length:
             is_real = part.index.pick(batch.mask)  # (windows, tokens)
             part = replace(part, x=part.x * is_real[..., None])
@@ -165,7 +167,10 @@ class Layer:
             raise InputError(text, "Leave it out with --layers.")
         try:
             with torch.enable_grad():
+                # `attention` has q, k, v and the logits. `relative` is the logits with their graph
+                # if relative positions make them depend on q or k beyond q k^T, else None.
                 attention, relative = read_product(self.call, self.batch, structure.q)
+                # `parts`: the maps from X to q, k and v, by the names "q", "k" and "v".
                 heads, parts = add_inputs(structure, attention, self.call, self.batch, relative)
                 if not matches_autograd(heads, parts, self.call):
                     raise NotClosedForm("has a closed form that disagrees with autograd")
@@ -252,6 +257,8 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     """
     with torch.enable_grad():  # `Layer.heads` walks the graph of these tensors
         call = call.arrange(site.layout, len(batch))
+    # Heads that give P for any kind of layer: `_fuse` makes the logits a mask, and q k^T = 0. The
+    # form of q, if known, tells which queries are padding.
     form_of_q = site.structure.q if site.structure else None
     attention, _ = read_product(_fuse(call), batch, form_of_q)
     heads = attention.q.shape[1]
@@ -392,7 +399,7 @@ class Site:
         """Return a tensor of the layer, such as its output, from the tensors of its calls."""
         if self.loop is None:  # a single call
             return parts[0]
-        return self.loop.cat(parts)
+        return self.loop.join_tensors(parts)
 
     @property
     def closed_form(self) -> bool:
@@ -467,8 +474,9 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     """Say whether the closed form of J^T u equals autograd's on a batch, for one random u.
 
     J is the Jacobian of all heads' outputs O with respect to the layer's input: x, or x of queries
-    and x_kv of keys and values. The gradients J^T u are compared in some random directions R of
-    the input's channels. This costs one backward pass through the attention, and about as much
+    and x_kv of keys and values. Of each gradient G = J^T u, (tokens, channels), only the product
+    G R with a few random directions R of the channels is compared (`_draw_sketch` draws R, the
+    same for both sides). This costs one backward pass through the attention, and about as much
     again for the closed form.
 
     Args:
@@ -487,18 +495,19 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
         groups = [queries + keys_and_values]
     differences = []
     for group in groups:
-        # The gradient by autograd, minus (below) the gradient by the closed form of the same
-        # input, both in the directions R: (tokens of the input, directions).
+        # G R by autograd, minus (below) G R by the closed form of the same input. It has a row for
+        # each token that the model's linear maps read: (tokens of all samples, directions).
         difference = _pull_to_inputs(group, call, u)
         for part, gradient in closed_form:
             if any(part is other for other in group):  # both are of one input
-                # Subtract each token of the attention from its row of the input.
+                # The closed form has a row for each token in each window of the attention.
+                # Several of them may read one token, the row `rows` of the input.
                 samples = len(difference) // part.index.length
                 rows = part.index.rows(samples).flatten()
                 gradient = gradient.flatten(0, 1).to(difference)
                 difference = difference.index_add(0, rows, gradient, alpha=-1)
         differences.append(torch.linalg.vector_norm(difference))
-    # u is scaled such that the gradient of each head has norm 1: this difference is relative.
+    # u is scaled such that G of each head and window has norm 1: this difference is relative.
     return bool(torch.stack(differences).norm() <= AGREES)
 
 
@@ -507,10 +516,11 @@ def _pull_closed_form(
 ) -> tuple[Tensor, list[tuple[Projected, Tensor]]]:
     """Return the gradients J^T u by the closed form, in random directions R, and the scaled u.
 
-    J is the Jacobian of all heads' outputs O with respect to a layer's input. In each head and
-    window u is scaled such that the gradient has norm 1. Gradients of several heads and windows
-    cancel only by chance. So the norm of the whole error is at least about as large as the
-    relative error of any head. Heads with large rounding errors (`forward_error`) get a smaller u,
+    J is the Jacobian of all heads' outputs O with respect to a layer's input. The caller compares
+    the sum over heads and windows with autograd, once, and must see an error in any of them. So u
+    is scaled such that the gradient of each head and window has norm 1: an error of 1 % of a head
+    with tiny gradients is then as large as one of any other head. (Random errors of several heads
+    add up, and do not cancel.) Heads with large rounding errors (`forward_error`) get a smaller u,
     so that these errors stay below the tolerance of the comparison.
 
     Args:
@@ -523,10 +533,11 @@ def _pull_closed_form(
         projection that reads it, and the gradient times R, (windows, tokens, directions).
     """
     sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(parts["k"].x)}
-    # The norm of the gradient in each head: 1 without rounding errors. With the relative error e,
-    # the error of the gradient is e size = e / (1 + e / AGREES) < AGREES.
+    # The norm that the gradient of each head is scaled to: 1 without rounding errors. A relative
+    # rounding error e then makes an absolute error e size = e / (1 + e / AGREES) < AGREES.
     size = 1 / (1 + forward_error(heads).to(u) / AGREES)
     u, pulled = sketched_vjp_x(heads, u, size, sketches)
+    # The projections of q read x; those of k read x_kv.
     readers = {"x": "q", "x_kv": "k"}
     return u, [(parts[readers[name]], gradient) for name, gradient in pulled.items()]
 

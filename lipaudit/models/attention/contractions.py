@@ -92,10 +92,11 @@ class Contraction(NamedTuple):
         along c. In "abc,bcd->abd", with a product for each index of b, W is block-diagonal: it has
         a block for each index of b. None also if such a matrix is too large.
         """
-        # If all blocks are equal, "abc,bcd->abd" becomes "abc,cd->abd": W is a single block.
+        # If W is constant along b, "abc,bcd->abd" becomes "abc,cd->abd": b holds more rows of x,
+        # and W is a single block.
         x, x_letters, weight, w_letters, out, *_ = self._drop_constant_axes()
-        # Sort the axes (letters): of x and the result, of all three (a block of W for each index),
-        # of x and W only (summed over), of W and the result.
+        # Sort the letters by the tensors that have them. In "abc,bcd->abd": rows a, blocks b (all
+        # three tensors have it), summed c (the result has it not), columns d.
         rows = [a for a in out if a not in w_letters]
         blocks = [a for a in out if a in x_letters and a in w_letters]
         summed = [a for a in x_letters if a in w_letters and a not in out]
@@ -274,7 +275,8 @@ def arrange_factors(contraction: Contraction, *, is_logits: bool) -> Factors | N
     """Return the factors a and b of an einsum as matrices, and the letters of their product a b.
 
     Example: "bnhd,bmhd->bhnm" is q k^T. The result is q as (b, h, n, d), k as (b, h, d, m), and
-    the letters bhnm of the product. The letters are sorted by the factors that have them:
+    the letters bhnm of the product. The letters are sorted by the factors that have them (the
+    comments give the letters for "bnhd,bmd->bhnm", where all heads share their keys):
 
         rows      n: the queries; only a has them
         columns   m: the keys in q k^T, or the channels in P v; only b has them
@@ -291,25 +293,26 @@ def arrange_factors(contraction: Contraction, *, is_logits: bool) -> Factors | N
         a, (*batch, row, sum); b, (*batch, sum, *columns); the letters of (*batch, row, *columns).
     """
     out = contraction.out
-    # Letters of the result that only one factor has: n and m in the example. Let b be the factor
-    # with the last one, the keys of q k^T or the channels of P v.
-    shared = {*contraction.x_letters} & {*contraction.weight_letters}
-    single = [c for c in out if c not in shared]
+    # Letters of the result that only one factor has. Let b be the factor with the last one, the
+    # keys of q k^T or the channels of P v.
+    shared = {*contraction.x_letters} & {*contraction.weight_letters}  # b, d
+    single = [c for c in out if c not in shared]  # h, n, m: so k, with m, is b
     if single and single[-1] in contraction.x_letters:
         contraction = contraction.swap()
     a, a_letters, b, b_letters, *_ = contraction
     # If heads share their keys, heads are also letters of a alone: h in q k^T "bnhd,bmd->bhnm" and
-    # in P v "bhnm,bmd->bnhd". The queries n come after h: in the result q k^T, and in P.
+    # in P v "bhnm,bmd->bnhd". The queries n come after h in the logits and in P: these are the
+    # result of q k^T, and the factor a of P v.
     order = single if is_logits else a_letters
-    rows = [c for c in order if c in a_letters and c in single]
-    columns = [c for c in single if c in b_letters]
-    summed = [c for c in a_letters if c in shared and c not in out]
+    rows = [c for c in order if c in a_letters and c in single]  # h, n
+    columns = [c for c in single if c in b_letters]  # m
+    summed = [c for c in a_letters if c in shared and c not in out]  # d
     if not rows or not columns or len(summed) != 1:
         return None
-    rows = rows[-1:]  # the queries: any letter before them, such as h, becomes a batch axis
+    rows = rows[-1:]  # n, the queries: any letter before them, such as h, becomes a batch axis
     if is_logits:  # keys have one axis; channels of values may have several
         columns = columns[-1:]
-    batch = [c for c in out if c not in rows + columns]
+    batch = [c for c in out if c not in rows + columns]  # b, h
     a = _align(a, a_letters, batch + rows + summed)
     b = _align(b, b_letters, batch + summed + columns)
     return a, b, batch + rows + columns
@@ -340,11 +343,9 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
     the product.
 
     The map acts on vectors, the rows of its input (`linear.inputs`). The test counts the heads,
-    queries and keys of q k^T that one input vector depends on.
-
-    With a single head, the map of a later layer can pass the test, too: its input vector depends
-    on one query and one head. The test does not exclude this case. The walk back from a later
-    softmax usually ends at a nearer product q k^T, and then the answer has no effect.
+    queries and keys of q k^T that one input vector depends on. With a single head, the map of a
+    later layer can pass the test, too. This has no effect as long as the walk back from a later
+    softmax ends at its own product q k^T, which is nearer.
 
     Args:
         linear: the linear map.
@@ -356,20 +357,22 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
     # How many heads, queries and keys of q k^T one input vector of the map depends on, such as
     # [8, 1, 1] for a map that mixes 8 heads.
     counts = _count_dependencies(linear, product)
-    if not counts:
-        # No path leads from the map back to q k^T. So the graph is cut between the two: an earlier
-        # map of the logits has an output that is a leaf, and `past` lists q k^T for this leaf.
-        # This map acts on logits, too, if one input vector depends on entries along at most one
-        # axis of the leaf.
-        for leaf in leaves(linear.x)[0]:
-            if product.node in past.get(leaf, ()):
-                counts_of_leaf = _count_dependencies(linear, leaf)
-                if sum(count > 1 for count in counts_of_leaf) <= 1:
-                    return True
-        return False
-    *heads, queries, keys = counts
-    # An input vector has one query. Its entries are the heads of one key, or the keys of one head.
-    return queries == 1 and (keys == 1 or max(heads) == 1)
+    if counts:
+        *heads, queries, keys = counts
+        # An input vector has one query, and the heads of one key or the keys of one head.
+        return queries == 1 and (keys == 1 or max(heads) == 1)
+    # No path leads from the map back to q k^T. An earlier map of the logits may have cut the
+    # graph, such as the first of two maps in talking heads. The output of this earlier map is a
+    # leaf, and `past` lists q k^T for it. Which axis of the leaf holds heads, queries or keys is
+    # unknown. This map acts on logits, too, if an input vector depends on entries along one axis
+    # of the leaf.
+    ends, _ = leaves(linear.x)
+    for leaf in ends:
+        if product.node in past.get(leaf, ()):
+            counts_of_leaf = _count_dependencies(linear, leaf)
+            if sum(count > 1 for count in counts_of_leaf) <= 1:
+                return True
+    return False
 
 
 def _count_dependencies(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
@@ -396,6 +399,9 @@ READERS: dict[TorchFunction, Callable[..., Contraction | None]] = {
     torch.tensordot: _read_tensordot,
     torch.einsum: read_einsum,
     **dict.fromkeys((F.conv1d, F.conv2d, torch.conv1d, torch.conv2d), _read_conv),
-    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _read_matmul),
-    **dict.fromkeys((Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm), _read_matmul),
+    **dict.fromkeys(
+        (torch.matmul, torch.mm, torch.bmm)
+        + (Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
+        _read_matmul,
+    ),
 }

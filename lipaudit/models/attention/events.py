@@ -127,6 +127,7 @@ class _Softmax:
         # rearranges P in chunks (Longformer). Such attention is not read; `uses` reports it.
         if weights.shape[-2:] != (q.shape[-2], v.shape[-2]):
             return output
+        # The model may permute P before it multiplies the values: permute logits and P likewise.
         logits, p = _order_axes(self.logits, self.p, weights)
         form = Explicit(
             products=(self.product.edge,),
@@ -136,6 +137,7 @@ class _Softmax:
             has_other_inputs=self.has_other_inputs,
             is_transposed=self.product.is_transposed,
         )
+        # The call has tokens before channels. `finish` turns its output back for the model.
         return AttentionCall(q, k, v, form, turn(output), finish=turn)
 
 
@@ -190,7 +192,12 @@ class AttentionMode(TorchFunctionMode):
     def run_linear(
         self, func: TorchFunction, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """Return the result of a linear map that is to be cut; None for any other op."""
+        """Run an op if it is a linear map whose output starts a new graph; else return None.
+
+        This mode cuts nowhere. `Tracer` overrides the method: it returns the map's output as a new
+        leaf, so that q, k and v have short graphs, from the last linear maps on. After None, the
+        caller runs the op.
+        """
         return None
 
     def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address, Tensor]:
@@ -221,13 +228,15 @@ class AttentionMode(TorchFunctionMode):
             if softmax.p.grad_fn is not None:
                 edges.append(get_gradient_edge(softmax.p))
         edge_of = {edge.node: edge for edge in edges}
-        # The noted products and softmaxes that the input of the map depends on.
+        # The noted products and softmaxes that the input of the map depends on, by their nodes.
+        # `leaves` walks the graph back to them, and across earlier cuts by `_past`.
         _, nodes_before = leaves(linear.x, edge_of, self._past)
         if not nodes_before:
             return
-        # Most linear maps behind an attention belong to a later layer, and do not map its logits.
+        # Most linear maps after an attention belong to a later layer, and do not map its logits.
         past = [node for node in nodes_before if maps_logits(linear, edge_of[node], self._past)]
-        for leaf in leaves(result)[0]:
+        ends, _ = leaves(result)  # the one leaf that the cut has made
+        for leaf in ends:
             self._past[leaf] = past
 
     def _handle_composite(self, func: TorchFunction, *args: Any, **kwargs: Any) -> Any:
@@ -268,9 +277,10 @@ class AttentionMode(TorchFunctionMode):
         flat, other = (a, b) if a.ndim < b.ndim else (b, a)
         if flat.ndim < 2 or flat.requires_grad:
             return False
-        # If the other factor is made from logits, this factor is a weight that mixes heads.
-        products = [product.edge.node for product in self._products]
-        _, logits_behind = leaves(other, products, self._past)
+        # In talking heads, this factor is a weight that mixes the heads of logits. Then the other
+        # factor is made from logits: from a product that was noted as a possible q k^T.
+        noted_products = [product.edge.node for product in self._products]
+        _, logits_behind = leaves(other, noted_products, self._past)
         return not logits_behind
 
     def _find_weights(self, left: Tensor, right: Tensor) -> tuple[_Softmax | None, bool]:
@@ -327,9 +337,12 @@ class AttentionMode(TorchFunctionMode):
         if factors is None:  # neither q k^T nor P v
             return func(equation, *operands)
         # a is (*batch, row, sum), b is (*batch, sum, *columns). `axes` names the axes of a b,
-        # (*batch, row, *columns), by letters.
+        # (*batch, row, *columns), by letters. In P v "bnm,bmcd->bncd", a is (b, n, m), b is
+        # (b, m, c, d), and the axes are b, n, c, d.
         a, b, axes = factors
-        columns = len(axes) - a.ndim + 1  # the number of axes of columns, which become one axis
+        # The number of axes of columns, at least one; they become a single axis. In the example, 2
+        # of c and d: a has as many axes as `axes` has without its columns, plus one, the sum.
+        columns = len(axes) - a.ndim + 1
         width = b.shape[-columns:]
         product = self._handle_matmul(torch.matmul, a, b.flatten(-columns))
         if axes == [*contraction.out] and columns == 1:
@@ -359,6 +372,8 @@ class AttentionMode(TorchFunctionMode):
         other = left if is_right else right
         # P times a constant matrix: talking heads, not P v.
         mixes_heads = softmax is not None and other.ndim == 2 and not other.requires_grad
+        # The test of the factors' axes serves P v, too: its factors have the axes that those of
+        # q k^T have.
         if mixes_heads or not self._may_be_logits(left, right):
             return None
         return arrange_factors(contraction, is_logits=softmax is None)
@@ -414,7 +429,8 @@ class AttentionMode(TorchFunctionMode):
         """Remember a softmax P of attention, to recognise the later product of P and the values.
 
         P belongs to attention if its logits are computed from one of the latest products that may
-        be q k^T (`_products`). A softmax of other logits is only passed on to `notice_scores`.
+        be q k^T (`_products`). A softmax of other logits is only passed on to `notice_scores`: its
+        logits may be keys times learned queries, which look like a linear map.
 
         Args:
             logits: the argument of the softmax.
@@ -423,11 +439,13 @@ class AttentionMode(TorchFunctionMode):
         """
         if not logits.requires_grad or logits.ndim < 3:  # no attention of this sample
             return
-        # A softmax along another axis weights something else than keys: `uses` counts it.
+        # A softmax along another axis weights something else than keys. It is not read here;
+        # another mode (`uses.Uses`) counts it, and the survey warns of it.
         if dim not in (-1, logits.ndim - 1):
             return
         product_of = {product.edge.node: product for product in self._products}
-        # Walk back from the logits, to these products and to other inputs (leaves) beside them.
+        # Walk back from the logits, across cuts of the graph (`_past`), to these products and to
+        # other inputs (leaves) beside them.
         other_inputs, hits = leaves(logits, product_of, self._past)
         if not hits:  # no product of two activations, but maybe of keys and learned queries
             self.notice_scores(logits, other_inputs)
@@ -436,6 +454,7 @@ class AttentionMode(TorchFunctionMode):
         product = _choose_product(logits, candidates)
         # The next softmax belongs to a later attention, which makes a q k^T of its own.
         self._products.clear()
+        # With other inputs, such as relative positions, S is not s q k^T + B with a constant B.
         has_other_inputs = bool(other_inputs) or len(hits) > 1
         self._awaited.append(_Softmax(product, logits, p, has_other_inputs))
 
@@ -552,6 +571,8 @@ def _number_rows(p: Tensor, weights: Tensor) -> Tensor | None:
     factor = vjp(weights, p, torch.ones_like(weights))
     if pulled is None or factor is None:
         return None
+    # All keys of a row give one number: take it at key 0. It is wrong if the factor is 0 there, or
+    # if half precision cannot hold it. The rows are then in no order for the caller.
     return (pulled / factor).round()[..., 0] - 1
 
 
@@ -631,14 +652,12 @@ _HANDLERS: dict[object, Callable[..., Any]] = {
     F.multi_head_attention_forward: AttentionMode._handle_composite,
     torch.einsum: AttentionMode._handle_einsum,
     torch.baddbmm: AttentionMode._handle_baddbmm,
-    torch.Tensor.baddbmm: AttentionMode._handle_baddbmm,
+    Tensor.baddbmm: AttentionMode._handle_baddbmm,
     **dict.fromkeys(
-        (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm),
+        (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm),
         AttentionMode._handle_matmul,
     ),
-    **dict.fromkeys(
-        (torch.softmax, torch.Tensor.softmax, F.softmax), AttentionMode._handle_softmax
-    ),
-    **dict.fromkeys((torch.exp, torch.Tensor.exp), AttentionMode._handle_exp),
-    **dict.fromkeys((torch.div, torch.Tensor.div), AttentionMode._handle_divide),
+    **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), AttentionMode._handle_softmax),
+    **dict.fromkeys((torch.exp, Tensor.exp), AttentionMode._handle_exp),
+    **dict.fromkeys((torch.div, Tensor.div), AttentionMode._handle_divide),
 }

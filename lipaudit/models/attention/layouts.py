@@ -3,10 +3,10 @@
 A model may keep them in any order, and several in one axis: (b, h, n, d), (b * h * w, n, d),
 (b, n * h, d). Sizes do not show which is which; the projections do. A head reads channels of its
 own, and a window reads tokens of its own with the weights that all windows share. So one channel
-and two tokens of each linear map behind q, k and v are moved, one at a time, and the entries of
-the call that move with them are factored:
+and two tokens of each linear map behind q, k and v are changed, one at a time. The entries of the
+call that change with them show the factors of each axis:
 
-    a channel moves one entry along a factor    heads
+    a channel changes one index of a factor     heads
     a token of the keys does                    windows, or samples
     a token of the queries alone does           further queries of the same keys
     neither does                                heads that share all channels: a norm of all heads
@@ -47,7 +47,8 @@ def guess_layouts(q: Tensor, samples: int) -> tuple[AxisLayout, ...]:
     windows = [WINDOWS] * (q.ndim - 4)
     guesses = _BY_AXES.get(q.ndim, ((SAMPLES, *windows, HEADS),))
     # The size of an axis of samples and heads would be a multiple of the number of samples. If it
-    # is not, the axis holds no heads.
+    # is not, the axis holds no heads: for example the single sample (1, tokens, width) of a model
+    # that attends to its samples in a loop. `analyse` finds no closed form with such a layout.
     if q.ndim == 3 and q.shape[0] % samples:
         guesses = ((SAMPLES,),)
     return tuple(AxisLayout(axes) for axes in guesses)
@@ -66,19 +67,19 @@ def find_layouts(call: AttentionCall, samples: int) -> tuple[AxisLayout, ...]:
     """
     tensors = {"q": call.q, "k": call.k, "v": call.v}
     # The outputs of the linear maps that each of q, k and v is computed from.
-    leaves = {name: call.origins.leaves(t) for name, t in tensors.items()}
+    leaves = {name: call.origins.find_leaves(t) for name, t in tensors.items()}
     # A map may be applied to each head's part of a token, (batch, tokens, heads, d). Its rows look
     # like tokens of windows, so that heads would be taken for windows: give up.
     if any(leaf.origin.reads_token_parts for behind in leaves.values() for leaf in behind):
         return ()
     try:
-        # Which vectors of q, k and v change with a channel or a token of these maps.
-        moved = {name: _move_inputs(t, leaves[name]) for name, t in tensors.items()}
+        # Which vectors of q, k and v change with a channel or a token of these maps' outputs.
+        changes = {name: _find_changes(t, leaves[name]) for name, t in tensors.items()}
         # Each leading axis is a product of samples, windows and heads: an axis of size 24 may be
-        # 2 samples x 3 windows x 4 heads.
+        # 2 samples x 3 windows x 4 heads. Samples and windows are one factor at first.
         axes = enumerate(call.q.shape[:-2])
-        leading = [_find_factors(moved, axis, size) for axis, size in axes]
-        queries = _find_query_factors(moved, call.q.shape[-2])
+        leading = [_find_factors(changes, axis, size) for axis, size in axes]
+        queries = _find_query_factors(changes, call.q.shape[-2])
     except RuntimeError as error:  # an op of the model has no second derivative
         if is_machine_error(error):
             raise
@@ -87,11 +88,11 @@ def find_layouts(call: AttentionCall, samples: int) -> tuple[AxisLayout, ...]:
 
 
 @dataclass
-class _Moved:
+class _Changes:
     """Which vectors of q, k or v change if outputs of the linear maps behind this tensor change.
 
-    All attributes hold boolean patterns, (..., tokens), True for the vectors that change. Linear
-    maps with the same weight count as one map, except in `rows`.
+    All attributes but `known` hold patterns: boolean masks of the vectors, (..., tokens), True for
+    those that change. Linear maps with the same weight count as one map, except in `rows`.
 
     Attributes:
         maps: for each map, the vectors that change with its whole output.
@@ -107,41 +108,43 @@ class _Moved:
     known: list[tuple[Tensor | None, int]] = field(default_factory=list)
 
     def add_map(self, source: Probed, weight: Tensor | None, channel: int) -> None:
-        """Add the vectors that change with a map's whole output, and with one channel of it.
+        """Add a map to `maps`, `columns` and `known`, or join it to one with the same weight.
 
         Args:
             source: q, k or v as a function of the map's output.
             weight: the weight of the map, if it is a linear map.
-            channel: the channel, unless the weight is known and has a channel already.
+            channel: the channel of the output that changes in `columns`. It is not used if the
+                weight is known: all calls of one map must change the same channel.
         """
         for i, (other, known_channel) in enumerate(self.known):
             if other is not None and weight is not None and torch.equal(other, weight):
                 # The same weight again, for other tokens: the model projects windows one by one.
                 # Join the patterns of all calls to the patterns of a single map.
-                self.maps[i] |= _find_moved(source)
-                self.columns[i] |= _find_moved(source, column=known_channel)
+                self.maps[i] |= _find_changed(source)
+                self.columns[i] |= _find_changed(source, column=known_channel)
                 return
         self.known.append((weight, channel))
-        self.maps.append(_find_moved(source))
-        self.columns.append(_find_moved(source, column=channel))
+        self.maps.append(_find_changed(source))
+        self.columns.append(_find_changed(source, column=channel))
 
 
-def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
+def _find_changes(t: Tensor, leaves: Sequence[Leaf]) -> _Changes:
     """Find which vectors of t change with each linear map that t is computed from.
 
-    The result holds boolean patterns, (..., tokens), True for the vectors of t that change. For
-    each map there is one in `maps` (the whole output of the map changes), one in `columns` (one
-    channel of the output changes), and two in `rows` (one token of the output changes).
+    The result holds boolean masks of the vectors of t, (..., tokens), True for those that change.
+    For each map there is one in `maps` (the whole output of the map changes), one in `columns`
+    (one channel of the output changes), and two in `rows` (one token of the output changes).
 
     Args:
         t: q, k or v, (..., tokens, width).
         leaves: the outputs of these maps.
     """
-    moved = _Moved()
+    changes = _Changes()
     for leaf, origin in leaves:
         linear = origin.linear
         if linear is None and leaf.ndim < 3:  # an input of the model without an axis of tokens
             continue
+        # The function that reshapes the map's output, or a gradient of it, to (tokens, channels).
         as_rows = _join_tokens if linear is None else linear.outputs
         source = Probed(t, (leaf,), as_rows)  # t as a function of the map's output
         is_read = source.read != 0  # entries of this output that t depends on, (tokens, channels)
@@ -150,11 +153,11 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
             continue
         # Two tokens, because windows may share some of their keys and have others of their own.
         for token in (tokens[len(tokens) // 2], tokens[-1]):
-            moved.rows.append(_find_moved(source, row=int(token)))
+            changes.rows.append(_find_changed(source, row=int(token)))
         weight = None if linear is None else linear.weight
         first_channel = is_read.any(0).nonzero()[0]
-        moved.add_map(source, weight, int(first_channel))
-    return moved
+        changes.add_map(source, weight, int(first_channel))  # fills `maps` and `columns`
+    return changes
 
 
 def _join_tokens(y: Tensor) -> Tensor:
@@ -162,7 +165,7 @@ def _join_tokens(y: Tensor) -> Tensor:
     return y.flatten(0, -2)
 
 
-def _find_moved(source: Probed, *, row: int | None = None, column: int | None = None) -> Tensor:
+def _find_changed(source: Probed, *, row: int | None = None, column: int | None = None) -> Tensor:
     """Return which vectors of t = t(y) change if a token or a channel of y changes.
 
     Here t is q, k or v, and y the output of a linear map. The result is boolean, (..., tokens):
@@ -184,37 +187,38 @@ def _find_moved(source: Probed, *, row: int | None = None, column: int | None = 
     return (change_of_t != 0).any(-1)
 
 
-def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Factor, ...]:
+def _find_factors(changes: Mapping[str, _Changes], axis: int, size: int) -> tuple[Factor, ...]:
     """Return the factors of a leading axis, such as windows and heads, outermost first.
 
     A change of one channel or one token reaches a single index of a factor, or all indices. The
     factor holds, by the first case that applies,
 
         heads     if one channel of a linear map reaches a single index: each head reads its own
-        windows   if one token of the keys or values does: each window has its own keys
-        tokens    if one token of the queries does: more queries of the same keys
+        windows   if one token of the keys or values does: each window has its own keys; or if no
+                  linear map is behind keys or values, which could show it; or if the axis has one
+                  index now, as other inputs may have more windows, but not more heads
+        tokens    if one token of the queries does (and one linear map makes all queries: of
+                  several, as of experts, each makes some): more queries of the same keys
         heads     otherwise: heads that share their keys
 
     Samples count as windows here; `_choose_samples` finds them.
 
     Args:
-        moved: for q, k and v, which of their vectors change with a channel or token of a map.
+        changes: for q, k and v, which of their vectors change with a channel or token of a map.
         axis: number of the axis in these patterns.
         size: size of the axis.
     """
-    columns = [pattern for part in moved.values() for pattern in part.columns]
-    keys = moved["k"].rows
-    values = moved["v"].rows
-    patterns = {"columns": columns, "queries": moved["q"].rows, "keys": [*keys, *values]}
+    columns = [pattern for part in changes.values() for pattern in part.columns]
+    keys = changes["k"].rows
+    values = changes["v"].rows
+    patterns = {"columns": columns, "queries": changes["q"].rows, "keys": [*keys, *values]}
     has_keys = bool(keys and values)
-    # With several maps of queries (experts), different queries may come from the same token.
-    has_one_map = len(moved["q"].maps) == 1
+    has_one_map = len(changes["q"].maps) == 1
     factors: list[Factor] = []
     # `single`: the kinds of changes ("columns", "queries", "keys") that reach a single index.
     for count, single in _split_axis(size, axis, patterns):
         role: Role = "head"
         if "columns" not in single:
-            # Windows, too, if no linear map is behind the keys, and for an axis of one index.
             if "keys" in single or not has_keys or size <= 1:
                 role = "window"
             elif "queries" in single and has_one_map:
@@ -223,30 +227,33 @@ def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Fa
     return tuple(factors)
 
 
-def _find_query_factors(moved: Mapping[str, _Moved], size: int) -> tuple[Factor, ...]:
+def _find_query_factors(changes: Mapping[str, _Changes], size: int) -> tuple[Factor, ...]:
     """Return the factors of the axis of queries, outermost first: tokens, or tokens and heads.
 
     Some models of multi-query attention put heads into this axis, (b, n * h, d). All heads then
-    share their keys.
+    share their keys. With 3 tokens and 2 heads, one channel of the map of q changes the queries of
+    one head, 101010: the factors are (tokens of size 0, 2 heads). Size 0 is open (`Factor`),
+    because other batches have other numbers of tokens.
 
     Args:
-        moved: for q, k and v, which of their vectors change with a channel or token of a map.
+        changes: for q, k and v, which of their vectors change with a channel or token of a map.
         size: number of queries.
     """
     # If one channel of a map changes fewer keys or values than the whole map does, each head has
     # its own keys or values. Then no heads can lie along the axis of queries.
     for name in "kv":
-        if not all(map(torch.equal, moved[name].columns, moved[name].maps)):
+        if not all(map(torch.equal, changes[name].columns, changes[name].maps)):
             return TOKENS
     # If one channel of a map changes fewer queries than the whole map does, it changes the queries
-    # of one head.
+    # of one head (101010 in the example; the whole map changes 111111).
     patterns_of_heads = []
-    for by_channel, by_map in zip(moved["q"].columns, moved["q"].maps, strict=True):
+    for by_channel, by_map in zip(changes["q"].columns, changes["q"].maps, strict=True):
         if not torch.equal(_project_to_axis(by_channel, -1), _project_to_axis(by_map, -1)):
             patterns_of_heads.append(by_channel)
     if not patterns_of_heads:
         return TOKENS
-    # A factor holds heads if one channel changes a single index of it, and tokens otherwise.
+    # A factor holds heads if one channel changes a single index of it, and tokens otherwise. In
+    # the example, the parts are 3 (all of its indices change) and 2 (only index 0 changes).
     parts = _split_axis(size, -1, {"columns": patterns_of_heads})
     factors = [Factor("head" if single else "token", count) for count, single in parts]
     return _free_sizes(factors, "token")
@@ -279,6 +286,8 @@ def _split_axis(
 
     A factor is given by its span (stride, stride * size). The windows, at neighbouring entries,
     have the span (1, 3), and the heads have the span (3, 12), which starts where the other ends.
+    `_find_spans` returns for each pattern the spans of which it has a single index: (3, 12) for
+    the pattern of head 1, 000111000000. The ends of all spans together divide the axis.
 
     Args:
         size: the size of the axis.
@@ -304,6 +313,8 @@ def _split_axis(
         return [(size, {kind for kind in spans if spans[kind]})]
     factors: list[tuple[int, set[str]]] = []
     for factor in reversed(divided):
+        # A pattern with a single index of a span has one of each factor within the span. (Another
+        # kind of pattern may divide the span into several factors.)
         single = {kind for kind in spans if any(map(factor.is_within, spans[kind]))}
         factors.append((factor.end // factor.start, single))
     return factors or [(size, set())]  # no factor: an axis of size 1
@@ -377,10 +388,11 @@ def _list_divisors(number: int) -> list[int]:
 def _choose_samples(
     leading: Sequence[tuple[Factor, ...]], samples: int
 ) -> Iterator[tuple[tuple[Factor, ...], ...]]:
-    """Yield each way to find the samples in the leading axes, in which they count as windows.
+    """Yield each way to find the samples in the leading axes.
 
-    Every factor of windows whose size is a multiple of the number of samples is tried, outermost
-    first: as (samples, windows) and as (windows, samples).
+    So far samples and windows are one factor, called windows: both read tokens of their own.
+    Every such factor whose size is a multiple of the number of samples is tried, outermost first:
+    as (samples, windows) and as (windows, samples).
 
     With 2 samples and q of shape (8, 3, tokens, width), `leading` may be ((8 windows), (3 heads)).
     The two results have the first axis as (samples, 4 windows) and as (4 windows, samples). Other

@@ -116,7 +116,8 @@ def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
     scale = call.q.new_full((1, 1), form.scale)
     if form.mask is None or not form.mask.requires_grad:
         return {"scale": scale, "bias": form.mask}, None
-    # The mask depends on the model's input, for example on queries times relative positions.
+    # The mask depends on the model's input, for example on queries times relative positions. A
+    # slope of None means 1: the logits do contain s q k^T, and more.
     logits = form.scale * (call.q @ call.k.mT) + form.mask
     return {"scale": scale, "bias": logits.detach(), "pairs": Pairs(slope=None)}, logits
 
@@ -127,6 +128,9 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     The model's code between q k^T and S is unknown. Slopes dS_ij / d<q_i, k_j> and values of S
     show what it computes: s q k^T + B with one slope s in each head, or another function of each
     product <q_i, k_j>. A column of S without a key (a sink) takes a share of the softmax.
+
+    A pair (i, j) is live if P_ij > 0. Slopes of other pairs do not matter for the output: they may
+    be 0, as behind masked_fill, and do not count when slopes are compared.
 
     Args:
         form: the logits.
@@ -155,8 +159,8 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     sink = _find_sink(form, keys)
     logits = form.logits.detach()[..., keys]
     p = form.p.detach()[..., keys]
-    # Live pairs have P_ij > 0: the slopes of other pairs do not matter for the output. Rows in
-    # which all slopes are 0 have no live pairs: all their keys are masked.
+    # A row in which all slopes are 0 has no live pairs, although P > 0: a finite number masks all
+    # of its keys.
     is_live = (p > 0) & (slope != 0).any(-1, keepdim=True)
     masked = (slope == 0) & ~is_live  # their logits become -inf
     sizes = slope.where(is_live, 0.0).abs()
@@ -168,8 +172,9 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     if has_one_slope and is_affine and not form.has_other_inputs:  # S = s q k^T + B
         bias = None
         if masked.any() or any(op(node) in _ADDED for node in path):
-            # With a sink, the largest logit that the model subtracts stays in B, because the model
-            # subtracts it from the sink, too.
+            # `shifted`: a model that subtracts the largest logit of a row shows B only up to a
+            # constant in each row. With a sink, this logit stays in B, because the model subtracts
+            # it from the sink, too.
             shifted = sink is None and bool(largest)
             bias = _read_bias(logits, scale * product, masked, shifted=shifted)
         return fields | {"bias": bias}, None
@@ -202,7 +207,7 @@ def _divide_slopes(form: Explicit, slope: Tensor, scale: Tensor, is_live: Tensor
     """Return f, the slope of each logit over the scale s of its head; None if f is always 1.
 
     The slope of a logit is dS_ij / d<q_i, k_j> = f_ij s. f is 0 for pairs that do not change the
-    output.
+    output. The caller asks only if S is not s q k^T + B with a constant B.
 
     Args:
         form: the logits.
@@ -214,8 +219,8 @@ def _divide_slopes(form: Explicit, slope: Tensor, scale: Tensor, is_live: Tensor
     f = (slope / scale).where(is_live, 0.0).nan_to_num(0.0)
     rounding = _ROUNDING * torch.finfo(slope.dtype).eps
     is_one = _is_close(f.where(is_live, 1.0), torch.ones_like(f), relative=rounding)
-    # f = 1 at this sample. If the logits have other inputs, they are s q k^T plus relative
-    # positions, and f is 1 at all samples. If they have none, an op is not affine (a cap on
+    # If f = 1 here, is f = 1 at all samples? Yes, if the logits have other inputs: they are
+    # s q k^T plus relative positions. No, if they have none: then an op is not affine (a cap on
     # logits), and f may be another number at other samples.
     if is_one and form.has_other_inputs:
         return None
@@ -288,14 +293,18 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
 def _pull_keys(form: Explicit, keys: slice, largest: Sequence[Node], u: Tensor) -> Tensor:
     """Return J^T u for a cotangent u of the keys' logits, where J is their Jacobian by q k^T.
 
+    If each logit S_ij depends on its own product <q_i, k_j> alone, with the slope
+    dS_ij / d<q_i, k_j>, the result is slopes * u for every u. The caller tests this equation.
+
     A sink, a logit without a key, gets a cotangent, too: minus the sum of u in its row, so that a
-    row sums to 0, like every gradient behind a softmax. If the sink depends on q k^T, the result
-    is not slopes * u: the caller's test of this equation then fails.
+    row sums to 0, like every gradient behind a softmax. If the sink depends on q k^T, the equation
+    does not hold.
 
     Args:
         form: the logits.
         keys: the columns of the logits that belong to keys.
-        largest: the graph nodes that take the largest logit of a row.
+        largest: the graph nodes that take the largest logit of a row, through which no gradient
+            passes (`_pull_logits`): a model that subtracts this logit does not change P.
         u: the cotangent, (windows, heads, queries, keys).
 
     Raises:
@@ -436,11 +445,16 @@ _GRADIENT_ROUNDING = 64  # times the machine epsilon of the largest gradient
 def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projected]) -> Pairs:
     """Return the position vectors r and t of a layer, and the slopes f of its logits.
 
-    In models with relative positions a logit is S_ij = s <q_i, k_j> + <q_i, r_ij> + <k_j, t_ij>,
-    where r and t do not depend on the input. r is None if all r_ij are 0, and likewise t.
+    In models with relative positions a logit is
+
+        S_ij = F_ij(<q_i, k_j>) + <q_i, r_ij> + <k_j, t_ij>,    usually F_ij(x) = s x,
+
+    where r and t do not depend on the input. So dS_ij / dq_i = f_ij s k_j + r_ij with the slope
+    f_ij s = F_ij', and dS_ij / dk_j = f_ij s q_i + t_ij. r is None if all r_ij are 0, and likewise
+    t.
 
     Args:
-        heads: the heads of the layer; their `pairs` hold f, where dS_ij = f_ij s d<q_i, k_j>.
+        heads: the heads of the layer; their `pairs` hold f (None for 1).
         logits: S with its graph, (windows, heads, queries, keys).
         parts: how q, k and v are computed from the input; "q" is missing if q is a constant.
 
@@ -460,11 +474,10 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     s = heads.scale[..., None, None]
     samples = int(heads.sample[-1]) + 1  # `sample` has the number of each window's sample
     r = None
-    # Without r and t, the gradient of S_ij is s k_j with respect to q_i, and s q_i with respect to
-    # k_j. The difference to these gradients gives r and t.
+    # r_ij = dS_ij / dq_i - f_ij s k_j: the helper gets s k_j and the slope f.
     if "q" in parts:
         r = _read_vectors(logits, parts["q"], samples, s * heads.k, slope, is_live)
-    # For t, the same with queries and keys swapped.
+    # t_ij = dS_ij / dk_j - f_ij s q_i: the same with queries and keys swapped.
     swapped_slope = None if slope is None else slope.mT
     t = _read_vectors(logits.mT, parts["k"], samples, s * heads.q, swapped_slope, is_live.mT)
     if t is not None:
@@ -531,7 +544,10 @@ def _read_vectors(
 def _probe_logits(logits: Tensor, part: Projected, samples: int) -> Probed:
     """Return the logits S as a function S(y) of the output y of the linear map behind q.
 
-    Gradients with respect to y have only the columns that q reads, in the order of heads.
+    Gradients with respect to y have only the columns that q reads, in the order of heads. From
+    these, the caller needs the gradients with respect to q_i of each head. So each column of y
+    must belong to one head (no repeated heads), q_i must be a constant map of y_i (no local
+    Jacobian), and S_ij must depend on no other query than q_i of its head, its own pair.
 
     Args:
         logits: S with its graph, (windows, heads, queries, keys).
@@ -584,10 +600,11 @@ def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]
         inverse = torch.linalg.inv(mix)
     else:
         raise NotClosedForm(f"{BESIDE}, behind a map to another width")
-    changes = inverse.permute(2, 0, 1).flatten(1)
+    changes = inverse.permute(2, 0, 1).flatten(1)  # inverse is (heads, d, d), by column its last
     # A change m of y changes S by J m, with J = dS/dy. S_ij depends on no other query than q_i, so
     # entry ij of J m is dS_ij / dq_ic for the change of channel c.
-    # J m is the gradient of <J^T u, m> with respect to u, for any u, as J^T u is linear in u.
+    # Two backward passes give J m: the first one J^T u as a function of u. This is linear in u, so
+    # the gradient of <J^T u, m> with respect to u is J m, for any u.
     u = torch.zeros_like(source.t, requires_grad=True)
     pulled = pull_back(source.t, source.leaves, u, create_graph=True)
     rows = source.as_rows(*pulled)  # J^T u, in the shape of y

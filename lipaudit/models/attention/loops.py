@@ -90,6 +90,9 @@ def note_partners(layers: Collection[Surveyed]) -> None:
     These are calls of a loop over heads or queries that `find_loops` could not join. A layer with
     only a part of the queries is refused, because its norm is not the norm of a head.
     """
+    # `_share_input` finds calls by one line of code, such as heads with maps of their own.
+    # `_share_maps` finds calls of the same maps, such as chunks of queries. If both find a group
+    # for a layer, the group of `_share_maps` counts.
     for group in [*_group(layers, _share_input), *_group(layers, _share_maps)]:
         partners = tuple(layer.site.index for layer in group)
         for layer in group:
@@ -147,8 +150,9 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     if _are_heads(group):
         return 1
     # The causal mask of torch's fused attention starts at the first query of the call, so later
-    # chunks of a sequence would get a wrong mask. The form of a fused call ends with `causal`, and
-    # the form of a written-out softmax with the number of keys, which `is True` does not match.
+    # chunks of a sequence would get a wrong mask. `Surveyor._describe_form` puts `causal` last in
+    # the form of a fused call, and the number of keys last in that of a written-out softmax. A
+    # number is never `is True`.
     is_causal = form[-1] is True
     if _are_chunks(group) and not is_causal:
         return 2
@@ -171,9 +175,9 @@ def _are_heads(group: Sequence[Surveyed]) -> bool:
     q_shape = shapes[0][0]  # of the first call, (windows, heads, tokens, width)
     if q_shape[:2] == (1, 1):  # one head: other queries or other keys are enough
         return differs[0] or differs[1]
-    # Calls of several heads may not share keys. If two calls of two heads share the keys k0 and
-    # k1, the joined keys are k0, k1, k0, k1. But shared keys are read as grouped-query attention,
-    # which repeats each key in succession: k0, k0, k1, k1.
+    # Of calls of several heads, q, k and v must all differ. If two calls of two heads shared the
+    # keys k0 and k1, the joined keys would be k0, k1, k0, k1. But shared keys are read as those of
+    # grouped-query attention, which repeats each key in succession: k0, k0, k1, k1.
     return all(differs)
 
 

@@ -88,6 +88,8 @@ def _compute_head_norms(
     # All samples share one graph, because the module runs as a whole. So converged samples cannot
     # be left out: with `rebuild` above 1, the solver never asks for fewer samples.
     norms = spectral_norms(lambda _: multiply, start, rebuild=2.0, **accuracy)
+    # Refuse norms so small that their digits are lost (underflow), unless J_h is 0. Ones at the
+    # outputs of this head select its rows of J.
     require_range(linear, norms.norm, embed(torch.ones_like(start)))
     return norms
 
@@ -250,6 +252,9 @@ def find_residuals(
         """Note the module calls in progress at an attention call, innermost first."""
         frames_around[address] = call_stack.frames[::-1]
 
+    # The tracer cuts the graph at linear maps and attention by default. At the end of each module
+    # call, `_note_residual` looks for a path from the output back to the input, and fills
+    # `by_call`. At each attention, `note_frames` fills `frames_around`.
     # Run with one sample and with two. If the first axis of an output is as long as the number of
     # samples in both passes, the output has a row per sample; in one pass it may be chance.
     for samples in (1, 2):
@@ -295,8 +300,9 @@ def _find_skip_path(frame: trace.Frame, output: Any, samples: int) -> Residual |
         output: its output, a tensor or tensors in containers, with its graph.
         samples: number of samples in the batch.
     """
-    first_input = _find_first_moving((frame.args, frame.kwargs))
-    first_output = _find_first_moving(output)
+    # The first tensors that depend on the model's input.
+    first_input = _find_first_dependent((frame.args, frame.kwargs))
+    first_output = _find_first_dependent(output)
     if first_input is None or first_output is None:
         return None
     i, x = first_input  # the tensor x is number i of all arguments
@@ -491,7 +497,7 @@ def _linearize_residual(
     return linearize(run, x)
 
 
-def _find_first_moving(values: Any) -> tuple[int, Tensor] | None:
+def _find_first_dependent(values: Any) -> tuple[int, Tensor] | None:
     """Return the first tensor in nested containers that depends on the model's input.
 
     The first item of the result is the tensor's position among the flattened values. While the

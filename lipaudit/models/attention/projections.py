@@ -175,9 +175,11 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     linears = [origin.linear for origin in origins if origin.linear is not None]
     if not linears:
         raise NotClosedForm("is not the output of a linear map", kind="unprojected")
+    # t as a function of y, the outputs of all maps side by side, (tokens of all samples, columns).
+    # `source.read` is a gradient in this shape: nonzero exactly where t depends on y.
     source = Probed(t, outputs, join_linears(linears).outputs)
     rows = find_token_rows(source)
-    source, columns, repeat = _find_heads(source)
+    source, columns, repeat = _find_heads(source)  # now with one head of each group of equal ones
     index = attribute_rows(rows, samples, linears[0].inputs.shape[0])
     addresses = tuple(origin.address for origin in origins)
     if columns is None:  # heads share columns, as after a norm over all heads
@@ -463,7 +465,8 @@ def _read_projection(
         form: how q, k or v is computed.
         source: q, k or v as a function t(y) of the output of the linear map.
         linear: the linear map x W + b.
-        rows: the row of y that each token reads, (windows, tokens).
+        rows: the row of y that each token reads, (windows, tokens). The map runs on all tokens in
+            the model's order, and a window takes some of them (shifted windows, selected tokens).
     """
     # W and b of the columns that each head reads, (heads, D, e) and (heads, e).
     weight = graph.take(linear.weight, form.columns, dim=1).transpose(0, 1)
@@ -473,12 +476,12 @@ def _read_projection(
     if form.kind == "affine":
         _require_affine(form, source, rows)
         return _mix_channels(form, weight, bias)
-    if form.kind != "cross-head":
+    if form.kind != "cross-head":  # rotation, linear-pos or local: a Jacobian for each head
         local = _compute_local_map(form, source, rows)
         return Projection(weight, bias, local, form.kind)
     # A norm over all heads follows the linear map: each output channel depends on the columns of
-    # all heads, and `form.columns` has one row with all of them, (1, e). So every head gets all
-    # columns, and its own rows of the joint Jacobian.
+    # all heads. `form.columns` has one row with all of them, (1, e), as if there were one head. So
+    # every head gets all columns, and its own rows of the joint Jacobian.
     heads = source.t.shape[1]
     # The joint Jacobian, (windows, tokens, heads * d, e), without its axis of one joint head.
     local = _compute_local_map(form, source.join_heads(), rows)[:, 0]

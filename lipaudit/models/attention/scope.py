@@ -22,7 +22,7 @@ def find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:
         frames: the module calls in progress, the innermost one last.
         call: the attention call.
     """
-    origins = [leaf.origin for leaf in call.origins.leaves(call.q, call.k, call.v)]
+    origins = [leaf.origin for leaf in call.origins.find_leaves(call.q, call.k, call.v)]
     modules = _list_projection_modules(call, origins)
     for frame in reversed(frames):
         if all(map(frame.holds, modules)) and _is_complete(frame, call, origins):
@@ -45,9 +45,10 @@ def _is_complete(frame: Frame, call: AttentionCall, origins: Sequence[Origin]) -
     inputs = [*frame.inputs.values()]
     stop = [t.grad_fn for t in inputs if t.grad_fn is not None]
     walks = [graph.leaves(t, stop) for t in (call.q, call.k, call.v)]
-    # A module without linear maps that gets q, k and v as arguments only multiplies them: their
-    # projections are in an outer module. But if q, k and v are made from a single argument, there
-    # are no other projections, and the module may be complete.
+    # A module may get q, k and v as arguments and only multiply them. Then linear maps are behind
+    # q, k and v (`origins`), none of them is in this module, and the walks end at several
+    # arguments. The projections are in an outer module: this one is not complete. If all walks end
+    # at a single argument, q, k and v are made from it here, and no projections are left out.
     has_map = any(frame.holds(origin.address.module) for origin in origins if origin.linear)
     argument_nodes = {node for _, nodes in walks for node in nodes}
     if origins and not has_map and len(argument_nodes) != 1:
@@ -73,7 +74,7 @@ def _list_projection_modules(call: AttentionCall, origins: Sequence[Origin]) -> 
     """
     modules = []
     for t in (call.q, call.k, call.v):
-        leaves = call.origins.leaves(t)
+        leaves = call.origins.find_leaves(t)
         # v without a projection is the input of the layer, which the maps of q and k read. The
         # linear map behind it is then no projection, but a map of an earlier layer.
         is_input = any(origin.root is graph.root(t) for origin in origins)

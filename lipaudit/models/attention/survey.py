@@ -250,15 +250,19 @@ def _observe_passes(
     loops = find_loops(surveyor.layers.values())
     if loops:
         surveyor = observe(loops, uncut_maps=scores)
-    # Keys that are made from a latent of the tokens (MLA): run again, without a cut at the latent.
+    # Keys that are made from a latent of the tokens (MLA): run again, without a cut at the latent,
+    # and take over the layers that have a closed form only then.
     if surveyor.next_uncut:
         surveyor.adopt(observe(loops, uncut_maps=scores | surveyor.next_uncut))
     _run_with_other_companion(net, surveyor, other, output, loops)
-    # If both companions are equal (a text that reads the same backwards), no call can change.
+    # Remove the calls of a model that attends to one sample after the other: some of them change
+    # with the companion, and others do not. If both companions are equal (a text that reads the
+    # same backwards), no call can change.
     if not torch.equal(pair.x, other.x):
         surveyor.leave_loops()
     if not surveyor.layers:
         raise _make_heads_error(net, uses)
+    # Note the layers that are parts of one attention, for reports; refuse chunks of its queries.
     note_partners(surveyor.layers.values())
     return tuple(layer.site for layer in surveyor.layers.values()), scores
 
@@ -291,7 +295,8 @@ def _run_with_other_companion(
 ) -> None:
     """Run the same sample beside another companion, and refuse layers that mix samples.
 
-    A layer mixes samples if its q, k or v change for the sample.
+    A layer mixes samples if its q, k or v change for the sample. The pass calls `surveyor.compare`
+    at each attention, which refuses such a layer.
 
     Args:
         net: the model.
@@ -300,8 +305,10 @@ def _run_with_other_companion(
         output: the output beside the first companion.
         loops: attention calls that form one layer.
     """
-    # The tracer recognises a written-out softmax by the graph from q or k to the softmax. So the
-    # graph must start at the linear maps behind q and k.
+    # The pass needs no graphs, because it only compares values. But the tracer recognises a
+    # written-out softmax by the graph from q or k to the softmax. So for such layers the graph is
+    # cut at the linear maps behind q and k (`cut_at`), which makes their outputs leaves with
+    # gradients.
     explicit = (layer.site for layer in surveyor.layers.values() if layer.site.explicit)
     sources = frozenset().union(*(site.sources for site in explicit))
     tracer = trace.Tracer(surveyor.compare, cut_at=sources, loops=loops)

@@ -47,15 +47,16 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
     reads x. If B is left uncut, k starts at the map A. So both k and v start at maps of x: the
     result is {B}.
 
+    In the code, `by_map` has for each of these maps the tensors behind it, the nearest first, and
+    for each tensor the maps to leave uncut so that q, k or v starts there:
+
+        {B: {norm(x A): (), x: (B,)}, C: {x: ()}}
+
     Args:
         origins: the linear maps behind q, k and v.
     """
-    # For each map: the tensors that it depends on, the nearest first, and the maps to leave uncut
-    # so that q, k or v starts at this tensor. In the example, with an object that identifies a
-    # tensor in place of the tensor:
-    #     B: {norm(x A): (), x: (B,)}
-    #     C: {x: ()}
-    # Origins that are no linear map, such as the model's input, have no map to leave uncut.
+    # Tensors are given by objects that identify them (`graph.root`). Origins that are no linear
+    # map, such as the model's input, have no map to leave uncut.
     by_map = {origin.address: dict(origin.ancestors) for origin in origins if origin.linear}
     # A common tensor is also an ancestor of the first map: try the ancestors of this map in turn.
     for tensor in next(iter(by_map.values()), ()):
@@ -85,13 +86,15 @@ class Surveyor(Tracer):
     ) -> None:
         super().__init__(uncut_maps=uncut_maps, loops=loops)
         self.batch = batch
-        # Linear maps at which a further pass should not cut the graph, to read more layers.
+        # A pass cuts the autograd graph at linear maps: q, k and v start at the last maps before
+        # them. These are the maps at which a further pass should not cut, to read more layers.
         self.next_uncut: set[Address] = set()
         # Products of keys with learned queries: they look like linear maps, but are logits.
         self.scores: set[Address] = set()
         self.layers: dict[Address, Surveyed] = {}
         # For each module: True if q, k or v of some call change when the second sample is replaced
-        # by another one, False if they stay equal in some call.
+        # by another one, False if they stay equal in some call. Both, if the module attends to one
+        # sample after the other: `leave_loops` then removes its calls.
         self._changes: dict[str, set[bool]] = {}
 
     def adopt(self, deeper: Surveyor) -> None:
@@ -134,7 +137,7 @@ class Surveyor(Tracer):
             # logits depends on one column (its query) at all tokens. For any other map, the row
             # depends on several columns, or on one token of each sample.
             source = graph.Probed(logits, (leaf,), origin.linear.outputs)
-            is_read = source.pull(one_row) != 0
+            is_read = source.pull(one_row) != 0  # (tokens of all samples, columns)
             columns = is_read.any(0).sum()
             tokens = is_read.any(1).sum()
             if columns == 1 and tokens > len(self.batch):
@@ -142,19 +145,20 @@ class Surveyor(Tracer):
 
     def on_attention(self, call: AttentionCall, address: Address) -> None:
         """Analyse an attention call as a layer of the model, and note it in `layers`."""
-        if not _has_axes_of_queries(call):  # `Uses` counts it, and the survey reports it
+        if not _has_axes_of_queries(call):  # no layer; the survey warns of it, counted by `Uses`
             return
         tensors = (call.q, call.k, call.v)
         # The linear maps behind q, behind k and behind v.
-        origins = [[leaf.origin for leaf in call.origins.leaves(t)] for t in tensors]
+        origins = [[leaf.origin for leaf in call.origins.find_leaves(t)] for t in tensors]
         analysis = analyse(call, self.batch)
         arranged = call.arrange(analysis.layout, len(self.batch))
         # q, k and v, (windows, heads, tokens, width). The first half of the windows belongs to the
-        # first of two samples: it is empty if a single window holds both samples.
+        # first of two samples: it is empty if a single window holds both samples. `compare` and
+        # `leave_loops` read it, after a pass with another second sample.
         parts = (arranged.q.detach(), arranged.k.detach(), arranged.v.detach())
         of_first_sample = tuple(t[: len(t) // 2] for t in parts)
         site = self._make_site(call, address, analysis, origins, parts[0])
-        if site.structure is None:  # no closed form: a pass with fewer cuts may find one
+        if site.structure is None:  # a pass that cuts at none of these maps may find a closed form
             self.next_uncut |= find_inner_maps(chain(*origins))
             site = self._require_runnable(site, call)
         _free_maps(origins, site.heads)
@@ -185,7 +189,7 @@ class Surveyor(Tracer):
             q: the queries, (windows, heads, tokens, width).
         """
         structure = analysis.structure
-        loop = self.loops.get(address)
+        loop = self.loops.get(address)  # the calls that form one layer, if the model makes several
         addresses = (address,) if loop is None else loop.addresses
         # The innermost module call that contains the attention and its projections.
         scope = find_scope(self.call_stack.frames, call)
@@ -258,7 +262,9 @@ class Surveyor(Tracer):
         """Say whether the axis of heads of q may hold the tokens of a text instead.
 
         So it is if the heads are as many as the tokens of the text, and the axis of tokens has
-        another size. Without a closed form, nothing distinguishes heads from tokens.
+        another size: q of (samples, tokens, heads, width) was taken for (samples, heads, tokens,
+        width). The caller asks only for layers without a closed form of the Jacobian. A closed
+        form, checked with autograd, shows which axis is which. Without it, only sizes are known.
 
         Args:
             q: the queries, (windows, heads, tokens, width), by the layout of the layer.
@@ -280,7 +286,7 @@ class Surveyor(Tracer):
         """
         super().remember(linear, result)
         # The attention outputs (leaves of the cut graph) that the map's input depends on.
-        outputs = {leaf.origin.address: leaf.tensor for leaf in self.origins.leaves(linear.x)}
+        outputs = {leaf.origin.address: leaf.tensor for leaf in self.origins.find_leaves(linear.x)}
         layers = [self.layers[address] for address in outputs if address in self.layers]
         # The input must come from one layer alone. If several calls in a loop make up this layer,
         # the input must come from all of them.
@@ -415,7 +421,8 @@ def _reads_as_tokens(source: graph.Probed, heads: int) -> bool:
     """
     first_channel = torch.zeros_like(source.t)
     first_channel[:, 0] = 1.0
-    is_read = (source.pull(first_channel) != 0).any(0)
+    pulled = source.pull(first_channel)  # (tokens of both samples, heads * channels of a head)
+    is_read = (pulled != 0).any(0)
     is_read = is_read.view(heads, -1)  # (heads, channels of a head)
     read_heads = is_read.any(1).sum()
     read_channels = is_read.any(0).sum()
@@ -438,6 +445,8 @@ def _reads_inputs(
     """
     arguments = {id(graph.root(value)) for value in scope.inputs.values()}
     tensors_read = [id(origin.root) for part in origins[:2] for origin in part]
+    # Both lists hold the ids of roots. The root of a tensor is an object that all views of the
+    # tensor share: a map may read a reshaped argument.
     # `joint`: q and k read the same tokens (self-attention).
     inputs_fit = structure.joint or len(set(tensors_read)) == len(tensors_read)
     return inputs_fit and arguments.issuperset(tensors_read)
@@ -446,9 +455,11 @@ def _reads_inputs(
 def _find_reads(call: AttentionCall, t: Tensor) -> Reads:
     """Return the rows and columns, of the outputs of linear maps, that q, k or v depends on."""
     reads = Reads(set(), set())
-    for leaf, origin in call.origins.leaves(t):
+    for leaf, origin in call.origins.find_leaves(t):
         if origin.linear is None:
             continue
+        # A gradient in the shape of the map's output, (tokens of all samples, columns): nonzero
+        # exactly at the entries that t depends on.
         is_read = graph.Probed(t, (leaf,), origin.linear.outputs).read != 0
         for row in is_read.any(1).nonzero()[:, 0].tolist():
             reads.rows.add((origin.address, row))

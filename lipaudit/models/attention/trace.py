@@ -169,19 +169,23 @@ class Tracer(AttentionMode):
         loops: Iterable[Loop | None] = (),
     ) -> None:
         super().__init__(on_attention)
-        # The ops at which to cut the graph. None: at all linear maps of tensors that depend on the
-        # input, but for `uncut_maps`.
+        # The ops at which to cut the graph. None, in surveys: at all linear maps of tensors that
+        # depend on the input, but for `uncut_maps`.
         self.cut_at = cut_at
         self.uncut_maps = uncut_maps
         self.call_stack = call_stack or CallStack()
         self.origins = Origins()  # for each leaf at a cut, the op whose output it is
-        self.loops: dict[Address, Loop] = {}  # by the address of each of their calls
+        # A loop: attention calls that together compute one layer, such as one head each. By the
+        # address of each call.
+        self.loops: dict[Address, Loop] = {}
         for loop in loops:
             if loop is not None:
                 self.loops |= dict.fromkeys(loop.addresses, loop)
-        # Linear maps by ops that also multiply two activations, such as matmul.
+        # Linear maps by ops that also multiply two activations, such as matmul. With a constant
+        # factor, such an op may be no linear map but q k^T, of learned queries (`notice_scores`).
         self.products: set[Address] = set()
-        self._waiting: dict[Address, AttentionCall] = {}  # calls of loops that are not complete
+        # The calls of a loop so far, until its last call completes the layer.
+        self._waiting: dict[Address, AttentionCall] = {}
 
     def cut_input(self, t: Tensor) -> Tensor:
         """Return the model's input, or a text's embeddings, as a new leaf if this pass cuts there.
@@ -217,10 +221,11 @@ class Tracer(AttentionMode):
         if found is None:  # a product of two activations, or a map at which not to cut
             return None
         linear, address = found
-        if not product.is_linear_layer:
+        if not product.is_linear_layer:  # it may be q k^T of learned queries: see `Surveyor`
             self.products.add(address)
         output = func(*args, **kwargs)
         result = self._cut(output, self._make_origin(linear, address))
+        # Later ops cannot see behind the cut: note which attention, if any, the map reads.
         self.remember(linear, result)
         return result
 
@@ -250,7 +255,7 @@ class Tracer(AttentionMode):
         # Store a reference to the weight. A weight that was converted for this op is then freed
         # after the op, and not kept in memory as long as the graph.
         constant = Linear(linear.x.detach(), refer_to_weight(linear.weight), bias, linear.arrange)
-        if self.cut_at is not None:  # only a survey reads more than the map
+        if self.cut_at is not None:  # no survey: later passes read only the map itself
             return Origin(address, constant)
         ancestors = self._find_ancestors(linear.x, address)
         return Origin(address, constant, ancestors, reads_token_parts=divides_channels(linear.x))
@@ -269,9 +274,10 @@ class Tracer(AttentionMode):
         # Each tensor is given by an object that identifies it (`root`). The tensors themselves
         # would keep all activations of the model in memory.
         ancestors: Ancestors = ((root(x), ()),)
-        earlier = self.origins.leaves(x)
+        earlier = self.origins.find_leaves(x)
         if len(earlier) == 1:  # x is made from the output of one linear map
             behind = earlier[0].origin.ancestors
+            # Behind the earlier map A: x_0, with no map. From here, x_0 needs B (`address`) uncut.
             ancestors += tuple((mark, (address, *maps)) for mark, maps in behind)
         # Tensors behind more maps are left out: known models apply at most three maps in sequence
         # to the input of a layer, to compute q, k or v.
@@ -300,9 +306,11 @@ class Tracer(AttentionMode):
             return True
         # A matmul may also multiply the queries or keys of one head by a constant, such as a
         # rotation or position vectors. Do not cut there: q or k must start at the earlier linear
-        # map. x is then an affine function of a part of the columns of that map. If x has all of
-        # its columns (LoRA, a latent), the product is a second linear map: cut there.
-        behind = self.origins.leaves(x)
+        # map. Three cases, if x is made from the output of one earlier map:
+        #     all columns of the output (LoRA, a latent): a second linear map, cut
+        #     some columns, as an affine function: queries or keys of a head, do not cut
+        #     some columns, not affine (a norm comes between): a second linear map, cut
+        behind = self.origins.find_leaves(x)
         earlier = behind[0].origin.linear if len(behind) == 1 else None
         if earlier is None or factors.width >= earlier.parameter.shape[1]:
             return True
@@ -311,16 +319,18 @@ class Tracer(AttentionMode):
     def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address, Tensor]:
         """Return the attention call to report, its address, and the output for the model.
 
-        The call to report is None if further calls of the same layer follow (`_join_loop`). The
-        model goes on with the output, which no longer depends on the graph of this call.
+        The call to report is None if further calls of the same layer follow: an earlier pass has
+        found which calls form one layer (`loops`). The model goes on with the output, which no
+        longer depends on the graph of this call.
         """
         address = self.call_stack.address("attention")
-        # Every module that runs now lists the call. A module may run again alone, and its calls
-        # then have other addresses: the position of the call in this list identifies it.
+        # Every module that runs now lists the call. If a module runs again by itself later, for
+        # numerical norms, its calls have other addresses. Their positions in this list are the
+        # same.
         for frame in self.call_stack.frames:
             frame.attentions.append(address)
         output = self._release_output(call.output, address)
-        call = replace(call, origins=self.origins)
+        call = replace(call, origins=self.origins)  # the linear maps behind q, k and v
         return self._join_loop(call, address), address, output
 
     def _release_output(self, output: Tensor, address: Address) -> Tensor:

@@ -75,8 +75,9 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()  # uses of attention by module
         self.lines: dict[str, str] = {}  # the line of code of the first use, by module
         self._where = where  # returns the name of the running module
-        # The marks of tensors by the address of their memory. The weak reference keeps torch from
-        # giving this address to other memory.
+        # The marks of tensors by the address of their memory: bits that say whether a tensor
+        # depends on the sample, and whether it is a product such as q k^T (`_compute_marks`). The
+        # weak reference keeps torch from giving this address to other memory.
         self._marks: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def list_unread(self, modules: Iterable[str]) -> list[str]:
@@ -106,8 +107,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # shape of its arguments (zeros_like, new_ones, empty).
         if not any(marks_of_args) or name.endswith("_like") or name.startswith(_NEW):
             return out
-        if name in _IN_PLACE:  # `add_` counts as `add`
-            name = name.rstrip("_")
+        name = name.rstrip("_")  # in place: `add_` counts as `add`
         marks = self._compute_marks(name, args, marks_of_args, out)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
@@ -121,7 +121,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> int:
         """Return the marks of the result of an op, and count the op if it is a use of attention.
 
-        Marks are bits of one number, 0 for a constant:
+        At least one argument depends on the sample, and so does the result. Marks are bits of one
+        number, 0 for a constant:
 
             _SAMPLE  the tensor depends on the sample
             _OUTER   its entries are of all pairs of entries of two tensors, like q_i + k_j
@@ -158,9 +159,10 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> int:
         """Return the marks of an entry-wise sum or product of two tensors, and count uses.
 
-        Both tensors depend on the sample. Marks are bits of one number. _PAIR: the tensor is a
-        product of two tensors, like q k^T, or a function of it, like P. _OUTER: its entries are of
-        all pairs of entries of two tensors, like q_i + k_j.
+        Both tensors depend on the sample, and so does the result. Marks are bits of one number.
+        _SAMPLE: the tensor depends on the sample. _PAIR: it is a product of two tensors, like
+        q k^T, or a function of it, like P. _OUTER: its entries are of all pairs of entries of two
+        tensors, like q_i + k_j. The result of a use of attention has the mark _SAMPLE alone.
 
         Args:
             name: mul, add, sub or div.
@@ -176,25 +178,31 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A product with a pair is P_ij v_j, which the model sums over the keys j later.
             if marks & _PAIR and name == "mul":
                 return self._count_use()
-            return marks | _OUTER
+            return marks | _OUTER  # such as q_i + k_j
         left_pair = left_marks & _PAIR
         right_pair = right_marks & _PAIR
-        if left_pair == right_pair:  # both tensors are pairs, or none
+        # Both are pairs, such as q k^T + q r^T, or none is, such as x + y.
+        if left_pair == right_pair:
             return marks
         pair = left if left_pair else right
         # The pair has one number for each row of the other tensor: an attention weight for each
-        # value vector.
+        # value vector, P_i v_i.
         if pair.shape[-1:] == (1,) and out.shape[-1:] != (1,):
             return self._count_use()
-        if name == "add":  # a residual stream, to which the pair is added
+        if name == "add":  # a residual stream, to which the pair is added: x + f(P)
             return _SAMPLE
-        return marks
+        return marks  # a function of the pair, such as P times a gate
 
     def _mark_product(self, left: Any, right: Any, out: Any) -> int:
         """Return the marks of a matrix product, and count it if it is a use of attention, P v.
 
         A "pair" is a product of two tensors that depend on the sample, like q k^T, or a function
-        of it, like P. A pair times a tensor that is no pair is a use of attention.
+        of it, like P. At least one factor depends on the sample. The four cases are
+
+            a constant times any      a linear map; the result is no pair
+            no pair times no pair     q k^T: a pair
+            a pair times a pair       P P: a pair
+            a pair times no pair      P v: a use of attention, unless v has a single channel
 
         Marks are bits of one number, 0 for a constant. _SAMPLE: the tensor depends on the sample.
         _OUTER: it has an entry for each pair of tokens, like q_i + k_j. _PAIR: it is a pair.
@@ -202,7 +210,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         left_marks = self._find_marks(left)
         right_marks = self._find_marks(right)
         if not (left_marks and right_marks):
-            # One factor is a constant (a weight): a linear map, whose result is no pair.
+            # One factor is a constant (a weight): a linear map.
             marks = _SAMPLE
             # A map to one column (or a matrix times a vector) gives one number for each pair of
             # tokens, as in additive attention, w tanh(q_i + k_j): keep _OUTER. A map to several
@@ -249,7 +257,6 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _reference: Callable[[Any], StorageWeakRef] = StorageWeakRef
-_IN_PLACE = {f"{name}_" for name in _ENTRYWISE}
 
 
 def line_of_code() -> str:

@@ -373,7 +373,7 @@ def _survey_weights(net: Net, batch: Batch) -> tuple[Sequence[Site], dict[Addres
     def collect_weights(call: AttentionCall, _address: Address) -> None:
         """Store the weights of the linear maps that computed q, k and v of a call."""
         # The graph of q, k and v begins at outputs of these maps: leaves, each with its origin.
-        for _, origin in call.origins.leaves(call.q, call.k, call.v):
+        for _, origin in call.origins.find_leaves(call.q, call.k, call.v):
             if origin.linear is not None:
                 weights[origin.address] = origin.linear.weight
 

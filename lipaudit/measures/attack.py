@@ -529,8 +529,10 @@ def _note_weakness(parts: Sequence[Part], samples: int, *, guessing: bool) -> It
     gradients = sum(cost[-1] for part in parts for cost in part.facts["cost"])
     share = nonfinite / max(gradients, 1)
     yield from note_signs(base.sum_checks(parts), guessing=guessing, nonfinite=share)
-    # Numbers of robust samples before and after Square, summed over parts and trials.
-    before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
+    # Numbers of robust samples before and after Square, summed over parts and trials. After a time
+    # limit, Square may have run in more trials on one part than on another.
+    squares = [pair for part in parts for pair in part.facts["square"]]
+    before, after = np.sum(squares, axis=0)
     yield from note_square(int(before), int(after), samples)
 
 

@@ -434,7 +434,9 @@ def _write_notes(parts: Sequence[Part], arrays: Arrays, by_row: Arrays) -> Itera
     yield from _note_scope(parts)
     yield from base.note_lower_estimates(np.nanmax(by_row["within"], initial=0.0))
     if RADIUS in arrays:
-        yield from _note_radii(arrays["complete"], arrays["rivals"])
+        # A misclassified sample has no radius: it needs no further rivals.
+        complete = arrays["complete"] | np.isnan(arrays[RADIUS])
+        yield from _note_radii(complete, arrays["rivals"])
     for prefix, what in (("", "norms of the model"), ("block_", "norms of blocks")):
         if f"{prefix}norm" in arrays:
             known = ~np.isnan(arrays[f"{prefix}norm"])  # NaN has a note of its own
@@ -471,7 +473,8 @@ def _note_radii(complete: Values, rivals: Values) -> Iterator[Note]:
     """Note what first-order radii are, and how many are only lower limits.
 
     Args:
-        complete: whether the nearest class is surely among those considered, (samples,).
+        complete: whether the nearest class is surely among those considered, or the sample has no
+            radius, (samples,).
         rivals: number of classes considered, (samples,).
     """
     yield Note.info(

@@ -307,10 +307,11 @@ class Round:
         name = attack.name
         if trial.label != name:
             name = f"{name} of {trial.label}"
-        return (
-            f"{name}, {trial.key.ball}: robust accuracy at most {survivors / samples:.1%} "
-            f"({survivors} of {samples} samples)"
-        )
+        text = f"{name}, {trial.key.ball}: "
+        if not samples:  # repeats do not count, and a later round may have nothing else
+            return text + "all samples repeat earlier ones"
+        share = f"{survivors / samples:.1%} ({survivors} of {samples} samples)"
+        return f"{text}robust accuracy at most {share}"
 
     def _report_estimate(self) -> None:
         """Report how long all attacks take at most, and which flags make the run shorter."""

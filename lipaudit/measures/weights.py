@@ -257,7 +257,8 @@ def _multiply_norms(block: str, heads: Sequence[Cells], maps: Sequence[Cells]) -
         maps: rows of all linear maps of the model outside of heads.
     """
     row: Cells = {"module": block, "mlp": None}
-    norms = [linear["norm"] for linear in maps if linear["module"].startswith(f"{block}.")]
+    prefix = f"{block}." if block else ""  # "": the model itself is the block
+    norms = [linear["norm"] for linear in maps if linear["module"].startswith(prefix)]
     if norms:
         row["mlp"] = math.prod(norms)
     if all("ov" in head for head in heads):
@@ -458,8 +459,9 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
     if all("log10_product" in row for row in blocks):
         all_blocks["log10_product"] = math.fsum(row["log10_product"] for row in blocks)
     if blocks and options.at_samples:
-        logs = np.log10(base.join_parts(parts, "blocks"))  # (samples, blocks)
-        logs = logs[base.mark_unique(parts)]
+        norms = base.join_parts(parts, "blocks")[base.mark_unique(parts)]  # (samples, blocks)
+        with np.errstate(divide="ignore"):  # log10(0) is -inf, for a constant block
+            logs = np.log10(norms)
         for row, of_block in zip(blocks, logs.T, strict=True):
             row["log10_data"] = float(np.median(of_block))
         all_blocks["log10_data"] = float(np.median(logs.sum(1)))

@@ -350,6 +350,24 @@ def test_a_radius_that_was_not_completed_says_so():
         assert ("radius-incomplete" in codes) != complete
 
 
+def test_a_misclassified_sample_needs_no_further_rivals():
+    """It has no radius, so none that is a lower limit: its class is the last of forty."""
+    layer = nn.Linear(48, 40)
+    with torch.no_grad():
+        layer.weight.copy_(1e-2 * torch.eye(48)[:40])
+        layer.weight[-1] = 1e3
+        layer.bias.copy_(-torch.linspace(0, 1, 40))
+    net, batch = linear_net(layer)
+    for label, limited in ((39, 0), (0, 6)):
+        y = torch.full((len(batch),), label)
+        wrong = Batch(torch.zeros_like(batch.x), y, batch.ids)
+        (section,) = run_measure("jacobian", net, wrong, rivals=1)
+        assert section.samples["complete"] == (False,) * 6
+        assert section.samples["radius_first_order"].count(None) == 6 - limited
+        notes = [note.text for note in section.notes if note.code == "radius-incomplete"]
+        assert [text.split(" ", 1)[0] for text in notes] == ["6"] * bool(limited)
+
+
 def test_a_sample_that_repeats_another_counts_once():
     """In every row: medians and means are those of the distinct samples."""
     x = np.random.default_rng(0).random((3, 1, 8, 8)).astype(np.float32)

@@ -5,6 +5,7 @@ import re
 from functools import cache
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import lipaudit
@@ -159,6 +160,36 @@ def test_an_attack_is_ended_within_its_passes(monkeypatch):
     report = lipaudit.measure("demo", "attack", time_limit="1h", **long)
     assert report.unmeasured == {"attack": 8}
     assert report.section("attack").rows == ()
+
+
+def test_a_limit_within_the_last_square_of_a_run_leaves_a_report(monkeypatch):
+    """Square has run at two radii on 64 samples, and at one on the others."""
+    given = {"eps": "0.03,0.06", "attack": "custom:fgsm,square", "queries": 20, "samples": 66}
+    whole = lipaudit.measure("demo", "attack", **given).section("attack")
+    with monkeypatch.context() as patch:
+        end_after(patch, 7, execute)
+        cut = lipaudit.measure("demo", "attack", time_limit="60", **given).section("attack")
+    assert cut.unmeasured == 2
+    (limit,) = [note.text for note in cut.notes if note.code == "upper-limit"]
+    assert limit.endswith(": square (linf 0.06) on 64")
+    for eps, known in (("0.03", 66), ("0.06", 64)):
+        name = f"robust@worst,linf,{eps}"
+        assert cut.samples[name][:known] == whole.samples[name][:known]
+
+
+def test_a_round_of_repeats_counts_no_sample():
+    """Nine chunks of one image: the last one is a round of its own, without a new sample."""
+    x, y = np.full((513, 1, 8, 8), 0.25, np.float32), np.zeros(513, int)
+    observer = Hearing()
+    given = {"eps": 0.1, "attack": "fgsm", "samples": len(x)}
+    report = lipaudit.measure("demo", "attack", data=(x, y), observer=observer, **given)
+    alone = lipaudit.measure("demo", "attack", data=(x[:1], y[:1]), **given | {"samples": 1})
+    robust = alone.section("attack").rows[0].robust
+    for row in report.section("attack").rows:
+        assert (row.samples, row.robust) == (1, robust)
+    first, last = observer.heard("so-far")
+    assert "of 1 samples)" in first
+    assert last == "samples 513 to 513: fgsm, linf 0.1: all samples repeat earlier ones"
 
 
 def test_shards_that_a_limit_ended_are_merged_to_upper_limits(monkeypatch):

@@ -103,6 +103,38 @@ class Block(nn.Module):
         return x + self.out(o.transpose(1, 2).flatten(2))
 
 
+class BlockOfTwo(Block):
+    def __init__(self):
+        super().__init__(nn.LayerNorm(20))
+        self.mlp = nn.Sequential(nn.Linear(20, 30), nn.GELU(), nn.Linear(30, 20))
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + self.mlp(x)
+
+
+def test_a_model_that_is_a_block_itself_has_its_mlp():
+    torch.manual_seed(0)
+    model = BlockOfTwo()
+    (row,) = lipaudit.measure(model, "weights", input_shape=(5, 20)).section("weights.blocks").rows
+    mlp = math.prod(np.linalg.norm(wide(model.mlp[i].weight), 2) for i in (0, 2))
+    assert row.mlp == pytest.approx(mlp, rel=1e-9)
+    assert row.log10_product == pytest.approx(math.log10((1 + row.ov_sum) * (1 + mlp)))
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_constant_block_has_the_logarithm_of_zero():
+    class Constant(Block):
+        def forward(self, x):
+            return 0 * super().forward(x)
+
+    model = nn.Sequential(Block(nn.LayerNorm(20)), Constant(nn.LayerNorm(20)))
+    report = lipaudit.measure(model, "weights", data=draw(0, 2, 5, 20).numpy(), at_samples=True)
+    rows = report.section("weights.blocks").rows
+    assert [row.log10_data for row in rows[1:]] == [-math.inf, -math.inf]
+    assert math.isfinite(rows[0].log10_data)
+
+
 class HalvedLayerNorm(nn.LayerNorm):
     def forward(self, x):
         return super().forward(x) / 2

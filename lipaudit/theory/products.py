@@ -80,7 +80,8 @@ class HeadProducts:
         for y, gram in zip(pulled, self.grams, strict=True):
             products = y * _times_gram(y, gram)
             square = square + products.sum((1, 2))
-        return square.sqrt()
+        # Where W y nearly cancels, rounding may make the square negative.
+        return square.clamp_min(0.0).sqrt()
 
     def select(self, index: Tensor) -> HeadProducts:
         """Return the products of some of the problems, given their indices."""

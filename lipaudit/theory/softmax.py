@@ -58,7 +58,7 @@ def entropy(p: Float[Tensor, "*rows n"]) -> PerRow:
     # p log p is 0 for p = 0: with log 0 = -inf it would be NaN. torch.special.entr does the same,
     # nearly three times slower.
     terms = p.clamp_min(tiny).log_().mul_(p)
-    return -terms.sum(-1)
+    return 0.0 - terms.sum(-1)  # 0, not -0, for a row with one entry
 
 
 class RowProfile(NamedTuple):

@@ -359,8 +359,9 @@ class _Krylov:
         u = F.normalize(scaled, dim=1)
         length = torch.ones(count).double()
         if guess is not None:
-            # In one dimension two opposite vectors would cancel: no guess is added.
-            u, length = _add_guess(u, guess * (live > 1)[:, None])
+            # No guess is added in one or two dimensions. Start and guess may cancel there, and the
+            # limit would not hold: the density of <g, v> in `_add_guess` grows towards 1 and -1.
+            u, length = _add_guess(u, guess * (live > 2)[:, None])
         self.index = torch.arange(count)  # all problems run at first
         self.size = live.cpu()
         self.steps = 0
@@ -610,7 +611,8 @@ def _compute_log_delta(size: Tensor) -> Tensor:
 
     A random start u has a component of at least delta along the leading vector v, except with
     probability ETA. P is at most 2 delta times the largest density of <u, v>, which for n >= 3
-    dimensions is Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)). So delta = ETA / 2 / density.
+    dimensions is Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)). So delta = ETA / 2 / density. For n = 2
+    this is the density at 0, and P is larger than ETA by less than 1e-6 of it.
 
     Args:
         size: dimension n of each space.

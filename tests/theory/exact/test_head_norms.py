@@ -93,6 +93,16 @@ def test_heads_whose_queries_keys_and_values_are_constant_have_norm_0(random_lay
     assert not head_bounds(heads)["sharp"].any()
 
 
+def test_values_that_a_normalisation_makes_constant_have_a_small_norm(random_layer):
+    # Tokens of one channel: RMSNorm of x W leaves only its sign, and ||J^T u||^2 cancels.
+    options = {"n": 1, "width": 1, "d": 2, "gain": 30.0}
+    for seed in (2, 10, 11, 17):
+        heads = random_layer("all-norm", seed=seed, **options).heads.to(torch.float32)
+        norms = head_norms(heads, seeds=[0, 1])
+        truth = torch.linalg.matrix_norm(dense_jacobian(heads.to(torch.float64)), 2)
+        torch.testing.assert_close(norms.norm, truth, rtol=1e-6, atol=1e-7)
+
+
 def test_a_value_that_is_not_finite_is_an_error(random_layer):
     heads = random_layer("affine").heads
     v = heads.v.clone()

@@ -158,6 +158,18 @@ def test_in_one_dimension_no_guess_cancels_the_start(sign):
     assert norms.norm.tolist() == pytest.approx([3.0, 3.0])
 
 
+def test_the_limit_holds_with_a_guess_in_a_few_dimensions():
+    # The density of a random unit vector's component is unimodal from three dimensions on only.
+    for size in (2, 3):
+        values = torch.ones(size, dtype=torch.float64)
+        values[0] = 1.004
+        start = random_starts(range(4000), size)
+        guess = torch.eye(size, dtype=torch.float64)[:1].expand_as(start)
+        norms = spectral_norms(lambda _, a=values: lambda u: u * a, start, guess=guess, within=0.2)
+        above = norms.upper < math.sqrt(1.004) * (1 - 1e-12)
+        assert int(above.sum()) <= 3 * ETA * len(start), size
+
+
 def test_no_copies_of_a_converged_value_appear():
     values = [100.0, *torch.linspace(1.0, 2.0, 299).tolist()]
     matrix, _ = with_spectrum(values)

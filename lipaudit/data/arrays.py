@@ -500,8 +500,12 @@ def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
         grey = (1, *shape)
         if x.dtype == torch.uint8:
             return (SampleForm("image", grey),)
-        # Values outside [0, 1] are not pixels: then the samples are sequences.
-        are_pixels = not x.is_complex() and bool(((x >= 0) & (x <= 1)).all())
+        # Values outside [0, 1] are not pixels: then the samples are sequences. Values are compared
+        # as floats, because torch cannot compare unsigned integers of 16 bits and more.
+        are_pixels = False
+        if not x.is_complex():
+            values = x.float()
+            are_pixels = bool(((values >= 0) & (values <= 1)).all())
         return SampleForm("tokens", shape), SampleForm("image", grey, fits=are_pixels)
     if len(shape) == 1:
         kind: batch.SampleKind = "tokens" if x.is_floating_point() else "text"

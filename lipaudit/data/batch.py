@@ -465,8 +465,13 @@ def _match_names(numbers: _Matches, net: Net) -> _Matches:
     if net.labels is None:  # transformers calls unnamed classes LABEL_0, LABEL_1, ...
         for i in range(net.classes or 0):
             classes[f"label {i}"] = i
-    for i, label in enumerate(net.labels or ()):
-        for name in (*label.split(","), label):  # "tench, Tinca tinca": both names, and the whole
+    # "tench, Tinca tinca" is matched as a whole, and by either of the two names. Whole labels come
+    # first: "cardigan" is another class than "Cardigan, Cardigan Welsh corgi".
+    labels = net.labels or ()
+    for i, label in enumerate(labels):
+        classes.setdefault(_normalise(label), i)
+    for i, label in enumerate(labels):
+        for name in label.split(","):
             classes.setdefault(_normalise(name), i)
     matches = {}
     for name, number in numbers.items():

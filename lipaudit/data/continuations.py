@@ -134,20 +134,25 @@ class Packer:
 
         Prompt and continuation are tokenized as one text, because tokens depend on neighbouring
         characters. White space between prompt and continuation is part of the continuation. If
-        there is none, a blank is added.
+        there is none, a blank is added. A token that has characters of both, such as a question
+        mark with the line break behind it, belongs to the continuation.
         """
         stripped = prompt.rstrip()
         space = prompt[len(stripped) :]
-        ids_alone = self.tokenize(stripped, WHOLE)  # WHOLE is a huge limit: texts are not cut here
-        splits = []  # (ids of the prompt, ids of the continuation)
+        texts = [stripped]  # the prompt alone, and with each continuation
         for text in continuations:
             separator = space
             if not space and not text[:1].isspace():
                 separator = " "
-            ids_together = self.tokenize(stripped + separator + text, WHOLE)
-            splits.append(_split_ids(ids_alone, ids_together))
-        prompt_ids, _ = splits[0]
-        return prompt_ids, [continuation for _, continuation in splits]
+            texts.append(stripped + separator + text)
+        rows = [self.tokenize(text, WHOLE) for text in texts]  # a huge limit: nothing is cut here
+        # Some tokenizers end every text with a special token, also an empty one.
+        end = self.tokenize("", WHOLE)[-1:]
+        if end and all(row[-1:] == end for row in rows):
+            rows = [row[:-1] for row in rows]
+        # The ids that all rows begin with are the prompt.
+        length = _count_shared(rows)
+        return rows[0][:length], [row[length:] for row in rows[1:]]
 
     def find_room(self, continuation_ids: Sequence[Sequence[int]]) -> int:
         """Return how many tokens of a prompt fit before the longest of these continuations."""
@@ -188,8 +193,9 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
     with choices and the answer; a text (or a pair, on two lines) with a label, where the
     continuations are the names of all labels. A blank separates prompt and continuation and is
     part of the continuation. As in lm-evaluation-harness, prompt and continuation are tokenized
-    together: the ids after the ids of the prompt belong to the continuation. A long prompt is cut
-    at its beginning.
+    together: the ids after the ids of the prompt belong to the continuation. (If the prompt alone
+    ends in other ids, the harness drops characters. Here none are lost.) A long prompt is cut at
+    its beginning.
 
     Args:
         table: the rows.
@@ -315,24 +321,14 @@ def _read_questions(
     return questions, usual, faults
 
 
-def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt and of its continuation, both without an end token.
-
-    The ids [1, 2] and [1, 2, 7] give [1, 2] and [7]. So do [1, 2, 99] and [1, 2, 7, 99], where the
-    tokenizer ends every text with 99.
-
-    Args:
-        prompt: ids of the prompt alone.
-        both: ids of the prompt with its continuation, tokenized as one text.
-    """
-    length = len(prompt)
-    if prompt and both[:length] != prompt:  # perhaps because of an end token
-        last = length - 1
-        starts_alike = both[:last] == prompt[:last]
-        ends_alike = both[-1:] == prompt[-1:]
-        if starts_alike and ends_alike:
-            return prompt[:last], both[last:-1]
-    return prompt, both[length:]
+def _count_shared(rows: Sequence[Sequence[int]]) -> int:
+    """Return how many ids all rows share at their beginning."""
+    count = 0
+    for column in zip(*rows, strict=False):  # up to the end of the shortest row
+        if len(set(column)) > 1:
+            break
+        count += 1
+    return count
 
 
 def _choose_form(table: SampleTable, rows: _Rows, options: DataOptions) -> QuestionForm:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data import arrays, grouping, tables, texts
-from lipaudit.data.arrays import SampleForm
+from lipaudit.data.arrays import SampleForm, to_box
 from lipaudit.data.batch import DataOptions as DataOptions
 from lipaudit.data.batch import SampleOrigin, make_batch
 from lipaudit.data.batch import Samples as Samples
@@ -222,10 +222,12 @@ def _note_unknown(samples: Samples, net: Net) -> Notes:
     # Token `id` of continuation i of a prompt is stored as id + i * vocabulary.
     ids = x % (net.vocabulary or 1)
     unknown = int((mask & (ids == net.unknown_id)).sum())
-    if unknown <= MOST_UNKNOWN * count:
+    # A tokenizer may read an empty text as an unknown token. Then `count` may be too small, or 0.
+    share = unknown / max(count, unknown, 1)
+    if share <= MOST_UNKNOWN:
         return ()
     text = (
-        f"{100 * unknown / count:.0f}% of the tokens are unknown to the tokenizer: the model "
+        f"{100 * share:.0f}% of the tokens are unknown to the tokenizer: the model "
         "reads the same id for all of them. Check that the tokenizer belongs to this model, and "
         "that the texts are in its language and case"
     )
@@ -256,10 +258,13 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
     count = options.samples
     if net.kind == "image":
         what = "1/f noise"
-        x = [_make_noise(shape, rng) for _ in range(count)]
+        x = [to_box(_make_noise(shape, rng), net.box) for _ in range(count)]
     elif net.kind == "tokens":
         what = "Gaussian tokens"
         x = [torch.randn(shape, generator=rng) for _ in range(count)]
+        if net.box is not None:  # values have limits
+            what = "Gaussian noise within the limits of the model"
+            x = [to_box((0.5 + CONTRAST * tokens).clamp(0, 1), net.box) for tokens in x]
     elif net.tokenize is not None:
         story = (files("lipaudit.data") / "assets" / "text.txt").read_text("utf-8")
         what = "a text that comes with lipaudit"
@@ -267,7 +272,8 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
         x, origins, notes = texts.cut_windows(story, net, options, origin="random", after=story)
     else:
         what = "random token ids"
-        x = [*_draw_token_ids(net, options, rng)]
+        length, notes = texts.limit_tokens(net, options)
+        x = [*_draw_token_ids(net, (count, length), rng)]
     text = (
         f"--data random: the samples are {what}. The results depend on the samples, so give "
         "real data with --data"
@@ -276,11 +282,10 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
     return Samples(make_batch(x, net), notes, origins=tuple(origins))
 
 
-def _draw_token_ids(net: Net, options: DataOptions, rng: torch.Generator) -> Tensor:
-    """Draw random token ids (samples, tokens) for a model without a tokenizer."""
+def _draw_token_ids(net: Net, shape: tuple[int, int], rng: torch.Generator) -> Tensor:
+    """Draw random token ids of a shape (samples, tokens) for a model without a tokenizer."""
     vocabulary = net.vocabulary or 1
-    length = min(options.max_tokens, *net.input_shape)
-    ids = torch.randint(vocabulary, (options.samples, length), generator=rng)
+    ids = torch.randint(vocabulary, shape, generator=rng)
     if net.end_id is not None:
         # The end token stands once in a text, at the end, where tokenizers put it. Where it was
         # drawn by chance, take the next id.
@@ -290,7 +295,7 @@ def _draw_token_ids(net: Net, options: DataOptions, rng: torch.Generator) -> Ten
 
 
 def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-    """Draw an image whose amplitude falls with frequency as 1/f, as in photographs.
+    """Draw an image in [0, 1] whose amplitude falls with frequency as 1/f, as in photographs.
 
     Mean 0.5 and standard deviation 0.2, then clipped to [0, 1].
     """

@@ -420,8 +420,13 @@ def _add_label_faults(table: SampleTable, label: str, values: Sequence[Any]) -> 
         values: its values.
     """
     faults = dict(table.faults)
+    names = table.classes.get(label)  # the labels are then numbers of these classes, -1: unknown
     for i, value in enumerate(values):
         fault = find_fault({label: value}, texts=(), label=label)
+        if not fault and names is not None:
+            is_class = isinstance(value, int) and -1 <= value < len(names)
+            if not is_class:
+                fault = f"has the label {value!r}, and the file names {len(names)} classes"
         if fault:
             faults.setdefault(i, fault)
     return replace(table, faults=faults)

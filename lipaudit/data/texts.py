@@ -59,7 +59,8 @@ def cut_windows(
     """Return as many windows of a text as samples are requested, evenly spread, as token ids.
 
     The text is cut into equal parts. A window begins with the first word that begins in a part,
-    and has up to `max_tokens` tokens, special ones included.
+    and has up to `max_tokens` tokens, special ones included. A text with fewer words than samples
+    gives a window for each word.
 
     Args:
         text: the text.
@@ -77,10 +78,14 @@ def cut_windows(
     text += after
     x = []
     origins = []
+    begun = set[int]()  # where windows begin
     for start in starts:
         # Inside a word: go on to the beginning of the next word.
         while 0 < start < len(text) and not text[start - 1].isspace():
             start += 1
+        if start in begun:  # the same window again would count as a further sample
+            continue
+        begun.add(start)
         # Tokenizers are slow: they get more letters than `limit` tokens need, not the whole text.
         window = text[start : start + LETTERS_PER_TOKEN * limit]
         if is_empty(window):

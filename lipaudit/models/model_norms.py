@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.models.graph import draw_positive
 from lipaudit.models.linearize import Linearization, require_finite
 from lipaudit.theory import TOL, WITHIN
 from lipaudit.theory.spectral import Norms, Products, random_starts, spectral_norms
@@ -438,10 +439,10 @@ def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:
     """
     small = norm < SMALLEST[linear.x.dtype]
     if small.any():
-        # A small norm is right if J is 0. Decide this by J^T u with a large u, of entries 2^100 (a
-        # power of two causes no rounding). If J^T u has nonzero entries, J is not 0, and the
-        # smallness of J has cost digits.
-        pulled = linear.vjp(units * 2.0**100).flatten(1)
+        # A small norm is right if J is 0. Decide this by J^T u with a large random u. (J^T u of
+        # equal entries is 0 for centred outputs, too.) If J^T u has nonzero entries, J is not 0,
+        # and the smallness of J has cost digits.
+        pulled = linear.vjp(units * draw_positive(units) * 2.0**100).flatten(1)
         has_entries = pulled.any(1).cpu()
         if (small & has_entries).any():
             raise EvaluationError(

@@ -155,3 +155,26 @@ def test_rows_of_another_number_of_choices_can_be_left_out(loaded):
     assert y == [1, 0]
     left_out = [note.text for note in found.notes if note.code == "skipped-bad"]
     assert [text.partition(":")[2][:2] for text in left_out] == [" 2"]
+
+
+def merge(text, most):
+    """A token per letter; a question mark and the line break behind it are one token, 5."""
+    ids = []
+    for letter in text:
+        if letter == "\n" and ids[-1:] == [ord("?") % V]:
+            ids[-1] = 5
+        else:
+            ids.append(ord(letter) % V)
+    return ids[:most]
+
+
+@pytest.mark.parametrize("end", [[], [2], [ord("!") % V]])
+@pytest.mark.parametrize("texts", [("no", "yes"), ("?", "why?"), ("no", "\nyes")])
+def test_a_token_of_both_prompt_and_continuation_is_not_lost(loaded, end, texts):
+    """The prompt and each of its continuations have the ids of the whole text."""
+    row = {"question": "Is it? So?\n", "choices": texts, "answer": 0}
+    _, (x,), _ = loaded(row, tokenize=lambda text, most: [*merge(text, most - 1), *end])
+    parts = [[i % V for i in x if i // V == number] for number in range(3)]
+    assert parts[0] == merge("Is it? So", 99)
+    for part, text in zip(parts[1:], texts, strict=True):
+        assert parts[0] + part == merge(f"Is it? So?\n{text}", 99)

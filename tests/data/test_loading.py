@@ -136,3 +136,20 @@ def test_a_window_goes_by_its_first_character_and_long_texts_are_cut(read, text_
     assert origin.text.startswith("some words some words")
     assert origin.text.endswith("...")
     assert len(origin.text) < 130
+
+
+def test_random_samples_are_within_the_limits_of_the_model(image_taker, token_taker):
+    for net in (
+        replace(image_taker(), box=(-2.0, 255.0)),
+        replace(token_taker(), box=(-2.0, 255.0)),
+    ):
+        samples = load_data("random", net, DataOptions(samples=8))
+        assert [note.code for note in samples.notes] == ["random-data"]  # not too dark
+        low, high = samples.batch.x.aminmax()
+        assert -2 <= low < 60
+        assert 195 < high <= 255
+
+
+def test_no_random_ids_are_no_text(text_taker, refused):
+    message = refused("random", text_taker(tokenize=None), UsageError, max_tokens=0)
+    assert "--max-tokens 0 leaves nothing" in message

@@ -365,3 +365,39 @@ def test_class_names_that_datasets_writes_into_parquet_are_matched_by_name(tmp_p
     samples = load_data(str(tmp_path / "t.parquet"), net, DataOptions(samples=2))
     found = dict(zip((o.text for o in samples.origins), samples.batch.y.tolist(), strict=True))
     assert found == {"bad": 1, "good": 0}
+
+
+def test_a_whole_label_comes_before_one_of_several_names_of_another_class(tmp_path, text_taker):
+    """ImageNet has the classes "Cardigan, Cardigan Welsh corgi" and "cardigan"."""
+    net = text_taker(
+        classes=3, labels=("Cardigan, Cardigan Welsh corgi", "cardigan", "harp, lyre")
+    )
+    labels = ["cardigan", "Cardigan Welsh corgi", "Cardigan, Cardigan Welsh corgi", "harp"]
+    assert loaded(tmp_path, net, labels) == ([1, 0, 0, 2], ())
+
+
+@pytest.mark.parametrize(("labels", "value"), [([0, 1, 5], "5"), ([0.0, 1.0, 0.5], "0.0")])
+def test_numbers_beyond_the_class_names_of_a_file_name_their_row(
+    tmp_path, text_taker, refused, labels, value
+):
+    facts = {"info": {"features": {"label": {"names": ["neg", "pos"], "_type": "ClassLabel"}}}}
+    table = pyarrow.table({"text": ["a", "b", "c"], "label": labels})
+    table = table.replace_schema_metadata({"huggingface": json.dumps(facts)})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    net = text_taker(classes=2, labels=("neg", "pos"))
+    message = refused(tmp_path / "t.parquet", net)
+    assert f"has the label {value}, and the file names 2 classes" in message
+
+
+def test_a_text_of_few_words_gives_no_window_twice(read):
+    samples = read("t.txt", "one two three four", samples=12)
+    shown = [origin.text for origin in samples.origins]
+    assert shown == ["one two three four", "two three four", "three four", "four"]
+    assert [note.code for note in samples.notes] == ["one-stream", "fewer-samples"]
+
+
+def test_a_tokenizer_that_reads_nothing_as_an_unknown_word(read, text_taker):
+    net = replace(text_taker(tokenize=lambda text, most: [7] * len(text.split(" "))), unknown_id=7)
+    notes = read("t.csv", "text\nfoo\nbar\n", net, samples=2).notes
+    assert [note.code for note in notes] == ["unknown-tokens"]
+    assert notes[0].text.startswith("100% of the tokens are unknown")

@@ -280,3 +280,16 @@ def test_largest_singular_values_that_agree_to_many_digits():
         assert spent <= 25 + 8 * count * (gap > 1e-9)
         assert miss <= gap + 1e-6
     assert (1 - estimated.norm > 1e-6).any()  # or a proof would add nothing
+
+
+@pytest.mark.parametrize("outputs", [4, 20])
+def test_a_tiny_derivative_of_centred_outputs_is_no_derivative_of_zero(outputs):
+    """The sum of centred outputs is constant: equal cotangents show no derivative."""
+    w = torch.randn(outputs, 24, generator=torch.Generator().manual_seed(0)) * 1e-36
+
+    def centre(z, index):
+        y = (z @ w.T) * 1e-4
+        return y - y.mean(1, keepdim=True)
+
+    with pytest.raises(EvaluationError, match="too small for torch.float32"):
+        compute_jacobian_norms(linearize(centre, torch.randn(2, 24)))

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 
 from lipaudit.models.net import LoadOptions, Net
@@ -36,7 +37,11 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
     if hasattr(module, "save_pretrained"):
         _save_transformers(module, folder)
         return True
-    weights = {name: t.cpu().contiguous() for name, t in module.state_dict().items()}
+    # Copies, because the format refuses tensors that share memory, such as tied weights.
+    weights = {
+        name: t.cpu().clone(memory_format=torch.contiguous_format)
+        for name, t in module.state_dict().items()
+    }
     (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
     # Models of timm keep facts about their trained weights: classes, normalisation, resizing.
     pretrained_cfg = getattr(module, "pretrained_cfg", None)
@@ -82,8 +87,9 @@ def _read_arguments(net: Net, options: LoadOptions) -> dict[str, Any]:
 
 def _save_transformers(module: Any, folder: Path) -> None:
     """Write a model of transformers, with the tokenizer and other settings of its directory."""
-    source = Path(module.config._name_or_path)
-    files = (*source.glob("*"), *source.glob(POOLING)) if source.is_dir() else ()
+    name = module.config._name_or_path  # empty if the model was not loaded from a directory
+    source = Path(name)
+    files = (*source.glob("*"), *source.glob(POOLING)) if name and source.is_dir() else ()
     for file in files:
         copy = folder / file.relative_to(source)
         # Not the index of sharded weights, which `save_pretrained` writes.

@@ -362,3 +362,11 @@ def test_a_side_alone_keeps_the_channels_of_the_reading_of_that_size():
     forms = list_forms(torch.rand(5, 32, 32, 3))
     options = LoadOptions(input_size=(32,), forms=lambda: forms)
     assert describe(nn.Conv2d(3, 4, 1), options).input_shape == (3, 32, 32)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_wide_unsigned_integers_are_read_like_others(dtype):
+    """torch cannot compare them."""
+    for largest, fits in ((1, True), (300, False)):
+        x = torch.from_numpy(np.full((2, 6, 2), largest, dtype))
+        assert [form.fits for form in list_forms(x)] == [True, fits]

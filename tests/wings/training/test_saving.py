@@ -73,3 +73,39 @@ def test_what_is_written_has_the_permissions_of_any_new_file(mask, tmp_path):
     assert modes == dict.fromkeys(
         ("config.json", "model.safetensors", "report.json"), 0o666 & ~mask
     )
+
+
+def test_tied_weights_of_an_own_model_are_written(tmp_path):
+    """safetensors refuses tensors that share memory."""
+    (tmp_path / "tied.py").write_text(
+        "import torch\n"
+        "from lipaudit.models.net import ModelSpec\n"
+        "def model(seed=0):\n"
+        "    torch.manual_seed(seed)\n"
+        "    layers = [torch.nn.Linear(8, 8) for _ in range(3)]\n"
+        "    layers[2].weight = layers[0].weight\n"
+        "    return ModelSpec(torch.nn.Sequential(*layers), (5, 8), kind='tokens')\n"
+    )
+    net = load_net(f"py:{tmp_path}/tied.py:model")
+    assert not save_net(net, tmp_path / "out")
+    arch = f"py:{tmp_path}/tied.py:model"
+    options = LoadOptions(arch=arch, model_kwargs={"seed": 1})
+    again = load_net(str(tmp_path / "out" / "model.safetensors"), options)
+    assert_same_outputs(net, again)
+
+
+def test_a_model_that_came_from_no_directory_takes_no_files_of_this_one(tmp_path, monkeypatch):
+    (tmp_path / "secrets.json").write_text("{}")
+    (tmp_path / "own.py").write_text(
+        "import transformers\n"
+        "def model():\n"
+        "    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1)\n"
+        "    config = transformers.ViTConfig(\n"
+        "        image_size=8, patch_size=4, num_attention_heads=2, **sizes)\n"
+        "    return transformers.ViTForImageClassification(config)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    net = load_net("py:own.py:model")
+    assert save_net(net, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors"}

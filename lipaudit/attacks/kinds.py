@@ -23,7 +23,7 @@ from lipaudit.tables.trials import (
     Norm,
     Radius,
     TrialKey,
-    name_unit,
+    list_units,
     parse_radius,
 )
 
@@ -481,7 +481,7 @@ def _plan_radii(
         # WHOLE: norms that count words, characters, tokens or patches.
         if norm in WHOLE and radius.value.denominator != 1:
             raise UsageError(
-                f"the radius {radius.text} is not a whole number of {name_unit(norm)}",
+                f"the radius {radius.text} is not a whole number of {list_units(norm)[-1]}",
                 f"Give whole numbers: --attack {norm} --eps 1,2. For a ball, use --attack pgd.",
             )
     if norm == "l1" and attacks == STANDARD:  # AutoAttack has other settings in l1

@@ -31,6 +31,7 @@ from lipaudit.tables.columns import (
 )
 from lipaudit.tables.formats import (
     describe_places,
+    format_count,
     format_significant,
     format_value,
     name_sample,
@@ -137,7 +138,7 @@ def read_norm(headline: Headline, section: Section, report: Report) -> Iterator[
     text = f"{row.from_} to {row.to}"
     if row.norm != "2":
         text += f", norm {row.norm}"
-    text += f", {row.samples} samples; "
+    text += f", {format_count(row.samples)}; "
     if row.samples >= FEWEST:  # the 95th percentile of a few samples is about the largest norm
         text += f"p95 {format_value(row.p95, column)}, "
     text += f"largest {format_value(row.max, column)}"

@@ -121,9 +121,10 @@ def set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
 
 
 def _list_decades(low: float, high: float) -> list[float]:
-    """Return the ticks of a logarithmic axis: decades, or 1, 2 and 5 times each decade.
+    """Return ticks for a logarithmic axis: decades, or 1, 2 and 5 times each decade.
 
-    matplotlib's own LogLocator may return a single tick, or none.
+    Some may be outside `low` to `high`: `set_ticks` drops them. matplotlib's own LogLocator may
+    return a single tick, or none.
     """
     first = math.ceil(math.log10(low))
     last = math.floor(math.log10(high))
@@ -131,7 +132,8 @@ def _list_decades(low: float, high: float) -> list[float]:
     decades = [10.0**power for power in range(first, last + 1, step)]
     if len(decades) >= 3:
         return decades
-    # Too few decades: 1, 2 and 5 times each.
+    # Too few decades: 1, 2 and 5 times each, also of the decade below `low`. An axis from 1.5 to
+    # 90 begins with 2, which is 2 times the decade 1.
     places = []
     for power in range(first - 1, last + 1):
         places += [times * 10.0**power for times in (1, 2, 5)]

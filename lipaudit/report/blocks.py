@@ -19,6 +19,7 @@ from lipaudit.report.cells import (
 )
 from lipaudit.tables import Column, Note
 from lipaudit.tables.columns import finite
+from lipaudit.tables.formats import format_count
 
 Tone = Literal["", "answer", "kept", "open", "broken"]
 
@@ -149,8 +150,8 @@ class Heatmap:
         column: the column that formats a value.
         axes: what rows and columns are.
         centre: neutral value of a scale with two sides, such as 0 for differences.
-        square: whether this is an attention map of queries and keys: its cells are square, and
-            shown in pictures only. Other maps are of layers and heads.
+        is_attention: whether this is a map of queries and keys: its cells are square, and shown in
+            pictures only. Other maps are of layers and heads.
         scale: the colours that maps of one unit share on a page; None: by the values.
     """
 
@@ -161,7 +162,7 @@ class Heatmap:
     column: Column
     axes: tuple[str, str] = ("layer", "head")
     centre: float | None = None
-    square: bool = False
+    is_attention: bool = False
     scale: Scale | None = None
 
 
@@ -389,7 +390,7 @@ def explain_shades(block: Passage) -> str:
     if block.left_out:
         share = max(0.0, 1 - sum(block.shares))  # all shares of the text sum to 1
         others = format_value(share, column)
-        text += f"; {block.left_out} more tokens are left out: {others}"
+        text += f"; {format_count(block.left_out, 'more token')} left out: {others}"
     return text
 
 
@@ -538,7 +539,7 @@ def compute_scale(block: Heatmap) -> Scale:
     if high <= low:
         return Scale(low, low + 1.0, log=False)
     # Shares keep a linear scale: 10% has to look like a tenth of 100%.
-    is_share = block.square or block.column.format.endswith("%")
+    is_share = block.is_attention or block.column.format.endswith("%")
     spans_decade = 0 < 10 * low < high
     if is_share or not spans_decade:
         return Scale(low, high, log=False)

@@ -19,7 +19,7 @@ from lipaudit.report.groups import count_part
 from lipaudit.report.rows import list_distinct, read_change, write_arrows
 from lipaudit.tables import Report
 from lipaudit.tables.columns import finite
-from lipaudit.tables.formats import name_sample
+from lipaudit.tables.formats import format_count, name_sample
 from lipaudit.tables.trials import TrialKey
 
 MOVED = ("regressed", "improved")
@@ -30,7 +30,7 @@ TINY = 1e-300
 """Stands for 0 where a logarithm is taken."""
 WORDS = {1: "worse", 2: "better", GREY: "not proven"}
 """What a comparison calls its verdicts, by colour."""
-OF_PAIRED = (
+PAIRED_NOTE = (
     "A paired change compares each sample with itself; of a median, it is the median of these "
     "changes. It can differ from old → new: the two medians may be of different samples."
 )
@@ -70,7 +70,7 @@ def write_answer(pair: Pair) -> str:
     # The main figure changed, but the change is not proven.
     if leading is not None and leading.change and leading.status not in MOVED:
         sentences.append(
-            f"{pair.new}: {leading.sentence}, not proven with {leading.samples} samples."
+            f"{pair.new}: {leading.sentence}, not proven with {format_count(leading.samples)}."
         )
     clauses = _list_clauses(judged, leading)
     if clauses:
@@ -82,11 +82,13 @@ def write_answer(pair: Pair) -> str:
         if unproven:
             sentences.append(f"No proven change in {unproven} of {len(judged)} figures.")
     elif judged:
-        sentences.append(f"{pair.new}: no proven change in any of {len(judged)} figures.")
+        sentences.append(
+            f"{pair.new}: no proven change in any of {format_count(len(judged), 'figure')}."
+        )
     # A verdict has a reason only if its figure cannot be compared.
     incomparable = sum(bool(verdict.reason) for verdict in pair.verdicts)
     if incomparable:
-        sentences.append(f"{incomparable} figures cannot be compared.")
+        sentences.append(f"{format_count(incomparable, 'figure')} cannot be compared.")
     return write_arrows(" ".join(sentences))
 
 
@@ -132,8 +134,10 @@ def count_samples(verdicts: Iterable[Verdict]) -> str:
     counts = sorted({verdict.samples for verdict in verdicts} - {0})
     if not counts:
         return ""
-    ends = dict.fromkeys((counts[0], counts[-1]))  # a single number if the two are equal
-    return f", {' to '.join(map(str, ends))} samples"
+    start = ""
+    if len(counts) > 1:
+        start = f"{counts[0]} to "
+    return f", {start}{format_count(counts[-1])}"
 
 
 def find_leading(verdicts: Sequence[Verdict]) -> Verdict | None:
@@ -205,13 +209,14 @@ def compute_size(verdict: Verdict) -> float:
     For a ratio, this is |log(new / old)|: a halved figure moved as far as a doubled one. For a
     share, it is |new - old|; for other figures, |new - old| relative to the old value.
     """
-    # new / old, or else the difference in percent
+    # By the unit of the verdict: the ratio new / old ("%"), the difference of two shares in
+    # percentage points ("pp"), or the difference in percent of the old value ("").
     value = _scale(read_change(verdict), verdict)
     if value is None or math.isnan(value):
         return -1.0
-    if verdict.unit == "%":  # a ratio, such as that of norms
+    if verdict.unit == "%":
         return abs(math.log(max(value, TINY)))  # TINY: the ratio may be 0
-    return abs(value) / 100
+    return abs(value) / 100  # percentage points, or percent of the old value
 
 
 def _draw_bar(name: str, verdict: Verdict) -> Bar:
@@ -219,17 +224,19 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
 
     The text of the bar is such as `64.8% → 51.6%, -13.2 pp`.
     """
-    value = _scale(read_change(verdict), verdict) or 0.0  # in the units of the axis
+    # In the units of the axis, by the unit of the verdict: the ratio new / old ("%"), percentage
+    # points ("pp"), or percent of the old value ("").
+    value = _scale(read_change(verdict), verdict) or 0.0
     change = format_change(read_change(verdict), verdict.unit)
     word = ""
     # The bar shows the median of the samples' changes. Its text says "paired" if this differs from
     # the change of the two medians, old and new.
     if change != verdict.texts["change"]:
         word = "paired "
-    if not verdict.unit:  # the axis has percent of the old value
+    if verdict.unit == "":  # the axis has percent of the old value
         change = f"{value:+.3g}%"
-    # A rule of the gate, such as `jacobian.norm <= +10%`, has a limit: +10 and the unit %, which
-    # are the groups of the match. In a comparison there is no rule.
+    # A rule of the gate, such as `jacobian.norm <= +10%`, has a limit: +10 and the unit % (or pp),
+    # which are the groups of the match. In a comparison there is no rule.
     match = LIMIT.search(verdict.rule)
     limit = None
     if match is not None and match[2] == verdict.unit:

@@ -55,7 +55,7 @@ def draw_svg(block: Picture) -> str:
 
     size = _choose_size(block)
     layout: Any = "constrained"
-    if isinstance(block, Heatmap) and block.square:
+    if isinstance(block, Heatmap) and block.is_attention:
         # Unlike "constrained", this layout leaves no empty bands beside axes of fixed shape.
         layout = "compressed"
     with mpl.rc_context():
@@ -87,7 +87,7 @@ def _choose_size(block: Picture) -> tuple[float, float]:
         return WIDTH, 1.1 + plots.ROW * len(block.bars)
     if not isinstance(block, Heatmap):
         return WIDTH, HEIGHT
-    if block.square:  # an attention map: few tokens have their names beside the axes
+    if block.is_attention:  # few tokens have their names beside the axes
         names = len(block.rows) if len(block.rows) <= MOST_NAMED else 0
         side = max(HEIGHT, 1.3 + 0.13 * names)
         return side * 1.25, side
@@ -115,7 +115,7 @@ def _shorten(file: str) -> str:
     element = file[file.index("<svg") :]
     element = NEEDLESS.sub("", element)
     # Two pictures of a page have ids such as axes_1 in common: keep only the ids in use (#NAME).
-    used = set(re.findall(r"#(\w+)", element))
+    used = set(re.findall(r"#([\w-]+)", element))
     for name in re.findall(r' id="([^"]+)"', element):
         if name not in used:
             element = element.replace(f' id="{name}"', "")

@@ -61,7 +61,13 @@ from lipaudit.report.sections import (
 from lipaudit.tables import Column, Note, Report, Section, model_labels, summary
 from lipaudit.tables.columns import finite, group_values, middle, wilson
 from lipaudit.tables.columns import order as order_values
-from lipaudit.tables.formats import CHARACTERS, STATUSES, describe_places, name_sample
+from lipaudit.tables.formats import (
+    CHARACTERS,
+    STATUSES,
+    describe_places,
+    format_count,
+    name_sample,
+)
 from lipaudit.tables.report import Example
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
 from lipaudit.tables.weakest import SHOWN as MOST
@@ -201,20 +207,20 @@ def _make_brief(report: Report, main: Section) -> Document:
         report: the report.
         main: the section of the measure. All other sections are parts of this measure.
     """
-    # The page begins with what is missing, if anything is.
-    gaps = describe_gaps(report)
-    start = open_page(gaps=gaps)
-    chapters: list[Chapter] = []
+    # The page begins with what is missing, even if there are no tables.
+    start = open_page(gaps=describe_gaps(report))
+    chapters = [start]
     for section in report.sections:
-        if section is main or find_display(section).brief:
+        if section is main:  # the title of the page is the heading of its tables
+            chapters[0] = replace(start, blocks=(*start.blocks, *show_brief(section)))
+        elif find_display(section).brief:
             tables = [*show_brief(section)]
-            if chapters and tables:
+            if tables:
                 chapters.append(Chapter(section.measure, name_chapter(section), tables))
-            elif tables:
-                # The first chapter: the title of the page is its heading.
-                chapters.append(replace(start, blocks=(*start.blocks, *tables)))
     data = report.run.data
-    title = f"{name_chapter(main)} {report.run.label} on {data.samples} samples of {data.spec}"
+    title = (
+        f"{name_chapter(main)} {report.run.label} on {format_count(data.samples)} of {data.spec}"
+    )
     notes = list_notes(summary.list_warnings(report))
     if notes:
         chapters.append(Chapter(name="", title="", blocks=notes))
@@ -362,25 +368,37 @@ class SampleColumn:
         column = self.column
         # A sample that occurs several times in the data counts once, as in the gate.
         numbers = finite(v for name, v in self.values.items() if not is_repeat(name))
-        text = format_value(value, column)
-        typical = ""
+        text, typical = self._describe_value(kind, value, numbers)
         rank = ""
-        if kind in FLAGS:  # yes-or-no values, stored as 1 and 0
-            if value is not None:
-                text = format_value(bool(value), column)
-            typical = _describe_flags(kind, numbers)
-        elif self.name in CLASSES:  # the number of a class, such as 3: `3 (cat)`
-            name = self.section.classes.get(value, "") if isinstance(value, int) else ""
-            if name not in ("", text):
-                text += f" ({name})"
-        elif column.format not in UNMEASURED:
-            typical = format_value(middle(numbers), column)
         if column.better and kind not in FLAGS and finite([value]):
             rank = _rank_from_worst(value, numbers, column.better)
         label = write_math(column.label)
         if trial:
             label += f", {trial}"
         return {"figure": label, "value": text, "all": typical, "from the worst": rank}
+
+    def _describe_value(self, kind: str, value: Any, numbers: Sequence[float]) -> tuple[str, str]:
+        """Return the value of a sample as a text, and the typical value of all samples, if any.
+
+        Args:
+            kind: name of the column without an attack and its ball, such as `robust`.
+            value: the value of the sample.
+            numbers: the known values of all samples.
+        """
+        column = self.column
+        text = format_value(value, column)
+        if kind in FLAGS:  # yes-or-no values, stored as 1 and 0
+            if value is not None:
+                text = format_value(bool(value), column)
+            return text, _describe_flags(kind, numbers)
+        if self.name in CLASSES:  # the number of a class, such as 3: `3 (cat)`
+            name = self.section.classes.get(value, text)
+            if name != text:
+                text += f" ({name})"
+            return text, ""
+        if column.format in UNMEASURED:  # a count or a name
+            return text, ""
+        return text, format_value(middle(numbers), column)
 
 
 def _rank_from_worst(value: float, values: Sequence[float], better: str) -> str:
@@ -585,7 +603,7 @@ def show_worst(report: Report) -> tuple[Block, ...]:
         row["broken"] = ", ".join(smallest.values()) or MISSING
         for key, figure in figures.items():
             row[key] = figure.values.get(name)
-    title = "The worst samples: most often broken first, then the largest norm"
+    title = "The worst samples: most often broken first, then the largest Jacobian norm"
     return (*tabulate_rows(columns, rows, title), *show_samples(report, names))
 
 

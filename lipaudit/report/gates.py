@@ -21,13 +21,14 @@ from lipaudit.report.blocks import (
     list_steps,
 )
 from lipaudit.report.cells import pick_columns
-from lipaudit.report.changes import GREY, OF_PAIRED, count_samples, draw_changes
+from lipaudit.report.changes import GREY, PAIRED_NOTE, count_samples, draw_changes
 from lipaudit.report.groups import write_movement
 from lipaudit.report.opening import open_page
 from lipaudit.report.rows import read_change, read_verdict, tabulate_rows, write_arrows
 from lipaudit.report.steps import suggest_after_judgement
 from lipaudit.tables import Note, Report
 from lipaudit.tables.columns import group_values
+from lipaudit.tables.formats import format_count
 
 MARKS = {"improved": "✓", "pass (proven)": "✓", "pass": "·", "unchanged": "="}
 """Marks of statuses. A pass without proof gets no tick; `_choose_mark` has the exceptions."""
@@ -79,7 +80,7 @@ def write_verdicts(judgement: Judgement) -> list[str]:
         counts = Counter(verdict.status for verdict in hidden + passed)
         more = "more " if listed else ""
         for status, count in counts.items():
-            line = f"  {rule}: {count} {more}rows {status}"
+            line = f"  {rule}: {format_count(count, more + 'row')} {status}"
             if status in cut:
                 line += "; -f table lists them"
             lines.append(line)
@@ -155,7 +156,7 @@ def _describe_ending(judgement: Judgement) -> tuple[str, str, Tone]:
         return "failed", "", "broken"
     undecided = sum(verdict.status == "inconclusive" for verdict in judgement.verdicts)
     if undecided:
-        text = f", {undecided} of {len(judgement.verdicts)} figures undecided"
+        text = f", {undecided} of {format_count(len(judgement.verdicts), 'figure')} undecided"
         return "CI passes", text, "open"
     if all(verdict.proven for verdict in judgement.verdicts):
         return "passed", "", "kept"
@@ -233,7 +234,7 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
         rows += _sum_up(rule, passed)
     parts: list[Block] = [*draw_changes(((v.subject, v) for v in verdicts), words=IN_GATE)]
     if parts:
-        parts.insert(0, Paragraph(OF_PAIRED))
+        parts.insert(0, Paragraph(PAIRED_NOTE))
     return [*parts, *tabulate_rows(VERDICTS, rows), *_list_remarks(judgement, verdicts)]
 
 
@@ -248,7 +249,7 @@ def _sum_up(rule: str, verdicts: Iterable[Verdict]) -> Iterator[Cells]:
         yield dict.fromkeys(TEXTS, "") | {  # all other cells are blank
             "verdict": f"{MARKS[status]} {status}",
             "rule": rule,
-            "figure": f"{len(names)} rows: {join_few(names, MOST)}",
+            "figure": f"{format_count(len(names), 'row')}: {join_few(names, MOST)}",
         }
 
 

@@ -90,6 +90,7 @@ def show_group_changes(pair: Pair, most: int) -> list[Table]:
         most: largest number of groups in a table.
     """
     tables = []
+    # The verdicts on each figure. `pair.groups` has the worst group of a figure first.
     figures = group_values(((v.metric, v.name), v) for v in list_distinct(pair.groups))
     for verdicts in figures.values():  # of one figure: a verdict for each group
         rows = []
@@ -126,13 +127,14 @@ def show_movement(movement: Movement | None) -> list[Block]:
         return []
     rows = []
     for words, moved in _list_moves(movement):
-        row = {
-            "predictions": words,
-            "samples": moved.count,
-            "share": f"{moved.share:.1%}",
-            "95% limits": f"{moved.low:.1%} to {moved.high:.1%}",
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "predictions": words,
+                "samples": moved.count,
+                "share": f"{moved.share:.1%}",
+                "95% limits": f"{moved.low:.1%} to {moved.high:.1%}",
+            }
+        )
     return [*tabulate_rows(MOVEMENT, rows), Paragraph(_describe_divergence(movement))]
 
 

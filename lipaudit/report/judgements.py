@@ -24,7 +24,7 @@ from lipaudit.report.blocks import (
 from lipaudit.report.cells import pick_columns
 from lipaudit.report.changes import (
     MOVED,
-    OF_PAIRED,
+    PAIRED_NOTE,
     choose_tone,
     compute_size,
     count_samples,
@@ -50,7 +50,7 @@ from lipaudit.report.rows import (
 from lipaudit.report.steps import Suggestion, suggest_after_comparison
 from lipaudit.tables import Column, Note, Report, model_labels
 from lipaudit.tables.columns import group_values
-from lipaudit.tables.formats import describe_places, join_texts
+from lipaudit.tables.formats import describe_places, format_count, join_texts
 from lipaudit.tables.summary import describe_figure
 from lipaudit.tables.trials import FLAGS
 
@@ -82,13 +82,16 @@ def make_page(
 # Comparisons
 
 
-CALLED = {
+STATUS_WORDS = {
     "regressed": "worse",
     "improved": "better",
     "inconclusive": "not proven",
     "unchanged": "unchanged",
 }
-"""What a comparison calls its verdicts, the most severe first; in pictures `changes.WORDS`."""
+"""Words of a comparison for the status of a verdict, the most severe first.
+
+Pictures have those of `changes.WORDS`.
+"""
 FEW = 3
 """Number of samples and heads on one screen; it has twice as many figures."""
 CARRIED = "jacobian.shares."
@@ -112,13 +115,15 @@ HEADS = pick_columns(
 )
 
 
-OF_FIGURES = (
+FIGURES_NOTE = (
     "Figures of samples are medians and 95th percentiles over the samples. Figures of heads are "
     "medians or means over the heads, as on the scorecard. One differs: the largest head norm "
     "takes the steepest head of each sample, and the scorecard's steepest head is one for all "
     "samples."
 )
-OF_HEADS = "A proven change (column stands) has p (Holm), corrected over all heads, of at most 5%."
+HEADS_NOTE = (
+    "A proven change (column stands) has p (Holm), corrected over all heads, of at most 5%."
+)
 
 
 def make_comparison_page(
@@ -173,7 +178,7 @@ def _open_comparison(comparison: Comparison, reports: Sequence[Report]) -> Chapt
     answers.append(f"95% confidence for each figure alone{count_samples(judged)}.")
     answer = Paragraph(" ".join(answers), tone=choose_tone(pairs))
     # Each set of samples once: most comparisons have a single one.
-    data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
+    data = dict.fromkeys(f"{r.run.data.spec}, {format_count(r.run.data.samples)}" for r in reports)
     models = [("old", pairs[0].old), *(("new", pair.new) for pair in pairs)]
     facts = [*models, ("data", "; ".join(data))]
     return open_page(answer=answer, facts=facts, notes=warnings)
@@ -247,25 +252,25 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     judged = list_distinct(pair.verdicts)
     # Shares of yes-or-no results, such as accuracies, come first: they alone have a McNemar test.
     # Then the most severe verdicts come first, then the largest changes.
-    severity = [*CALLED]  # the statuses, the most severe first
+    severity = [*STATUS_WORDS]  # the statuses, the most severe first
     judged.sort(key=lambda v: (v.mcnemar is None, severity.index(v.status), -compute_size(v)))
     shown = judged
     columns = CHANGES
     parts: list[Block] = []
     if judged:
-        parts.append(Paragraph(OF_PAIRED))
+        parts.append(Paragraph(PAIRED_NOTE))
     if short:
         shown = judged[: 2 * FEW]
         columns = BRIEF_CHANGES
     else:
         parts += draw_changes((verdict.subject, verdict) for verdict in judged)
-    rows = [read_verdict(verdict) | {"status": CALLED[verdict.status]} for verdict in shown]
+    rows = [read_verdict(verdict) | {"status": STATUS_WORDS[verdict.status]} for verdict in shown]
     moved = {i for i, verdict in enumerate(shown) if verdict.status in MOVED}
     title = f"Figures, accuracy first, then proven changes{count_part(shown, judged)}"
     parts += tabulate_rows(columns, rows, title, strong=moved)
     if not short:
         if shown:
-            parts.append(Paragraph(OF_FIGURES))
+            parts.append(Paragraph(FIGURES_NOTE))
         parts += list_notes(Note.info(code="differs", text=text) for text in pair.notes)
     return parts
 
@@ -305,7 +310,7 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int, *, short: bool) ->
             maps.append(_map_changes(metric, by_place))
     # The heads whose change in the main metric is proven (`stands`).
     proven = sum(head.stands for head in heads)
-    parts: list[Block] = [Paragraph(f"{proven} of {len(heads)} changes are proven. {OF_HEADS}")]
+    parts: list[Block] = [Paragraph(f"{proven} of {len(heads)} changes are proven. {HEADS_NOTE}")]
     strong = {i for i, head in enumerate(shown) if head.stands}
     title = f"Heads that moved most{count_part(shown, ranked)}, by {find_words(main_metric)}"
     parts += tabulate_rows(columns, rows, title, strong=strong)
@@ -455,7 +460,8 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
 
 def _describe_criterion(ranking: Ranking) -> str:
     """Say by which metric models are ranked, what rank 1 means, and what the limits are."""
-    # The difference of each model from the best one, which has none itself.
+    # The difference of each model from the best one, which has none itself. There is at least one:
+    # a ranking has a criterion only if two models or more could be compared.
     differences = [model.difference for model in ranking.models if model.difference]
     text = (
         f"Ranked by {differences[0].subject}{count_samples(differences)}; rank 1 has the best "
@@ -493,7 +499,7 @@ def list_models(
         row |= {"rank": model.rank, "model": model.model, "outcome": model.outcome}
         difference = model.difference
         if difference is not None:  # the best model has none
-            texts = read_verdict(difference)
+            texts = read_verdict(difference)  # such as paired "+14.3%", limits "+5% to +19%"
             row["difference"] = texts["paired"]
             if texts["limits"]:
                 row["difference"] += f" ({texts['limits']})"
@@ -535,8 +541,10 @@ def _describe_ranked(model: Ranked, differences: Sequence[Verdict]) -> str:
         texts = model.difference.texts
         details = [texts["current"]]
         if texts["limits"]:
-            details.append(f"difference {texts['limits']}, {texts['samples']} samples")
+            samples = format_count(model.difference.samples)
+            details.append(f"difference {texts['limits']}, {samples}")
     elif model.rank:  # a rank without a difference: this is the best model, every baseline
+        # There is a difference: models get ranks only if two or more could be compared.
         details = [differences[0].texts["baseline"]]
     if any(details):
         return f"{model.model} ({'; '.join(details)})"

@@ -93,7 +93,8 @@ class Places(NamedTuple):
     Attributes:
         width: `half` if it fits beside a picture, else `wide`.
         classes: classes of the cells of each column: `t` for text, and one of `APPEARS`.
-        whole: the class of `APPEARS` from which all columns appear; empty if all always do.
+        whole: the class of `APPEARS`, or `f0`, from which all columns appear; empty if all
+            always do.
     """
 
     width: str
@@ -101,7 +102,7 @@ class Places(NamedTuple):
     whole: str
 
 
-def place_columns(block: Table, grid: Grid, *, cut: bool) -> Places:
+def place_columns(block: Table, grid: Grid, *, may_hide: bool) -> Places:
     """Return the style classes by which a page shows a table in windows of different widths.
 
     The classes say whether the table takes half of the page (beside a picture) or the whole width,
@@ -111,8 +112,8 @@ def place_columns(block: Table, grid: Grid, *, cut: bool) -> Places:
     Args:
         block: the table.
         grid: the table with all cells as texts.
-        cut: whether another table of the chapter has all columns. A table that is wider than half
-            of the page then takes only half of it and hides the rest of its columns.
+        may_hide: whether a table that is wider than half of the page takes only half of it, and
+            hides the rest of its columns. It may if another table of the chapter has all columns.
     """
     classes = []
     # The right edge of each column in pixels from the left edge of the table.
@@ -128,12 +129,12 @@ def place_columns(block: Table, grid: Grid, *, cut: bool) -> Places:
         return Places(width="half", classes=classes, whole="")
     if block.folded:  # a folded table never hides a column
         return Places(width="wide", classes=classes, whole="")
-    appears = ""
+    place = ""
     for index in range(block.keys, len(ends)):  # the first columns name the row: always visible
-        appears = _find_place(ends[index])
-        classes[index] = f"{classes[index]} {appears}".strip()
-    # The last column needs the widest page: from the class `appears` on, all columns are visible.
-    return Places(width="half" if cut else "wide", classes=classes, whole=appears)
+        place = _find_place(ends[index])
+        classes[index] = f"{classes[index]} {place}".strip()
+    # The last column needs the widest page: from its class on, all columns are visible.
+    return Places(width="half" if may_hide else "wide", classes=classes, whole=place)
 
 
 def _measure_column(head: str, texts: Sequence[str], *, is_text: bool) -> float:
@@ -294,7 +295,7 @@ def escape_markdown(text: str) -> str:
 def _write_markdown(block: Block) -> Iterator[str]:
     """Yield the Markdown lines of a block. A picture becomes a sentence that describes it."""
     match block:
-        case Table() | Card() | Heatmap(square=False) | Curve(table=Table()):
+        case Table() | Card() | Heatmap(is_attention=False) | Curve(table=Table()):
             yield from _write_markdown_table(block)
         case Paragraph():
             text = escape_markdown(block.text)
@@ -422,7 +423,7 @@ def _write_latex(block: Block) -> Iterator[str]:
         case Card(note=""):  # facts on model, data and run become comments
             for row in block.rows:
                 yield f"% {escape_latex(': '.join(row))}"
-        case Table(folded=False) | Heatmap(square=False) | Card() | Curve(table=Table()):
+        case Table(folded=False) | Heatmap(is_attention=False) | Card() | Curve(table=Table()):
             yield from _write_latex_table(lay_out(block))
         case Paragraph(tone=tone) if tone:  # the answer of the page, or what is missing
             yield _write_remark(block.text)

@@ -14,7 +14,7 @@ from lipaudit.report.cells import format_value, list_footnotes, read_words, writ
 from lipaudit.settings import DATA, spell_options
 from lipaudit.tables import Note, Report, Row, Run, Section
 from lipaudit.tables.columns import group_values, order, wilson
-from lipaudit.tables.formats import CHARACTERS, describe_places, name_sample
+from lipaudit.tables.formats import CHARACTERS, describe_places, format_count, name_sample
 from lipaudit.tables.summary import (
     describe_figure,
     find_figures,
@@ -43,7 +43,7 @@ def list_facts(report: Report) -> dict[str, str]:
         "model": f"{model.spec} ({model.source}, {model.architecture})",
         "weights": f"{model.parameters:,} parameters, sha256 {model.weights_sha256[:16]}",
         "quantised": model.quantised,
-        "data": f"{data.spec}, {data.samples} samples, suite {data.suite_id[:16]}",
+        "data": f"{data.spec}, {format_count(data.samples)}, suite {data.suite_id[:16]}",
         "commit": _describe_commits(run),
         **_list_preprocessing(run),
         "first sample": data.steps,  # how the first sample was prepared
@@ -90,16 +90,15 @@ def format_setting(value: Any) -> str:
 
 def describe_gaps(report: Report) -> str:
     """Describe what is missing from a report; empty if it is complete."""
-    gaps = []
-    if report.failures:
-        failed = "; ".join(f"{name} failed: {f.reason}" for name, f in report.failures.items())
-        gaps.append(f"{failed}. The other measures are complete.")
+    gaps = [f"{name} failed: {failure.reason}" for name, failure in report.failures.items()]
     if report.unmeasured:
         counts = ", ".join(f"{name} ({count})" for name, count in report.unmeasured.items())
-        gaps.append(f"the time limit ended the run before some samples were finished: {counts}.")
-    elif report.status != "complete" and not report.failures:
-        gaps.append("the run was cut short.")
-    return " ".join(gaps)
+        gaps.append(f"the time limit ended the run before some samples were finished: {counts}")
+    elif gaps:
+        gaps[-1] += ". The other measures are complete"
+    elif report.status != "complete":
+        gaps.append("the run was cut short")
+    return f"{'; '.join(gaps)}." if gaps else ""
 
 
 def list_top_notes(report: Report) -> list[Note]:
@@ -457,7 +456,7 @@ def _suggest_more(report: Report, summary: Section) -> Iterator[tuple[str, str, 
     widths = []
     for count in (clean[0].samples, ENOUGH):
         low, high = wilson(count / 2, count)  # limits are widest at an accuracy of 50%
-        widths.append(f"{100 * (high - low):.0f} points apart with {count} samples")
+        widths.append(f"{100 * (high - low):.0f} points apart with {format_count(count)}")
     text = f"Measure more samples: 95% limits of an accuracy are up to {', '.join(widths)}."
     command = re.sub(r" (-n|--samples)[ =]*\d+", "", command)
     # The data had fewer samples than the command asked for.

@@ -194,7 +194,7 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
         for name, line in lines.items():
             # The line begins at radius 0, with the accuracy without attack.
             start = Row({"eps": 0.0, "robust": line[0].clean})
-            curve = make_series(name, [*line, start], x="eps", y="robust")
+            curve = make_series(name, [start, *line], x="eps", y="robust")
             if len(curve.x) > 1:
                 series.append(curve)
         if series:
@@ -215,6 +215,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         # Without labels there are no classes. A model that scores texts has a loss in their place.
         if "label" not in samples or "loss" in samples:
             continue
+        # By the title of a column, "clean" or a ball: the per-sample flags whose mean it shows.
         flags = _list_flags(section)
         columns = {
             "class": Column.text("class", "Name of the class, or its number."),
@@ -237,10 +238,10 @@ def list_classes(sections: Sections) -> Iterator[Table]:
 
 
 def _list_flags(section: Section) -> dict[str, str]:
-    """Return the columns of a table of classes, and the yes-or-no columns of samples behind them.
+    """Return the per-sample column of flags (1 and 0) behind each column of the table of classes.
 
-    These are `clean` from `correct`, and each ball, such as `linf 2/255`, from the samples that
-    are robust to all attacks in this ball, `robust@worst,linf,2/255`.
+    By the title of the column in the table: `clean` has the flags `correct`; a ball, such as `linf
+    2/255`, has `robust@worst,linf,2/255`, whether no attack in this ball broke the sample.
     """
     flags = {"clean": "correct"}
     for row in section.rows:
@@ -278,9 +279,11 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
         if len(rows) < 2:
             continue
         # Encoder and decoder get a curve each. The module path up to the layer number tells them
-        # apart: `encoder.layers` and `decoder.layers`.
+        # apart: `encoder.layers` and `decoder.layers`. A number in front of the layer number is
+        # cut, too: the stages `stage1.0` and `stage2.0` are one stack, `stage`.
         stacks = group_values((re.split(r"\d*\.\d+", row["module"])[0], row) for row in rows)
-        # Paths that occur once are no stacks of layers: all rows are then one curve.
+        # A path that occurs once is no stack of layers, so paths do not tell stacks apart here:
+        # all rows are then one curve.
         if len(stacks) == 1 or min(map(len, stacks.values())) < 2:
             stacks = {"": rows}
         for stack, group in stacks.items():
@@ -411,7 +414,7 @@ def _draw_map(label: str, section: Section, head: str, attended: Attended | None
         columns=columns,
         column=HEADINGS["P"],
         axes=("query", "key"),
-        square=True,
+        is_attention=True,
     )
 
 

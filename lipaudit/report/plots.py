@@ -49,7 +49,7 @@ Tip = tuple[str, Span, Span]
 MANY = 500
 """Charts with more points or cells embed a PNG in the SVG, to keep pages small.
 
-So do all attention maps.
+So do all attention maps, because a page may have many.
 """
 MOST_TIPS = 1200
 """Largest number of tooltips in a chart: they make most of a page's size.
@@ -77,12 +77,13 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     import numpy as np
 
     values = np.array(block.values, dtype=np.float64)
-    if block.square:  # an attention map
+    if block.is_attention:
         values[values == 0] = float("nan")  # of masked keys: such cells stay blank
     scale = compute_scale(block)
     height, width = values.shape
-    # Many cells drawn as paths would make the page several megabytes large: embed an image.
-    embedded = block.square or values.size > MANY
+    # Many cells drawn as paths would make the page several megabytes large: embed an image. A page
+    # may have many attention maps, so these are images even if they are small.
+    embedded = block.is_attention or values.size > MANY
     # Cell i lies between i - 0.5 and i + 0.5.
     mesh = axes.pcolormesh(
         np.arange(width + 1) - 0.5,
@@ -113,7 +114,7 @@ def _name_cells(axes: Axes, block: Heatmap, height: int, width: int) -> None:
     ylabel, xlabel = block.axes
     axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xlabel=xlabel, ylabel=ylabel)
     most = 16  # largest number of names along an axis
-    if block.square:
+    if block.is_attention:
         axes.set_box_aspect(height / width)
         if max(height, width) <= MOST_NAMED:
             most = MOST_NAMED
@@ -157,7 +158,7 @@ def _choose_norm(block: Heatmap, scale: Scale) -> Any:
     """Return matplotlib's norm: the function that maps values to [0, 1], the range of colours."""
     from matplotlib.colors import LogNorm, Normalize, PowerNorm
 
-    if block.square:
+    if block.is_attention:
         # Square roots, so that small shares stay visible.
         return PowerNorm(gamma=0.5, vmin=0.0, vmax=scale.high)
     if scale.log:

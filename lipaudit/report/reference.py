@@ -69,6 +69,8 @@ def compare_with_known(report: Report, summary: Section) -> Iterator[Chapter]:
                 name = model["name"]
                 known.setdefault(name, {"model": name})[row.metric] = figure["value"]
                 audited[row.metric] = row.value
+                # No domain, hence no footnote "at the measured samples": each row of the table is
+                # of other samples.
                 columns[row.metric] = replace(
                     describe_figure(row), label=join_texts([label, condition]), domain=""
                 )
@@ -81,5 +83,8 @@ def _list_comparable(report: Report) -> list[Mapping[str, Any]]:
     """Return the known models that take images or texts like the model of a report, without it."""
     run = report.run
     has_images = "mean" in run.preprocess  # only images have a mean
-    alike = [model for model in list_known_models() if model["images"] == has_images]
-    return [model for model in alike if model["name"] != run.model.spec]
+    return [
+        model
+        for model in list_known_models()
+        if model["images"] == has_images and model["name"] != run.model.spec
+    ]

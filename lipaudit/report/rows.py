@@ -185,7 +185,8 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
 
     Args:
         sections: the section of one report (named ""), or of several by the names of their models.
-        names: the columns to show. The closest bound of each status follows. Empty: all columns.
+        names: the columns to show. `_choose_columns` adds the closest bound of each status. Empty:
+            all columns.
         by: a column; of many rows, only rows with the largest values in this column are shown.
     """
     rows = _select_rows(sections, by)

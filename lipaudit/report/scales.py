@@ -29,7 +29,7 @@ def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> list[C
     chapters = list(chapters)
     # The maps of layers and heads by their unit. Square maps (of attention) each keep their scale.
     contents = chain.from_iterable(chapter.blocks for chapter in chapters)
-    maps = [block for block in contents if isinstance(block, Heatmap) and not block.square]
+    maps = [block for block in contents if isinstance(block, Heatmap) and not block.is_attention]
     units = group_values((_name_unit(block), block) for block in maps)
     scales = {unit: _pool_scale(group) for unit, group in units.items()}
     colours = {name: index for index, name in enumerate(models)}
@@ -77,7 +77,7 @@ def _colour_block(block: Block, scales: Mapping[str, Scale], colours: Mapping[st
         scales: the scale of colours of each unit.
         colours: the index of the colour of each model.
     """
-    if isinstance(block, Heatmap) and not block.square:
+    if isinstance(block, Heatmap) and not block.is_attention:
         return replace(block, scale=scales[_name_unit(block)])
     if isinstance(block, Histogram):
         shown = {name: index for name, index in colours.items() if name in block.values}
@@ -94,7 +94,8 @@ def _colour_series(series: Series, colours: Mapping[str, int]) -> Series:
         series: the series; its label begins with the name of its model.
         colours: the index of the colour of each model.
     """
-    for name, index in colours.items():
+    # The longest name first: `demo int4:32 mean` is a series of `demo int4:32`, not of `demo`.
+    for name in sorted(colours, key=len, reverse=True):
         if series.label == name or series.label.startswith(f"{name} "):
-            return replace(series, colour=index)
+            return replace(series, colour=colours[name])
     return series

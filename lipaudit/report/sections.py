@@ -103,10 +103,13 @@ def describe_closeness(section: Section) -> str:
     if "exact" not in columns:
         return ""
     sentences = []
-    logarithms = list_ratios(columns, section.rows)  # log10(bound / norm), by bound
+    # log10(bound / norm) of each head, by bound
+    logarithms = list_ratios(columns, section.rows)
+    # The closest bound for each status: one that is certified on a whole domain, and one that
+    # holds at the samples only.
     for name in find_closest_bounds(columns, section.rows).values():
         ratios = [10**logarithm for logarithm in logarithms[name]]
-        middle = format_significant(median(ratios))
+        middle = format_significant(median(ratios))  # over the heads, in both sentences
         label = write_math(columns[name].label)
         spread = f"at most {format_significant(max(ratios))}"
         if columns[name].status == "certified":

@@ -13,7 +13,7 @@ from lipaudit.measures import find_headline
 from lipaudit.report.changes import find_leading
 from lipaudit.report.rows import list_distinct
 from lipaudit.tables import Report
-from lipaudit.tables.formats import CHARACTERS
+from lipaudit.tables.formats import CHARACTERS, format_count
 
 # A change that needs more times as many samples is as good as none: no step asks for them.
 MOST = 100
@@ -124,8 +124,8 @@ def _suggest_samples(
     if not 0 < needed <= MOST * verdict.samples:
         return
     text = (
-        f"Measure both models on at least {needed} samples: enough to prove a change of this size "
-        f"of {verdict.subject}, which has {verdict.samples}."
+        f"Measure both models on at least {format_count(needed)}: enough to prove a change of "
+        f"this size of {verdict.subject}, which has {verdict.samples}."
     )
     command = ""
     if reports:

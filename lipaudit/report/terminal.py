@@ -137,7 +137,7 @@ def _write_block(block: Block, width: int) -> Iterator[RenderableType]:
         case Table() | Curve(table=Table()):
             cut = isinstance(block, Table) and block.cut
             yield from _write_grid(lay_out(block), width, cut=cut)
-        case Heatmap(square=False):  # of layers and heads, not an attention map
+        case Heatmap(is_attention=False):  # of layers and heads
             yield from _write_grid(_add_bars(block), width)
         case Paragraph(tone=""):
             yield _prose(block.text, width, style=DIM)
@@ -299,22 +299,35 @@ def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> lis
     if sum(widths) + gaps <= width:  # everything fits
         return widths
     if grid.align.endswith("p"):  # prose gets the remaining width
-        *names, _ = widths
-        return [*names, width - sum(names) - gaps]
+        *others, _ = widths
+        return [*others, width - sum(others) - gaps]
     for i, side in enumerate(grid.align):  # text may wrap, numbers never do
         if side == "l":
             # The only name of a row gets at most two thirds of the width, other texts a third.
             thirds = 2 if i == 0 and grid.keys == 1 else 1
             widths[i] = min(widths[i], thirds * width // 3)
-    # A table that is still too wide is split. Each piece repeats the names of the rows, which must
-    # leave room for the widest column.
-    names = [i for i in range(grid.keys) if grid.align[i] == "l"]
-    room = width - max(widths[grid.keys :], default=0) - GAP * grid.keys
-    room -= sum(widths[i] for i in range(grid.keys) if i not in names)
-    if sum(widths[i] for i in names) > room:
-        for i in names:
-            widths[i] = min(widths[i], max(LEAST, room // len(names)))
+    _narrow_names(grid, widths, width)
     return widths
+
+
+def _narrow_names(grid: Grid, widths: list[int], width: int) -> None:
+    """Narrow the columns of names in `widths`, so that every other column fits beside them.
+
+    A table that is too wide is split into pieces, and each piece repeats the names of the rows.
+
+    Args:
+        grid: the table. Its first `keys` columns name the row: by texts, which may wrap, or by
+            numbers, which may not.
+        widths: the width of each column; those of the names change.
+        width: columns of the terminal.
+    """
+    texts = [i for i in range(grid.keys) if grid.align[i] == "l"]
+    # What the widest other column, the gaps and the numbers among the names leave for the texts.
+    room = width - max(widths[grid.keys :], default=0) - GAP * grid.keys
+    room -= sum(widths[i] for i in range(grid.keys) if i not in texts)
+    if sum(widths[i] for i in texts) > room:
+        for i in texts:
+            widths[i] = min(widths[i], max(LEAST, room // len(texts)))
 
 
 def _measure_columns(grid: Grid, rows: Sequence[Sequence[str]]) -> list[int]:

@@ -86,21 +86,32 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     # Without the limit of a rule (<= +5%), and without the arguments in `module input (x, y)`.
     name = ARGUMENTS.sub("", LIMIT.sub("", text)).strip() or text
     # A name may contain signs (g1/||M||): try the whole before its parts.
-    topics = _find_named(text, known) or _find_named(name, known)
-    if topics:
-        return topics
-    # The parts between signs such as @ and :. The first may have a number, such as `layer 3`.
+    return (
+        _find_named(text, known)
+        or _find_named(name, known)
+        or _find_parts(name, known)
+        or _find_footnote(name, known)
+    )
+
+
+def _find_parts(name: str, known: Sequence[Topic]) -> list[Topic]:
+    """Return the topics of the parts of a name such as `robust@pgd,linf,2/255`, or `layer 3`.
+
+    The result is empty if the first part, without numbers, names no topic.
+    """
+    # The parts between signs such as @ and :.
     first, *others = map(str.strip, PIECES.split(name))
-    word = NUMBER.sub("", first)
-    if others or word != first:  # else `word` is the whole name, which names no topic
-        topics = _find_named(word, known)
-        if topics:
-            for part in others:
-                # Later parts count only if they name a topic in full: a short name that several
-                # columns share would not say which column is meant.
-                topics += [t for t in _find_named(part, known) if t.name == t.title]
-            return list(dict.fromkeys(topics))
-    # A status and a domain in the form of footnotes: `exact at X`.
+    topics = _find_named(NUMBER.sub("", first), known)
+    if topics:
+        for part in others:
+            # Later parts count only if they name a topic in full, so that name and title are
+            # equal: a short name that several columns share would not say which one is meant.
+            topics += [t for t in _find_named(part, known) if t.name == t.title]
+    return list(dict.fromkeys(topics))
+
+
+def _find_footnote(name: str, known: Sequence[Topic]) -> list[Topic]:
+    """Return the topics of a footnote: of a status and a domain, such as `exact at X`."""
     status, _, domain = name.partition(" ")
     domains = _find_named(domain, known)
     if status not in STATUS or not domains:
@@ -176,14 +187,13 @@ def _describe_column(group: str, section: str, name: str, column: Column) -> Top
         column: its description.
     """
     full = f"{section}.{name}"
-    words = (full, section, column.label, find_words(full))
     return Topic(
         group=group,
         name=name,
         title=full,
         meaning=column.meaning,
         details=tuple(_list_details(column)),
-        words=words,
+        words=(full, section, column.label, find_words(full)),
     )
 
 

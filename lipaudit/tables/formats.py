@@ -50,6 +50,13 @@ def format_value(value: Any, column: Column) -> str:
     return format_significant(value, column.format) + unit
 
 
+def format_count(number: int, noun: str = "sample") -> str:
+    """Write a number and its noun in the right form: 1 sample, 2 samples."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
+
+
 def format_limits(low: float, high: float, column: Column) -> str:
     """Format an interval, with the unit only after the second number: 43.5 to 79.5%."""
     first = format_value(low, column)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import import_module
+from string import ascii_uppercase
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
@@ -245,9 +245,9 @@ class Section(Frozen):
         for name, cells in self.samples.items():
             if name.partition("@")[0] not in flags:  # `robust` of `robust@pgd,linf,2/255`
                 continue
-            for cell in cells:
-                if isinstance(cell, float | int) and math.isfinite(cell) and cell not in (0, 1):
-                    raise ValueError(f"{name} holds {cell}, which is neither 0 nor 1")
+            for flag in finite(cells):
+                if flag not in (0, 1):
+                    raise ValueError(f"{name} holds {flag:g}, which is neither 0 nor 1")
         return self
 
     def frame(self) -> Any:
@@ -374,8 +374,13 @@ class Layout:
 
     def section(self, **values: Any) -> Section:
         """Return a section with this layout."""
-        columns = {"columns": self.columns, "sample_columns": self.sample_columns}
-        return Section(measure=self.name, title=self.title, **columns, **values)
+        return Section(
+            measure=self.name,
+            title=self.title,
+            columns=self.columns,
+            sample_columns=self.sample_columns,
+            **values,
+        )
 
 
 class Model(Frozen):
@@ -513,8 +518,15 @@ class Report(Frozen):
 
 
 def model_labels(reports: Sequence[Report]) -> list[str]:
-    """Return a name for each report: its model; if two names are equal, all get a letter."""
+    """Return a name for each report: its model; if two are equal, all get a letter in front.
+
+    After A to Z, the letters continue with A1 to Z1, A2, ...
+    """
     specs = [report.run.label for report in reports]
     if len(set(specs)) == len(specs):
         return specs
-    return [f"{chr(ord('A') + index)}: {spec}" for index, spec in enumerate(specs)]
+    labels = []
+    for index, spec in enumerate(specs):
+        turn, letter = divmod(index, len(ascii_uppercase))
+        labels.append(f"{ascii_uppercase[letter]}{turn or ''}: {spec}")
+    return labels

@@ -19,7 +19,7 @@ from lipaudit.tables.columns import (
     list_keys,
     wilson,
 )
-from lipaudit.tables.formats import format_limits, format_value, join_texts
+from lipaudit.tables.formats import format_count, format_limits, format_value, join_texts
 from lipaudit.tables.report import Layout, Note, Report, Section
 from lipaudit.tables.trials import WHOLE, WORST, TrialKey, is_repeat, parse_radius
 from lipaudit.tables.weakest import find_contradictions
@@ -254,7 +254,7 @@ def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> I
     low = row.get(f"{name}_low")
     high = row.get(f"{name}_high")
     samples = row.get("samples") or len(section.ids)
-    remarks = remarks or (f"{samples} samples",)
+    remarks = remarks or (format_count(samples),)
     if low is not None and high is not None:
         limits = low, high
     elif high is not None:  # an upper limit alone: not all attacks ran
@@ -280,7 +280,7 @@ def read_worst(headline: Headline, section: Section, report: Report) -> Iterator
     Args:
         headline: the column of the figure, and how it is shown.
         section: the section of attacks; a row of all attacks together has the attack WORST.
-        report: unused; other functions for `Headline.read` need the report.
+        report: the report, which says whether the inputs are images or embeddings.
     """
     balls = group_values(((row.norm, row.trial.radius.value), row) for row in section.rows)
     before: list[str] = []  # the attacks of the last ball with a figure
@@ -333,7 +333,7 @@ def read_clean(headline: Headline, section: Section, report: Report) -> Iterator
         return
     right = sum(flag > 0 for flag in flags)
     count = len(flags)
-    text = f"{count} samples"
+    text = format_count(count)
     limits = wilson(right, count)
     column = ACCURACY["clean"]
     yield headline.row(
@@ -369,7 +369,7 @@ def count_measured(section: Section, report: Report) -> str:
     """Return a remark with the number of samples if a measure took fewer than the report has."""
     count = len(section.ids)
     if 0 < count < report.run.data.samples:
-        return f"; at {count} samples"
+        return f"; at {format_count(count)}"
     return ""
 
 

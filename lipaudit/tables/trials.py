@@ -98,7 +98,8 @@ def parse_budget(text: str) -> Radius:
 def parse_range(text: str) -> tuple[Radius, ...]:
     """Read one radius or budget, or START:STOP:COUNT: evenly spaced radii with both ends.
 
-    Fractions stay fractions, with the denominator of STOP where the numerator is a short decimal.
+    The radii in between are exact. They have the denominator of STOP, or none if STOP has none, if
+    the numerator is a short decimal. Else they are fractions in lowest terms.
 
     >>> [radius.text for radius in parse_range("0:8/255:5")]
     ['0', '2/255', '4/255', '6/255', '8/255']
@@ -158,10 +159,9 @@ def _read_radius(text: str) -> Radius | None:
     return Radius(text=text.strip(), value=Fraction(match[1]) / divisor)
 
 
-def name_unit(norm: str) -> str:
-    """Return the unit, in the plural, in which a norm counts: `words`, or `tokens` of a suffix."""
-    # UNITS lists the plural of a unit after the singular.
-    return [unit for unit, counted in UNITS.items() if counted == norm][-1]
+def list_units(norm: str) -> list[str]:
+    """Return the unit in which a norm counts, singular and plural: of suffix, token and tokens."""
+    return [unit for unit, counted in UNITS.items() if counted == norm]
 
 
 @dataclass(frozen=True)
@@ -201,20 +201,18 @@ class TrialKey:
         """Return the ball in words: `linf 2/255`, `2 words`, `1 patch`."""
         if self.norm not in WHOLE:  # the radius is a distance, not a number of changes
             return f"{self.norm} {self.radius.text}"
-        # UNITS has two spellings of the unit of this norm: `word` and `words` of `words`.
-        singular, plural = [unit for unit, norm in UNITS.items() if norm == self.norm]
+        singular, plural = list_units(self.norm)
         unit = singular if self.radius.value == 1 else plural
         return f"{self.radius.text} {unit}"
 
     @property
     def typed(self) -> str:
-        """Return the radius as typed in --eps: `2/255`, or `2words` if the norm counts changes.
-
-        The norm `suffix` counts tokens: `3tokens`.
-        """
+        """Return the radius as typed in --eps: `2/255`, or `2words` if the norm counts changes."""
         if self.norm not in WHOLE:  # the radius is a distance, not a number of changes
             return self.radius.text
-        unit = self.norm if self.norm in UNITS else name_unit(self.norm)
+        # Most norms that count have the name of their unit: `2words`, `1patch`. The norm `suffix`
+        # counts tokens: `3tokens`.
+        unit = self.norm if self.norm in UNITS else list_units(self.norm)[-1]
         return f"{self.radius.text}{unit}"
 
     def column(self, kind: str) -> str:

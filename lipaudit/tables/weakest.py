@@ -59,7 +59,7 @@ def find_worst(report: Report, count: int = SHOWN) -> list[str]:
         # the most broken balls, then the largest norm, then the smallest certified radius.
         wrong = right.get(sample) == 0
         broken_balls = len(balls.get(sample, ()))
-        norm = order(norms.get(sample))
+        norm = order(norms.get(sample))  # -inf, hence last, if it is missing or NaN
         radius = min(finite([proven.get(sample)]), default=math.inf)
         return wrong, -broken_balls, -norm, radius
 

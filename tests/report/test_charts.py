@@ -11,6 +11,7 @@ import pytest
 
 from lipaudit.report import charts
 from lipaudit.report.blocks import (
+    Chapter,
     Curve,
     Heatmap,
     Histogram,
@@ -21,6 +22,7 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.charts import draw_svg
 from lipaudit.report.pictures import compare_steepness
+from lipaudit.report.scales import harmonise
 from lipaudit.tables import Column
 
 X = Column(label="||x||", meaning="", format=".3g")
@@ -51,7 +53,7 @@ BLOCKS = [
     Curve("plane", X, X, (Series("a", (-1.0, 2.0), (3.0, 0.0)),)),
     Curve("line", X, X, (Series(HOSTILE, (8.0, 9.0), (1.0, 2.0), (None, 0.0), (1.0, 3.0)),), True),
     Curve("share", X, X, (Series("a", (0.0, 1.0), (0.5, 0.2)),), ticks={"0": 0.0, "1/1": 1.0}),
-    heatmap(1, 2, title="map", values=((0.0, 0.0),), square=True),
+    heatmap(1, 2, title="map", values=((0.0, 0.0),), is_attention=True),
     Stack("stack", ("0 attention", HOSTILE), X, {"a": (0.7, -0.2), HOSTILE: (0.3, 1.2)}),
 ]
 
@@ -221,3 +223,11 @@ def test_shares_without_the_norm_of_any_shared_head_are_mapped():
     assert steep.values[0][0] is None
     assert carried.values[0][0] == 1.0
     assert (carried.scale.low, carried.scale.high) == (0.0, 1.0)
+
+
+def test_a_model_whose_name_begins_with_that_of_another_has_its_own_colour():
+    models = ["demo", "demo int4:32", "demo int4:32 bfloat16"]
+    labels = [*models, *(f"{name} encoder mean" for name in models), "demon", "y = x"]
+    lines = [Series(label, (0.0, 1.0), (0.0, 1.0)) for label in labels]
+    (chapter,) = harmonise([Chapter("depth", "", [Curve("c", X, X, lines)])], models)
+    assert [line.colour for line in chapter.blocks[0].series] == [0, 1, 2] * 2 + [None] * 2

@@ -16,7 +16,7 @@ from lipaudit.report.blocks import Bar, Forest, Gallery, Heatmap, Table
 from lipaudit.report.changes import choose_tone, draw_changes, write_answer
 from lipaudit.report.charts import draw_svg
 from lipaudit.report.judgements import describe_ranking, list_models
-from lipaudit.tables import Column, Note
+from lipaudit.tables import Column, Data, Note
 from lipaudit.tables.report import Example
 from lipaudit.tables.summary import find_figures
 from tests.gate import cases
@@ -503,3 +503,26 @@ def test_what_a_comparison_leaves_out_is_said_once_for_a_reason(spoiled, report)
     assert words.count(f"gamma 0.1 became unset; k 10 became 3: {metrics}") == 1
     for measure in ("bounds", "bounds.ball", "jacobian", "attack", "certify"):
         assert f"has it: {measure} " in words
+
+
+@pytest.mark.parametrize(("samples", "said"), [(1, "1 sample"), (2, "2 samples")])
+def test_one_sample_is_no_samples(samples, said):
+    """Of pages and logs: the number and its noun agree."""
+    first, second = (
+        cases.report(
+            cases.jacobian(NORMS[:samples] * times),
+            cases.attack(flags(samples - 1, samples)),
+            data=Data(spec="demo", samples=samples, suite_id="s" * 64),
+            spec=spec,
+        )
+        for spec, times in (("a", 1.0), ("b", 2.0))
+    )
+    both = [first, second]
+    texts = [
+        terminal.render(subject.page(short=short)).decode()
+        for subject in (of_reports(first), of_reports(*both), of_comparison(compare(both), both))
+        for short in (False, True)
+    ]
+    assert not re.search(r"\b1 (samples|figures)\b|\b[02-9] (sample|figure)\b", "\n".join(texts))
+    assert said in texts[0]
+    assert f"{said}." in texts[4]

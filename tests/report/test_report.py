@@ -24,10 +24,12 @@ from lipaudit.report import (
 )
 from lipaudit.report.blocks import Curve, Heatmap, Histogram, Passage
 from lipaudit.report.charts import draw_svg
+from lipaudit.report.opening import describe_gaps
 from lipaudit.report.pictures import DRAWINGS, draw_attention
 from lipaudit.report.sections import show_section
 from lipaudit.tables import Array, Column, Section, model_labels
-from lipaudit.tables.report import Attended, Drawing
+from lipaudit.tables.report import Attended, Drawing, Failure
+from tests.gate import cases
 from tests.report.conftest import find_chapter, keep, show
 
 
@@ -284,3 +286,25 @@ def test_every_word_of_a_page(report, name):
 
 def test_json_is_the_file_that_was_read(report):
     assert render(report, "json") == (GOLDENS / "report.json").read_bytes()
+
+
+def test_one_screen_says_what_is_missing_even_if_nothing_was_measured():
+    nothing = layouts()["jacobian"].section(settings={}, unmeasured=4)
+    for unfinished in (nothing, nothing.model_copy(update={"measure": "weights"})):
+        short = of_reports(cases.report(unfinished, status="partial")).page(short=True)
+        text = terminal.render(short).decode()
+        assert "Partial: the time limit ended the run before some samples were finished" in text
+
+
+def test_no_other_measure_is_called_complete_if_the_time_limit_ended_one():
+    failure = Failure(reason="out of memory", exit_code=3)
+    failed = layouts()["bounds"].section(settings={}, failure=failure)
+    ended = cases.jacobian().model_copy(update={"unmeasured": 3})
+    gaps = {}
+    for name, section in (("whole", cases.jacobian()), ("ended", ended)):
+        gaps[name] = describe_gaps(cases.report(failed, section, status="partial"))
+    assert gaps["whole"] == "bounds failed: out of memory. The other measures are complete."
+    assert gaps["ended"] == (
+        "bounds failed: out of memory; the time limit ended the run before some samples were "
+        "finished: jacobian (3)."
+    )

@@ -178,7 +178,7 @@ def test_a_page_shades_tokens_and_names_the_first(written):
         assert "\x1b" not in page
         assert "*good* 50.0%, &lt;b&gt;film 25.0%, \\x1b[31m 12.5%, \u2423 6.2%" in page
         assert "share of the gradient (computed, at the measured samples)" in page
-        assert "7 more tokens are left out: 4.6%" in page
+        assert "7 more tokens left out: 4.6%" in page
     assert (
         "share of the steepest direction (estimate, at the measured samples)"
         in render(written, "html").decode()

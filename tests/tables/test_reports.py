@@ -1,6 +1,7 @@
 """Reports as JSON: their summary, contradictions in them, and files of earlier versions."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from lipaudit import schema
 from lipaudit.errors import InputError
 from lipaudit.measures import layouts, summarise
-from lipaudit.tables import Report
+from lipaudit.tables import Report, model_labels
 from lipaudit.tables.weakest import find_contradictions
 from tests.gate import cases
 
@@ -173,3 +174,12 @@ def test_a_sample_is_not_both_certified_and_broken(attack, certify, norm):
 def test_what_is_broken_outside_of_what_is_certified_is_no_contradiction(attack, certify, norm):
     report = make_report(attack, certify, norm)
     assert (find_contradictions(report), summarise(report).notes) == ([], ())
+
+
+def test_equal_models_are_told_apart_by_letters_however_many_they_are():
+    report = schema.load(OLD[0])
+    labels = model_labels([report] * 80)
+    assert len(set(labels)) == 80
+    assert all(re.fullmatch(r"[A-Z]\d?: .+", label) for label in labels)
+    assert [label.partition(":")[0] for label in labels[24:28]] == ["Y", "Z", "A1", "B1"]
+    assert model_labels([report]) == [report.run.label]

@@ -17,7 +17,7 @@ from lipaudit.tables.columns import (
     limit_columns,
     median_limits,
 )
-from lipaudit.tables.formats import format_value
+from lipaudit.tables.formats import format_count, format_value
 from lipaudit.tables.summary import (
     CLEAN_OF_BALLS,
     Headline,
@@ -156,7 +156,7 @@ def read_radius(headline: Headline, section: Section, report: Report) -> Iterato
     if not section.rows or not finite([section.rows[0].radius]):
         return
     row = section.rows[0]
-    text = f"median of {row.samples} samples"
+    text = f"median of {format_count(row.samples)}"
     if row.radius_adversarial is not None:
         nearest = format_value(row.radius_adversarial, section.columns["radius"])
         text += f", nearest adversarial {nearest}"

@@ -6,6 +6,7 @@ import functools
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -223,8 +224,8 @@ def _pick_sample(part: Part, i: int) -> Part:
         else:  # empty, so that joining the parts again counts it once
             values[name] = array[:0]
     if i == 0:
-        return Part(part.ids[:1], values, part.facts, part.notes)
-    return Part(part.ids[i : i + 1], values)
+        return replace(part, ids=part.ids[:1], values=values)
+    return Part(part.ids[i : i + 1], values, complete=part.complete)
 
 
 def summarise(

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
+from pydantic import Field
+
 from lipaudit.errors import InputError
 from lipaudit.settings.option import Settings, option
 from lipaudit.settings.value_types import Layers
@@ -156,7 +158,7 @@ class NormOptions(MeasureOptions):
         lt=1,
         rare=True,
     )
-    max_steps: int = 300
+    max_steps: int = Field(300, ge=1)
     within: float = option(
         PROVEN_WITHIN,
         "Proven relative accuracy of the norms (probability 99.9%).",
@@ -236,7 +238,7 @@ class Measure:
         name: name of its command and its section.
         tables: layouts of its sections: first the section NAME, then those called NAME.SOMETHING.
         options: class of its options; the docstring is the help of its command.
-        compute: yields a Part per batch.
+        compute: yields a Part per batch. No batch is empty.
         summarise: makes the sections from all parts, without side effects.
         batch: default number of samples at a time.
         short_batch: the same for short samples (see `Batch.is_short`); None: `batch`.

@@ -65,7 +65,9 @@ def move_losses(net: Net, run: ChunkRun, options: AttackOptions) -> Iterator[Out
         only_loss_broke = on_margin.robust & ~is_right_after
         # Only the one point breaks the sample: take it. Neither or both: take the higher loss.
         takes_loss = only_loss_broke | (has_higher_loss & ~only_margin_broke)
-        costs = {what: sum(getattr(outcome, what) for outcome in outcomes) for what in COSTS}
+        # The work of these attacks; `run.outcomes` has that of the attacks on the margin.
+        work = (*COSTS, "nonfinite")
+        costs = {what: sum(getattr(outcome, what) for outcome in outcomes) for what in work}
         yield replace(
             _merge_outcomes(takes_loss, on_loss, on_margin),
             robust=on_margin.robust & is_right_after,

@@ -1,6 +1,7 @@
 """Attacks on the prompts of language models, against plain transformers and every suffix."""
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import lipaudit
 from lipaudit.errors import UsageError
+from lipaudit.measures import losses
 from tests.attacks.text_folders import FOLDERS, MOST, distance, list_typing_errors, save
 
 SCORED = [folder for folder in FOLDERS if folder.scored]
@@ -177,7 +179,7 @@ def test_saved_prompts_are_judged_as_plain_transformers_judge_them(reference):
 
 def test_the_scores_of_a_loss_are_those_of_the_saved_prompt(reference):
     rows = [{"prompt": prompt, "continuation": "great actors"} for prompt in PROMPTS]
-    losses = {}
+    found = {}
     for target in (None, "continuation"):
         report = attack(
             reference, rows, attack="words,characters,suffix", eps="1words,1characters,2tokens",
@@ -192,16 +194,30 @@ def test_the_scores_of_a_loss_are_those_of_the_saved_prompt(reference):
             assert samples[f"loss@{saved['trial']}"][i] == pytest.approx(-score, rel=1e-6)
             assert saved["robust"] == (greedy if target is None else not greedy)
         for name in ("words,words,1", "characters,characters,1", "suffix,suffix,2"):
-            losses[target, name] = by_line(report, samples[f"loss@{name}"])
-            moves = [a - b for a, b in zip(losses[target, name], clean, strict=True)]
+            found[target, name] = by_line(report, samples[f"loss@{name}"])
+            moves = [a - b for a, b in zip(found[target, name], clean, strict=True)]
             sign = 1 if target is None else -1
             assert all(sign * move >= -1e-9 for move in moves)
     assert all(
         low < high
         for low, high in zip(
-            losses["continuation", "suffix,suffix,2"], losses[None, "suffix,suffix,2"], strict=True
+            found["continuation", "suffix,suffix,2"], found[None, "suffix,suffix,2"], strict=True
         )
     )
+
+
+def test_gradients_of_the_attacks_on_a_loss_are_checked_too(reference, monkeypatch):
+    """Three of them are not finite, and none of the attacks on the margin."""
+
+    def attack_loss(*args, attack=losses._attack_loss):
+        return [replace(outcome, nonfinite=3) for outcome in attack(*args)]
+
+    monkeypatch.setattr(losses, "_attack_loss", attack_loss)
+    rows = [{"prompt": prompt, "continuation": "poor"} for prompt in PROMPTS]
+    section = attack(reference, rows, attack="fgsm", eps="0.1").section("attack")
+    (note,) = [note.text for note in section.notes if note.code == "gradients-not-finite"]
+    share = 3 / section.rows[-1].backwards
+    assert f" and in {100 * share:.2g}% of the gradients" in note
 
 
 def test_a_target_is_reached_by_exactly_the_tokens_that_reach_it(reference):

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+import lipaudit
 from lipaudit.engine.execute import execute
 from lipaudit.engine.outlines import outline_job, require_shared
 from lipaudit.engine.prepare import Request, prepare
+from lipaudit.engine.results import in_order
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import load_measures
 from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.base import Part
 from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.sources.loader import load_net
@@ -108,6 +111,24 @@ def other(first, data="demo", suite=None, places=None, **changes):
 ELSEWHERE = {"suite": "other", "places": ("index 0", "index 1")}
 FEWER = {"suite": "fewer", "places": ("index 0",)}
 MADE_UP = {"suite": "other", "samples": {}}
+
+
+def test_a_part_that_is_split_by_samples_stays_incomplete():
+    part = Part(("a", "c"), {"x": np.arange(2)}, {"first": 1}, complete=False)
+    pieces = in_order([part, Part(("b",), {"x": np.array([7])})], ("a", "b", "c"))
+    assert [(piece.ids, piece.complete) for piece in pieces] == [
+        (("a",), False),
+        (("b",), True),
+        (("c",), False),
+    ]
+    assert [int(piece.values["x"][0]) for piece in pieces] == [0, 7, 1]
+    assert [dict(piece.facts) for piece in pieces] == [{"first": 1}, {}, {}]
+
+
+@pytest.mark.parametrize("name", ["bounds", "jacobian", "weights"])
+def test_norms_need_a_step(name):
+    with pytest.raises(UsageError, match="max.steps"):
+        lipaudit.measure("demo", name, max_steps=0)
 
 
 def test_an_outline_says_what_the_report_will(job, first):

@@ -219,7 +219,7 @@ def _read_numbers(name: str, values: ArrayLike, least: int, most: int) -> Tensor
     """
     try:
         if isinstance(values, Tensor):
-            numbers = values
+            numbers = values.detach()  # a parameter needs no graph here
         else:
             numbers = torch.tensor(np.array(values))
     except (TypeError, ValueError) as error:

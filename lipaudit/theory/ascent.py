@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.attend import mean_value
-from lipaudit.theory.head_bounds import split_heads
+from lipaudit.theory.head_bounds import require_radius, split_heads
 from lipaudit.theory.heads import Heads, are_affine, projections, unit_values
 from lipaudit.theory.pullback import pull_back
 from lipaudit.theory.spectral import random_starts
@@ -35,7 +35,11 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> PerHead:
             NaN.
         r: radius, in the Frobenius norm over all tokens of a sample (of a window).
         seeds: one per sample.
+
+    Raises:
+        UsageError: r is negative or NaN.
     """
+    require_radius(r)
     if heads.x_kv is not None or not are_affine(heads):
         # The search moves q, k and v by dX W if the tokens move by dX. This is right for affine
         # projections only.

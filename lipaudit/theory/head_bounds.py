@@ -129,8 +129,17 @@ def _require_finite(heads: Heads) -> None:
 
 
 def _compute_group(ingredients: Ingredients, bounds: Iterable[Bound]) -> dict[str, Tensor]:
-    """Return the bounds of some heads, and the quantities that they are computed from, by name."""
+    """Return the bounds of some heads, and the quantities that they are computed from, by name.
+
+    Raises:
+        EvaluationError: P has an undefined entry, or the function of a bound fails.
+    """
     p_norm = ingredients.p_norm
+    if not p_norm.isfinite().all():
+        raise EvaluationError(
+            "The attention map has undefined entries.",
+            "Look for NaN or inf in the mask, the position bias or the scale of the logits.",
+        )
     terms = {
         "p_norm": p_norm,
         "softmax_norm_max": ingredients.softmax_norm_max,
@@ -214,10 +223,9 @@ def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHe
         sharp: the bound at X; computed if None.
 
     Raises:
-        UsageError: r is negative.
+        UsageError: r is negative or NaN.
     """
-    if not r >= 0:
-        raise UsageError(f"the radius of a ball cannot be negative: {r}")
+    require_radius(r)
     if heads.x_kv is not None or not are_affine(heads):  # the bound is not proven for them
         return heads.q.new_full(heads.q.shape[:2], torch.nan, dtype=torch.float64)
     heads = heads.to(torch.float64)
@@ -231,6 +239,16 @@ def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHe
     parts = [bound_growth(group, r) for group in split_heads(unit)]
     growth = torch.cat(parts, 1)
     return sharp + (1 + ROUNDING) * size.to(growth) * growth
+
+
+def require_radius(r: float) -> None:
+    """Refuse a radius that is negative or NaN.
+
+    Raises:
+        UsageError: it is.
+    """
+    if not r >= 0:
+        raise UsageError(f"the radius of a ball must be 0 or more: {r}")
 
 
 def bound_growth(heads: Heads, r: float) -> Tensor:

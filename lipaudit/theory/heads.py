@@ -153,6 +153,8 @@ class Heads:
         sees_nothing = None  # which rows have every key masked; only a bias can do this
         if self.bias is not None:
             sees_nothing = logits.amax(-1, keepdim=True) == -torch.inf
+            # Softmax of such a row would be NaN (0 / 0), and so would every gradient through P.
+            logits.masked_fill_(sees_nothing, 0.0)
         if self.sink is not None:
             sink = self.sink
             if sink.shape[-1] > 1:  # one logit per query; otherwise all queries share one
@@ -163,8 +165,7 @@ class Heads:
 
         p = torch.softmax(logits, -1)
         if sees_nothing is not None:
-            # Softmax of such a row is NaN (0 / 0), or 0 for all keys and 1 for the sink. All of it
-            # becomes zero. nan_to_num would also hide a NaN in q or k.
+            # All of such a row becomes zero, also for the sink.
             p = p.masked_fill(sees_nothing, 0.0)
         if self.sink is not None and not whole:
             p = p[..., :-1]

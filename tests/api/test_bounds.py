@@ -1,5 +1,6 @@
 """The bounds on bare tensors: those of the theory, above the dense Jacobian's norm."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -120,6 +121,24 @@ def test_shapes_are_named_in_one_sentence(x, w, how, message, kind):
         lipaudit.bounds.exact(kind(x), kind(w), kind(w), kind(w), **how)
     assert caught.value.advice
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["sharp", "exact"])
+def test_parameters_of_a_model_are_taken_like_tensors(name):
+    x, w = torch.randn(5, 4), torch.randn(3, 4, 2)
+    function = getattr(lipaudit.bounds, name)
+    value = function(x, *torch.nn.Parameter(w))
+    assert not value.requires_grad
+    assert value == function(x, *w)
+
+
+@pytest.mark.parametrize(
+    "how", [{"mask": [[0.0] * 4 + [math.nan]]}, {"scale": math.nan}, {"scale": math.inf}]
+)
+def test_a_mask_or_scale_that_is_not_finite_is_named(how):
+    x, w = torch.randn(5, 4), torch.randn(3, 4, 2)
+    with pytest.raises(EvaluationError, match="attention map has undefined entries"):
+        lipaudit.bounds.sharp(x, *w, **how)
 
 
 def test_a_norm_that_did_not_converge_is_not_given(monkeypatch):

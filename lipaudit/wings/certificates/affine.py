@@ -73,8 +73,10 @@ def linear_map(
     sizes = [weight.abs() for weight in exact]
     error = x.bound_input_error(roundings)
     slack = round_up(absolute_op(error[None], *sizes)[0], roundings=roundings)
-    # Third, underflow of the products of weights and coefficients.
-    slack = slack + x.symbol_count * roundings * tiny(symbols.dtype)
+    # Third, underflow: of each product of a weight and a coefficient, and of the cast of a weight,
+    # which is then multiplied by coefficients.
+    underflow = tiny(symbols.dtype) * (x.symbol_count + x.symbol_radius.sum())
+    slack = slack + roundings * underflow
     if constant is not None:
         constant = constant.detach().to(DOUBLE)
         # Fourth, the sum W c + b: one rounding (4 leaves room). An infinite constant (a mask) is
@@ -247,6 +249,7 @@ def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
         roundings: number of roundings of the constant: one for the cast to the dtype of the
             coefficients, plus those that it had before.
     """
+    require_constant(weight)
     weight = as_constant(weight, x)
     # A normalisation that is not multiplied out yet, numerator / root + constant, stays so, unless
     # the weight has more axes or entries than the form.
@@ -269,6 +272,7 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     way. A quotient stores the root as two forms, `inverse` = 1 / root and `square` = root^2. (The
     sign of numerator + root constant can be proven without the division: `prove.margins`.)
     """
+    require_constant(weight, bias)
     roundings = weight.shape[-1] + 1  # one per term of a sum, and one for the cast of a weight
     quotient = input.pending_quotient
     # W (n / root) = (W n) / root holds only if all entries of a row have the same root: both forms
@@ -288,6 +292,12 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     constant = linear(quotient.constant, weight, bias)
     numerator = linear_map(x, F.linear, weight, roundings=roundings, mixes="rows")
     return Form.from_quotient(Quotient(numerator, inverse, square, constant))
+
+
+def require_constant(*weights: Any) -> None:
+    """Raise `NoRuleError` if a weight of an affine map is a form: if it depends on the input."""
+    if any(isinstance(weight, Form) for weight in weights):
+        raise NoRuleError("an affine map with weights that depend on the input")
 
 
 def has_constant_rows(x: Form) -> bool:
@@ -319,6 +329,7 @@ def convolve(
     unknown symbols in [-1, 1]. A convolution is a linear map: it applies to the centre and to all
     coefficients.
     """
+    require_constant(weight, bias)
     if input.ndim != weight.ndim:
         raise NoRuleError("a convolution without a batch axis")
     # Over one axis: the same convolution of images with a single row.
@@ -472,7 +483,12 @@ def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., For
         terms = input.shape[-axes:].numel()
         # A mean mixes entries. Slack would add up in absolute value, and windows that overlap
         # would no longer share an error. Symbols keep the sign, and their coefficients can cancel.
-        return linear_map(input.symbolize_slack(), pool_stack, roundings=terms + 2)
+        return linear_map(
+            input.symbolize_slack(),
+            pool_stack,
+            roundings=terms + 2,
+            absolute_op=lambda t: pool_stack(t).abs(),  # `divisor_override` may be negative
+        )
 
     return pool
 

@@ -239,9 +239,10 @@ def _add_rounding(
     slack = slack + (of_coefficients + bound_rounding(terms + 4, DOUBLE) * f(x_size, y_size))
     # Underflow: a product with a coefficient may be off by the smallest normal number, and a
     # coefficient by as much, which the product multiplies by an entry of a centre: `sizes` is
-    # above each of them. There are at most 8 products for each symbol and term. The result has as
-    # many symbols as the factor with more; at order 2 also all symbols of the input and of their
-    # products, `first_error` in number.
+    # above each of them. (The cast of a centre, too: no radius is below this number, so that the
+    # bound of dx dy covers its product with a coefficient.) There are at most 8 products for each
+    # symbol and term. The result has as many symbols as the factor with more; at order 2 also all
+    # symbols of the input and of their products, `first_error` in number.
     count = max(x.symbol_count, y.symbol_count, symbols.first_error)
     sizes = 1 + x_size.sum() + y_size.sum()
     slack = slack + 8 * count * terms * tiny(dtype) * sizes
@@ -565,8 +566,13 @@ def einsum(equation: str, *operands: Any) -> Any:
         operands = tuple(operands[0])
     x_axes, y_axes, result_axes = _read_equation(equation, len(operands))
     # Axes that only one operand has, and not the result, are summed first. The rest is a matmul.
-    x, x_axes = _sum_out(operands[0], x_axes, y_axes + result_axes)
-    y, y_axes = _sum_out(operands[1], y_axes, x_axes + result_axes)
+    x, x_axes = _sum_out(operands[0], x_axes, y_axes + result_axes, other=operands[1])
+    y, y_axes = _sum_out(operands[1], y_axes, x_axes + result_axes, other=x)
+    x_sizes = dict(zip(x_axes, x.shape, strict=True))
+    y_sizes = dict(zip(y_axes, y.shape, strict=True))
+    sizes = x_sizes | y_sizes
+    if sizes != y_sizes | x_sizes:  # torch broadcasts an axis of size 1, and matmul does not
+        raise NoRuleError(f"einsum of {equation} that broadcasts an axis")
     shared = [axis for axis in x_axes if axis in y_axes]
     batch = [axis for axis in shared if axis in result_axes]
     contracted = [axis for axis in shared if axis not in result_axes]
@@ -575,9 +581,6 @@ def einsum(equation: str, *operands: Any) -> Any:
     left = _fold_axes(x, x_axes, batch, rows, contracted)
     right = _fold_axes(y, y_axes, batch, contracted, columns)
     product = left @ right
-
-    sizes = dict(zip(x_axes, x.shape, strict=True))
-    sizes |= zip(y_axes, y.shape, strict=True)
     order = batch + rows + columns
     product = product.reshape([sizes[axis] for axis in order])
     return product.permute([order.index(axis) for axis in result_axes])
@@ -598,11 +601,16 @@ def _read_equation(equation: str, operands: int) -> tuple[str, str, str]:
     return x_axes, y_axes, result_axes
 
 
-def _sum_out(t: Any, axes: str, others: str) -> tuple[Any, str]:
-    """Sum over the axes whose letters are not in `others`; return the result and its letters."""
+def _sum_out(t: Any, axes: str, others: str, other: Any) -> tuple[Any, str]:
+    """Sum over the axes whose letters are not in `others`; return the result and its letters.
+
+    If t is a constant, the other operand is a form. The sum is rounded: so t is made a form, whose
+    slack covers the rounding.
+    """
     summed = [i for i, axis in enumerate(axes) if axis not in others]
     if not summed:
         return t, axes
+    (t,) = rearrangements.lift_first_constant(other, t)
     return t.sum(summed), "".join(axis for axis in axes if axis in others)
 
 
@@ -632,6 +640,4 @@ def addmm(
     product = mat1 @ mat2
     if alpha != 1:
         product = product * alpha
-    if beta != 1:
-        input = input * beta
-    return affine.add(product, input)
+    return affine.add(product, input, alpha=beta)  # covers the rounding of beta times a constant

@@ -135,7 +135,8 @@ def _bound_between_points(
     at_middle = (bend - 2 * parabola.b).abs() * (1 + 2.0**-30) + 2.0**-30 * sup_second
     # |x - m| is at most half the width; 0.51 is 1/2 rounded up.
     from_middle = at_middle + f.third(low, high) * (high - low) * 0.51
-    bend_bound = torch.minimum(sup_second + 2 * parabola.b.abs(), from_middle)
+    # fmin skips NaN: autograd has no f''(m) for softplus below -710 and mish above 710.
+    bend_bound = torch.fmin(sup_second + 2 * parabola.b.abs(), from_middle)
     # Grid points are rounded, so two of them may be more than h apart. A point is computed with
     # two or three roundings of numbers of at most the larger end: 8 are enough for both points.
     rounding = bound_rounding(8, DOUBLE) * torch.maximum(low.abs(), high.abs())
@@ -420,14 +421,15 @@ def make_monomial(n: int) -> SmoothFunction:
 
 
 def raise_power(input: Any, exponent: Any) -> Form:
-    """Return input ** exponent: any whole exponent >= 1; of positive inputs also 1/2, -1/2, -1."""
+    """Return input ** exponent: whole exponents >= 1; of positive inputs also 1/2, -1/2, -1."""
     if not isinstance(input, Form) or not isinstance(exponent, int | float):
         raise NoRuleError("pow with an exponent for every entry")
     if exponent == 1:
         return input.copy()
     if exponent == 2:
         return square(input)
-    if exponent > 2 and exponent == int(exponent):
+    # Below 1e15 the derivatives and the rounding of a power have finite bounds.
+    if 2 < exponent < 1e15 and exponent == int(exponent):
         return relax(input, make_monomial(int(exponent)))
     functions = {0.5: SQRT, -0.5: RSQRT, -1: RECIPROCAL}
     if exponent not in functions:

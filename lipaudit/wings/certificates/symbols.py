@@ -433,4 +433,6 @@ def _sum_over_symbols(coefficients: Tensor, function: Callable[[Tensor], Tensor]
         total += function(part).sum(0)
     symbols = len(coefficients)
     # Number of roundings of a sum: within a chunk, plus the additions of chunks, plus a few.
-    return round_up_sum(total, min(chunk, symbols) + symbols // chunk + 4)
+    bound = round_up_sum(total, min(chunk, symbols) + symbols // chunk + 4)
+    # Every term may have underflowed: there are more terms than roundings.
+    return bound + symbols * tiny(coefficients.dtype)

@@ -18,6 +18,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
+from lipaudit.wings.certificates import bracket
 from lipaudit.wings.certificates import certificate as certificates
 from lipaudit.wings.certificates.bracket import Bracket
 from lipaudit.wings.certificates.certificate import Proof, certify_ball
@@ -173,6 +174,22 @@ def test_what_is_settled_is_not_tried_again(small, monkeypatch):
         assert [e for n, e in attacked if n == name] == standing + sorted(broken)[:1]
         tried = sorted(open_, reverse=True) + sorted(certified, reverse=True)[:1]
         assert [e for n, e in proven if n == name] == tried
+
+
+def test_a_search_ends_where_the_accuracy_is_beyond_that_of_floats():
+    tried = []
+
+    def examine(radius):
+        tried.append(radius)
+        assert len(tried) < 100
+
+    def read_limits():
+        holds = [radius for radius in tried if radius <= 0.3]
+        return max(holds, default=0.0), min((r for r in tried if r > 0.3), default=1.0)
+
+    bracket._search_radius(examine, read_limits, first=0.1, largest=1.0, tol=1e-17)
+    low, high = read_limits()
+    assert low <= 0.3 < high <= low * (1 + 1e-11)
 
 
 def test_results_do_not_depend_on_the_batch_or_on_other_samples(small):

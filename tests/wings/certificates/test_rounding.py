@@ -19,6 +19,7 @@ from lipaudit.wings.certificates.rounding import (
     cast_up,
     round_up_sum,
 )
+from lipaudit.wings.certificates.symbols import Symbols
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -72,6 +73,46 @@ def test_chains_of_affine_maps_in_rational_arithmetic(dtype, seed):
             truth = (truth + hidden[place]) * tenth
             off = abs(truth - _value(form, corner, place))
             assert off <= Fraction(form.slack.flatten()[place].item())
+
+
+ROUNDS = torch.tensor([[1.0, 2.0**-24, 2.0**-24]])
+"""Single precision, in which the sum is 1."""
+
+
+@pytest.mark.parametrize(
+    ("function", "truth"),
+    [
+        (lambda x: torch.addmm(ROUNDS[:, :1], x, x, beta=0.1), 1 + Fraction(0.1)),
+        (lambda x: torch.einsum("bi,ij->b", x, ROUNDS), 1 + Fraction(2.0**-23)),
+        (lambda x: torch.einsum("ij,bi->bi", ROUNDS, x), 1 + Fraction(2.0**-23)),
+    ],
+)
+def test_constants_that_one_call_combines_are_not_rounded_as_the_model_does(function, truth):
+    """A ball of one point, 1: only rounding is off."""
+    form = run(function, ball(torch.ones(1, 1), 0.0))
+    off = abs(Fraction(form.centre.item()) - truth)
+    assert off <= Fraction(form.slack.item())
+    assert form.slack.item() <= 1e-14
+
+
+def test_weights_that_are_0_in_single_precision_are_in_the_slack():
+    """Coefficients have this precision, and one of 2^120 times the weight is 2^-32."""
+    x = ball(torch.zeros(1, 1), 2.0**120, dtype=torch.float32)
+    _, high = linear(x, torch.tensor([[2.0**-152]], dtype=torch.float64)).range()
+    assert high.item() >= 2.0**-32
+
+
+@pytest.mark.parametrize(("norm", "size"), [("linf", 5e-39), ("l2", 1e-19)])
+def test_radii_on_a_device_that_flushes_small_numbers_to_zero(norm, size):
+    """Coefficients of boxes, and squares of coefficients, below 2^-126."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        symbols = Symbols(4096, norm, order=1, dtype=torch.float32, rules={})
+        radius = symbols.bound_parts(torch.full((4096, 512), size)).linear.amin().item()
+    finally:
+        torch.set_flush_denormal(False)
+    assert radius >= size * (4096 if norm == "linf" else 64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["single", "double"])

@@ -123,6 +123,8 @@ def test_an_operation_without_a_rule_is_named_with_its_module():
         lambda x: torch.cdist(x, x),
         lambda x: F.rms_norm(x, (TOKENS, WIDTH)),
         lambda x: x**0.3,
+        lambda x: x ** float("inf"),
+        lambda x: x**1e300,
         lambda x: torch.add(x, x, out=torch.empty(1)),
         lambda x: x.cumprod(1),
         torch.sort,
@@ -131,6 +133,9 @@ def test_an_operation_without_a_rule_is_named_with_its_module():
         lambda x: torch.einsum("bii->bi", x[:, :, :4]),
         lambda x: torch.einsum("...ik,...jk->...ij", x, x),
         lambda x: torch.einsum("bik,bjk,bjl->bil", x, x, x),
+        lambda x: torch.einsum("bij,bjk->bik", x[..., :1], x),  # j is broadcast
+        lambda x: F.linear(x, x[0]),  # weights that depend on the input
+        lambda x: F.conv1d(weights(1, TOKENS, 8), x),
         lambda x: x.clone().copy_(2 * x),
         lambda x: F.max_pool2d(image(x), 2, return_indices=True),
         lambda x: F.max_pool2d(image(x)[0], 2),
@@ -163,6 +168,24 @@ def test_an_operation_without_a_rule_is_named_with_its_module():
 def test_what_is_not_known_is_refused(function):
     with pytest.raises(NoRuleError, match="no rule for the operation"):
         run(function, ball(weights(1, TOKENS, WIDTH), 0.1))
+
+
+@pytest.mark.parametrize(("function", "centre"), [(F.softplus, -1e3), (F.mish, 1e3)])
+def test_curves_far_from_zero_have_bounds(function, centre):
+    """There autograd has no second derivative."""
+    x = torch.full((1, 2), centre, dtype=torch.float64)
+    low, high = run(function, ball(x, 0.5)).range()
+    for inside in (-0.5, 0.0, 0.5):
+        truth = function(x + inside)
+        assert ((low <= truth) & (truth <= high)).all()
+    assert (high - low <= 1.01).all()
+
+
+def test_a_mean_over_windows_keeps_its_slack_where_the_divisor_is_negative():
+    x = F.gelu(ball(weights(1, 1, 4, 4), 0.1, slack_share=1e9))  # slack stays slack
+    positive, negative = (F.avg_pool2d(x, 2, divisor_override=n).slack for n in (3, -3))
+    assert (positive > 1e-4).all()
+    torch.testing.assert_close(negative, positive)
 
 
 @pytest.mark.parametrize(

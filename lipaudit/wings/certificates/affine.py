@@ -273,6 +273,9 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     sign of numerator + root constant can be proven without the division: `prove.margins`.)
     """
     require_constant(weight, bias)
+    if weight.ndim == 1:  # torch then leaves out the axis of the results
+        column: Any = linear(input, weight[None], bias)
+        return column.squeeze(-1)
     roundings = weight.shape[-1] + 1  # one per term of a sum, and one for the cast of a weight
     quotient = input.pending_quotient
     # W (n / root) = (W n) / root holds only if all entries of a row have the same root: both forms

@@ -514,7 +514,7 @@ class Form(Tensor):
         slack.
         """
         largest = self.radius
-        if self.ndim:
+        if largest.numel():
             largest = largest.amax(-1, keepdim=True)
         is_large = self.slack > self.symbols.slack_share * largest
         if not is_large.any():

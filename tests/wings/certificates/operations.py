@@ -114,6 +114,9 @@ def log_softmax_far(x):
 
 OPERATIONS = {
     "linear": lambda x: F.linear(x, W, B),
+    "linear-vector": lambda x: (
+        F.linear(F.layer_norm(x, (WIDTH,)), SCALE) + F.linear(F.gelu(x), SCALE, B[0])
+    ),
     "matmul-right": lambda x: x @ W.T,
     "matmul-left": lambda x: weights(3, TOKENS) @ x,
     "conv2d": lambda x: F.conv2d(x.reshape(-1, 3, 4, 2), KERNEL, stride=(2, 1), padding=(1, 0)),
@@ -202,7 +205,7 @@ OPERATIONS = {
         x.var(-1, unbiased=False, keepdim=True) + x.var(1, correction=None, keepdim=True)
     ),
     "all-axes": lambda x: torch.stack([t.var(True) + t.sum(()) + t.mean(dim=[]).sum() for t in x]),
-    "empty": lambda x: torch.cat([x[:, :0] * x[:, :0], x], 1),
+    "empty": lambda x: torch.cat([x[:, :0] * x[:, :0], x], 1) + F.linear(x[..., :0], W[:1, :0]),
     "glu": lambda x: F.glu(x) + F.glu(x.mT, 1).mT[..., :3],
     "where-uint8": lambda x: torch.where(MASK[:, None].byte(), x, SCALE),
     "where": lambda x: (

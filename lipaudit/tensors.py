@@ -58,7 +58,8 @@ def heads(
         mask: added to the logits, broadcastable to (batch, heads, tokens, tokens).
 
     Raises:
-        UsageError: values that are not real numbers, empty arrays, or shapes that do not fit.
+        UsageError: values that are not real numbers, a mask of truth values, empty arrays, or
+            shapes that do not fit.
     """
     # x becomes (batch, tokens, D), a weight (heads, D, d): a missing first axis has length 1.
     tokens = _read_numbers("tokens", x, least=2, most=3)
@@ -88,7 +89,7 @@ def heads(
 def _read_mask(mask: ArrayLike, layer: Heads) -> Tensor:
     """Return a mask with four axes that broadcasts to the logits, (batch, heads, tokens, tokens).
 
-    The mask holds numbers that are added to the logits, such as 0 and -inf; True is the number 1.
+    The mask holds numbers that are added to the logits, such as 0 and -inf.
 
     Raises:
         UsageError: its shape does not fit the heads.
@@ -224,6 +225,11 @@ def _read_numbers(name: str, values: ArrayLike, least: int, most: int) -> Tensor
             numbers = torch.tensor(np.array(values))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name}: {error}", "Give a tensor or an array of numbers.") from None
+    if numbers.dtype == torch.bool:  # a mask of other libraries: True would add 1 to a logit
+        raise UsageError(
+            f"{name}: truth values are not numbers",
+            "A mask is added to the logits: 0 where a query sees a key, -inf where it does not.",
+        )
     expected = f"of real numbers (at least one) with {least} to {most} axes"
     is_real = not numbers.is_complex()
     fits = is_real and numbers.numel() > 0 and least <= numbers.ndim <= most

@@ -541,7 +541,8 @@ def _are_same(rule: Rule, before: Values, now: Values, tol: float) -> bool:
         return bool(np.array_equal(before, now))
     # A margin is a difference of logits: near 0 its rounding error is larger than tol times the
     # margin. So an absolute tolerance (slack) is added.
-    slack = ROUNDING * float(np.abs(before).max(initial=0.0))
+    # (The largest finite value: a first-order radius may be infinite.)
+    slack = ROUNDING * float(np.abs(before[np.isfinite(before)]).max(initial=0.0))
     return bool(np.isclose(now, before, rtol=tol, atol=slack).all())
 
 
@@ -642,16 +643,16 @@ def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
     Raises:
         UsageError: the limit is relative, and a figure is negative.
     """
-    if rule.limit.kind != "relative":
-        return rule.worse * (new - old)
-    if (np.append(old, new) < 0).any():
+    relative = rule.limit.kind == "relative"
+    if relative and (np.append(old, new) < 0).any():
         raise UsageError(
             f"{rule.text!r}: a figure that can be negative has no relative change",
             "Use an absolute change, such as >= -0.1.",
         )
-    # Equal values have the change 0, even if both are 0 and have no logarithm.
+    # Equal values have the change 0, even if both are infinite, or 0 and without a logarithm.
     with np.errstate(divide="ignore", invalid="ignore"):
-        return rule.worse * np.where(new == old, 0.0, np.log(new) - np.log(old))
+        change = np.log(new) - np.log(old) if relative else new - old
+    return rule.worse * np.where(new == old, 0.0, change)
 
 
 def compute_margin(rule: Rule) -> float:

@@ -221,7 +221,7 @@ def _judge_rules(
     p_of_rows = []
     for rule, examined in zip(rules, examinations, strict=True):
         contrasts = examined if isinstance(examined, list) else []
-        p_of_rows.append(_adjust_rows(rule, contrasts))
+        p_of_rows.append(_adjust_rows(rule, contrasts, level=alpha / len(rules)))
     smallest = {i: min(p_values.values()) for i, p_values in enumerate(p_of_rows) if p_values}
     corrected = statistics.correct_by_holm(smallest)
     judged = zip(rules, examinations, p_of_rows, strict=True)
@@ -259,17 +259,20 @@ def _doubt_untested(verdict: Verdict, rule: Rule) -> Verdict:
     return verdict.model_copy(update={"status": weaker[verdict.status]})
 
 
-def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[ContrastKey, float]:
+def _adjust_rows(
+    rule: Rule, contrasts: Sequence[Contrast], level: float
+) -> dict[ContrastKey, float]:
     """Return the p-values of "no worse" of the rows of a rule, corrected for testing many rows.
 
     Rows with sign tests (heads, for example) are corrected jointly by randomly flipping signs: the
-    correction is smaller if heads change together. Rows with other tests, and groups of samples,
-    are corrected by Holm's procedure.
+    correction is smaller if heads change together. Rows with other tests, groups of samples, and
+    all rows at a level that random flips cannot reach are corrected by Holm's procedure.
 
     Args:
         rule: the rule.
         contrasts: the old and new value of each row or group of the rule, and their test. Those
             without a test, and equal ones, are left out.
+        level: the smallest level at which the rule may be tested among all rules.
 
     Returns:
         The p-value of each contrast, by its key.
@@ -280,9 +283,11 @@ def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[ContrastKey,
     # The change under the null hypothesis: 0, or less if the rule demands an improvement.
     null = _compute_null(rule)
     p_values = {key: test.p(null) for key, test in tests.items()}
-    # Several rows with sign tests on the same samples (groups have different samples).
+    # Several rows with sign tests on the same samples (groups have different samples). A p-value
+    # of random flips is at least 1 / draws: at a smaller level it could prove nothing.
     of_signs = all(test.of_signs for test in tests.values())
-    if of_signs and len(p_values) > 1 and not rule.group:
+    enough_draws = level * (statistics.RESAMPLES + 1) >= 1
+    if of_signs and enough_draws and len(p_values) > 1 and not rule.group:
         changes = np.stack([contrast.changes for contrast in tested])  # (rows, samples)
         # Rows whose changes are usually below a quarter of the limit (QUIET) are not tested: they
         # cannot break the limit. Their p-value is 1, and the other rows are corrected for fewer.
@@ -537,6 +542,10 @@ def _breaks_limit(rule: Rule, new: float, old: float | None) -> bool:
         new: the value.
         old: the value that a limit on a change starts from; None for an absolute limit.
     """
+    # An infinite value (a first-order radius, if a gradient is 0) is beyond every limit, or within
+    # it. It has no decimals.
+    if math.isinf(new):
+        return rule.worse * new > 0
     bound = rule.limit.value  # of the new value
     if old is not None and rule.limit.kind == "relative":
         bound = _round_digits(_to_decimal(old) * (1 + bound))

@@ -226,5 +226,5 @@ def _spell_value(value: Any) -> Any:
     if isinstance(value, dict):
         return write_keywords(value)
     if isinstance(value, tuple):
-        return ",".join(f"{n}" if isinstance(n, int) else f"{n:g}" for n in value)
+        return ",".join(map(str, value))  # all digits: the gate measures with these values again
     return value

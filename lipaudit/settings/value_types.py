@@ -100,10 +100,15 @@ def read_keywords(text: str) -> dict[str, Any]:
         key = before.strip()
         word = after.strip()
         _require(key.isidentifier() and equals)
-        values[key] = CONSTANTS.get(word.lower(), word)
-        with suppress(ValueError):  # not a JSON value: the word is a constant or a text
-            values[key] = json.loads(word)
+        values[key] = _read_word(word)
     return values
+
+
+def _read_word(word: str) -> Any:
+    """Return the value of a word: a number, a quoted text, a constant, or the word itself."""
+    with suppress(ValueError):  # no JSON value
+        return json.loads(word)
+    return CONSTANTS.get(word.lower(), word)
 
 
 def write_keywords(values: Mapping[str, Any]) -> str:
@@ -111,12 +116,17 @@ def write_keywords(values: Mapping[str, Any]) -> str:
 
     >>> write_keywords({"depth": 2, "pretrained": False})
     'depth=2,pretrained=false'
+    >>> write_keywords({"variant": "2"})
+    'variant="2"'
     """
     words = []
     for key, value in values.items():
         word = str(value)
         if value is None or isinstance(value, bool):
             word = word.lower()
+        # A text that would be read as another value, such as "2" or "true", needs its quotes.
+        elif isinstance(value, str) and _read_word(value.strip()) != value:
+            word = json.dumps(value)
         words.append(f"{key}={word}")
     return ",".join(words)
 

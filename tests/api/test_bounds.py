@@ -113,6 +113,9 @@ def test_arrays_and_lists_are_taken_like_tensors(name, kind):
         ((5, 4), (4, 2), {"mask": [["x"]]}, "mask: "),
         ((5, 4), (4, 2), {"mask": [[1], [1, 2]]}, "mask: "),
         ((5, 4), (4, 2), {"mask": np.full((5, 5), 1j)}, "mask of shape (5, 5)"),
+        # Added to the logits, as the text says, they would leave every key visible.
+        ((5, 4), (4, 2), {"mask": np.tri(5) > 0}, "mask: truth values"),
+        ((5, 4), (4, 2), {"mask": torch.ones(5, 5, dtype=torch.bool)}, "mask: truth values"),
     ],
 )
 @pytest.mark.parametrize("kind", [np.ones, torch.ones])

@@ -52,6 +52,15 @@ def test_data_may_be_elsewhere_and_other_samples_are_refused_unmeasured(measured
     assert "Give the baseline's samples (val.npz) with --data" in said
 
 
+def test_a_baseline_keeps_all_digits_of_how_pixels_are_normalised(measured):
+    """Those of CLIP have eight; six of them are another mean, which a gate refuses."""
+    line = ("bounds", "demo", "--data", "val.npz", "-n", "2", "--layers", "0", "-q")
+    pixels = ("--mean", "0.48145466", "--std", "0.26862954")
+    invoke(*line, *pixels, "-o", "clip.json")
+    assert schema.load("clip.json").run.options["mean"] == "0.48145466"
+    assert "unchanged" in invoke("gate", "demo", "-b", "clip.json", "-q").stdout
+
+
 def test_the_report_of_what_was_measured_is_kept_and_the_machine_is_chosen_anew(measured):
     gate = ("gate", "demo", "-b", "base.json")
     where = ("--device", "cpu", "--batch-size", "1", "--offline", "--resume")

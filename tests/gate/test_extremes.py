@@ -103,6 +103,46 @@ def test_norms_that_are_zero_in_half_of_the_samples_are_judged():
     assert all_risen.exit_code == 1
 
 
+def with_radii(radii):
+    """A section with these first-order radii: infinite where the gradient is 0."""
+    section = jacobian(np.ones(len(radii)))
+    return with_samples(section, radius_first_order=radii, correct=[True] * len(radii))
+
+
+@pytest.mark.parametrize("stat", ["median", "mean", "max"])
+@pytest.mark.parametrize(
+    ("limit", "status"), [(">= 0.1", "pass"), (">= 1e300", "pass"), ("<= 5", "regressed")]
+)
+def test_an_infinite_radius_is_beyond_every_absolute_limit(stat, limit, status):
+    section = with_radii([math.inf] * 40 + [1.0] * 24)
+    rule = parse_rule(f"jacobian.radius_first_order:{stat} {limit}")
+    (verdict,) = judge(new(section), report(section), [rule]).verdicts
+    assert (verdict.status, verdict.new) == (status, math.inf)
+
+
+@pytest.mark.parametrize("limit", [">= -0.1", ">= -10%"])
+@pytest.mark.filterwarnings("error")
+def test_radii_that_stay_infinite_did_not_change(limit):
+    section = with_radii([math.inf] * 40 + [1.0] * 24)
+    rule = parse_rule(f"jacobian.radius_first_order:median {limit}")
+    (verdict,) = judge(new(section), report(section), [rule]).verdicts
+    assert (verdict.status, verdict.paired, verdict.low, verdict.high) == (
+        "pass (proven)",
+        0,
+        0,
+        0,
+    )
+
+
+def test_one_infinite_radius_does_not_make_the_others_equal():
+    """Of the same weights, computed in another way: half of the radii are a third."""
+    before = with_radii([math.inf] + [1.0] * 63)
+    after = with_radii([math.inf] + [1 / 3] * 63)
+    rule = parse_rule("jacobian.radius_first_order:median >= -10%")
+    judgement = judge(report(after), report(before), [rule])
+    assert judgement.verdicts[0].status == "regressed"
+
+
 @pytest.mark.parametrize("eps", [0.007843137254901961, [0.5], ["2words"], None])
 def test_radii_of_foreign_reports_are_settings_like_any_other(eps):
     section = attack(flags(90))

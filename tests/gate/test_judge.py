@@ -449,6 +449,18 @@ def test_a_level_is_a_share(alpha):
         judge(build(), BASELINE, alpha=alpha)
 
 
+@pytest.mark.parametrize("alpha", [0.05, 0.001, 1e-4, 1e-9])
+def test_heads_that_double_fail_a_gate_of_any_level(alpha):
+    """In all 64 samples: p is 2^-64 for each head, far below the 1 in 2000 of random flips."""
+    exact = np.random.default_rng(1).lognormal(0, 0.3, (12, 64))
+    chosen = rules("bounds.exact:each <= +5%", "jacobian.norm:median <= +5%")
+    old = report(bounds(exact), jacobian(NORMS))
+    doubled = judge(new(bounds(2 * exact), jacobian(NORMS)), old, chosen, alpha=alpha)
+    assert {v.status for v in doubled.verdicts if v.metric == "bounds.exact:each"} == {"regressed"}
+    assert doubled.exit_code == 1
+    assert judge(new(bounds(exact), jacobian(NORMS)), old, chosen, alpha=alpha).exit_code == 0
+
+
 def test_negative_values_change_by_a_difference():
     lower = new(with_samples(jacobian(), margin=-NORMS - 0.5))
     verdict = only(judge(lower, NEGATIVE, rules("jacobian.margin >= -0.1")))

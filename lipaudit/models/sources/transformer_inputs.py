@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lipaudit.data.image_files import Resizing
@@ -173,6 +174,12 @@ def _find_sound_shape(config: Any, input_name: str) -> tuple[int, ...]:
     return FRAMES, width
 
 
+# Setting of a processor whose model takes blue, green, red, such as that of MobileViT.
+FLIPS = "do_flip_channel_order"
+# A colour with three different channels, of 255.
+COLOUR = (51, 102, 204)
+# Largest difference of this colour after two ways to normalise it, in units of std.
+DIFFERS = 0.02
 RAW_PIXELS = Note.warn(
     "raw-pixels",
     "no preprocessor_config.json: pixels in [0, 1] are not normalised. If the model was "
@@ -201,7 +208,10 @@ def describe_images(
     # bicubic resizing, pixels may lie outside of [0, 1]: clamp them.
     if processor is not None and not options.input_size:
         steps[type(processor).__name__] = lambda image: _process(processor, image).clamp(0, 1)
-    call = select_tower(module, tower)
+    run = select_tower(module, tower)
+    normalisation = _read_normalisation(processor)
+    if processor is not None:
+        _require_known_colours(processor, normalisation)
     facts = describe_classes(module)
     if options.class_names:
         facts |= {"classifier": True, "labels": options.class_names}
@@ -213,13 +223,21 @@ def describe_images(
     # ...), which folders of images often have as names, then also name the classes.
     if len(labels) == 1000 and labels[0].startswith("tench"):
         facts["aliases"] = list_synsets()
+    has_blue_first = getattr(processor, FLIPS, False)
+
+    def call(x: Tensor, mask: Tensor | None) -> Any:
+        """Run the model on normalised images, whose channels are red, green, blue."""
+        if has_blue_first:
+            x = x.flip(1)
+        return run(pixel_values=x), mask
+
     return ModelSpec(
         module,
         shape,
         prepare=Resizing(shape, steps),
-        call=lambda x, mask: (call(pixel_values=x), mask),
+        call=call,
         read=choose_output(module, tower),
-        **_read_normalisation(processor),
+        **normalisation,
         **facts,
     )
 
@@ -301,7 +319,44 @@ def _find_image_shape(module: Any, processor: Any) -> tuple[int, ...]:
 
 
 def _process(processor: Any, image: Any) -> Tensor:
-    """Return the pixels of an image after the processor's resizing, in [0, 1], not normalised."""
-    return processor(
-        image, return_tensors="pt", do_rescale=True, rescale_factor=1 / 255, do_normalize=False
-    )["pixel_values"][0]
+    """Return the pixels of an image after the processor's resizing, in [0, 1], not normalised.
+
+    Channels are red, green, blue, also for a model that takes them in the opposite order.
+    """
+    settings: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / 255}
+    if getattr(processor, FLIPS, False):
+        settings[FLIPS] = False
+    pixels = processor(image, return_tensors="pt", do_normalize=False, **settings)["pixel_values"]
+    return pixels[0]
+
+
+def _require_known_colours(processor: Any, normalisation: dict[str, Any]) -> None:
+    """Refuse a processor whose result is not (x - mean) / std of the colours x of an image.
+
+    EfficientNet's divides by std twice, for example. An image of one colour is enough to tell.
+
+    Args:
+        processor: the image processor.
+        normalisation: its mean and std, from `_read_normalisation`.
+
+    Raises:
+        InputError: the processor changes the colours in another way.
+    """
+    from PIL import Image
+
+    image = Image.new("RGB", (256, 256), COLOUR)
+    result = processor(image, return_tensors="pt")["pixel_values"][0]
+    pixels = _process(processor, image)
+    if len(pixels) != len(COLOUR):  # not three channels
+        return
+    # The pixel in the middle, (channels,): at the border there may be padding.
+    seen, pixel = (t[:, t.shape[1] // 2, t.shape[2] // 2] for t in (result, pixels))
+    if getattr(processor, FLIPS, False):
+        seen = seen.flip(0)
+    mean, std = (torch.tensor(normalisation[name]) for name in ("mean", "std"))
+    is_kept = torch.allclose(pixel, torch.tensor(COLOUR) / 255, rtol=0, atol=DIFFERS)
+    if not is_kept or not torch.allclose(seen * std, pixel - mean, rtol=0, atol=DIFFERS):
+        raise InputError(
+            f"{type(processor).__name__} changes colours in another way than (x - mean) / std",
+            "Write a py: factory that returns a ModelSpec with its own `call`.",
+        )

@@ -11,6 +11,7 @@ from PIL import Image
 from timm.data import ImageNetInfo
 
 from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.errors import InputError
 from lipaudit.models.sources.loader import LoadOptions, load_net
 from tests.models.sources.cases import (
     BART,
@@ -100,6 +101,36 @@ def test_an_image_classifier_with_its_processor(tmp_path):
     torch.testing.assert_close(net.output(numbered(pixels[None])), expected)
     assert (net.input_shape, net.classes, net.notes) == ((3, 8, 8), 3, ())
     assert "PatchEmbed" in type(net.entry).__name__
+
+
+def test_a_model_that_takes_blue_first(tmp_path):
+    """MobileViT: its processor exchanges red and blue, also of a picture of the model's size."""
+    sizes = {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [8] * 7, "num_attention_heads": 2}
+    sizes |= {"image_size": 32, "num_labels": 3}
+    module = build("MobileViTForImageClassification", initializer_range=0.3, **sizes)
+    processor = transformers.MobileViTImageProcessor(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
+    processor.save_pretrained(tmp_path)
+    net = load_net(save(module, tmp_path, tokenizer=False))
+    picture = Image.effect_mandelbrot((32, 32), (-2, -1, 1, 1), 40)
+    picture = Image.merge("RGB", [picture, picture.rotate(90), picture.rotate(180)])
+    expected = run(module, **processor(picture, return_tensors="pt")).logits
+    own_size = net.prepare(picture)
+    red = torch.tensor(list(picture.getchannel(0).get_flattened_data())).view(32, 32) / 255
+    torch.testing.assert_close(own_size[0], red)
+    torch.testing.assert_close(net.output(numbered(own_size[None])), expected)
+    larger = picture.resize((64, 64))
+    pixels = processor(larger, return_tensors="pt")["pixel_values"][0]
+    torch.testing.assert_close(net.prepare(larger), pixels.flip(0))
+
+
+@pytest.mark.parametrize("kind", ["EfficientNetImageProcessor", "PPLCNetImageProcessor"])
+def test_a_processor_with_further_steps_is_refused(tmp_path, kind):
+    """One divides by std twice, the other normalises red as blue."""
+    getattr(transformers, kind)().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="changes colours in another way"):
+        load_net(save(vit(), tmp_path, tokenizer=False))
 
 
 def test_an_image_model_without_processor_warns(tmp_path):

@@ -23,6 +23,8 @@ LINES = ("-", "--", "-.", ":")
 # Largest number of token labels at the axes of an attention map, and characters per label.
 MOST_NAMED = 40
 LETTERS = 14
+# Largest margin of a logarithmic axis, as a factor: an end at EXTREME times it does not overflow.
+MOST_MARGIN = 1e10
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -66,7 +68,7 @@ def set_axis(
     if log:
         factor = 1.1
         if high > low:
-            factor = (high / low) ** 0.04
+            factor = min((high / low) ** 0.04, MOST_MARGIN)
         ends = (low / factor, high * factor)
     else:
         margin = (high - low) * 0.04 or abs(high) * 0.1 or 1.0

@@ -6,6 +6,7 @@ Also samples, and the inputs and outputs of a Jacobian by name.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -46,7 +47,8 @@ WORST = "worst"
 # Cost columns of a trial.
 COSTS = ("seconds", "forwards", "backwards")
 # No sign, infinity or underscore, which float() would take: a radius is typed by people.
-_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+# Three digits of an exponent are enough for any float.
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?"
 _RADIUS = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?")
 # Largest number of radii in a range: a typing error must not start a run of days.
 _MOST = 1000
@@ -75,7 +77,8 @@ def parse_radius(text: str) -> Radius:
     """Read a radius exactly: a decimal or a quotient of two (`0.03`, `2/255`, `1.1/255`).
 
     Raises:
-        UsageError: the text is not a non-negative number, or divides by zero.
+        UsageError: the text is not a non-negative number, is too large for a float, or divides by
+            zero.
     """
     radius = _read_radius(text)
     if radius is None:
@@ -92,7 +95,7 @@ def parse_budget(text: str) -> Radius:
     match = _COUNT.fullmatch(text.strip())  # the number and the unit
     if match is None:
         return parse_radius(text)
-    return Radius(text=text.strip(), value=Fraction(match[1]), unit=UNITS[match[2]])
+    return replace(parse_radius(match[1]), text=text.strip(), unit=UNITS[match[2]])
 
 
 def parse_range(text: str) -> tuple[Radius, ...]:
@@ -156,7 +159,10 @@ def _read_radius(text: str) -> Radius | None:
     divisor = Fraction(match[2] or 1)
     if divisor == 0:
         return None
-    return Radius(text=text.strip(), value=Fraction(match[1]) / divisor)
+    value = Fraction(match[1]) / divisor
+    if value > sys.float_info.max:  # attacks compute with floats
+        return None
+    return Radius(text=text.strip(), value=value)
 
 
 def list_units(norm: str) -> list[str]:

@@ -50,6 +50,7 @@ BLOCKS = [
     scatter("one point", X, X, Series("a", (1.0,), (1.0,))),
     heatmap(1, 2, title="huge map", values=((1e308, -1e308),), centre=0.0),
     scatter("huge", X, X, Series("a", (1.0, 1e300), (1e-300, 2.0))),
+    scatter("far apart", X, X, Series("a", (1e-289, 1e289), (1e289, 1e-289))),
     Curve("plane", X, X, (Series("a", (-1.0, 2.0), (3.0, 0.0)),)),
     Curve("line", X, X, (Series(HOSTILE, (8.0, 9.0), (1.0, 2.0), (None, 0.0), (1.0, 3.0)),), True),
     Curve("share", X, X, (Series("a", (0.0, 1.0), (0.5, 0.2)),), ticks={"0": 0.0, "1/1": 1.0}),

@@ -60,12 +60,28 @@ def test_a_range_of_radii_is_exact_and_has_both_ends(text, texts):
     assert len({b.value - a.value for a, b in pairwise(radii)}) <= 1
 
 
-@pytest.mark.parametrize("text", ["", "-1/255", "2/0", "8/", "eps", "nan", "inf", "1/2/3", "0x1"])
+HUGE = ["1e309", "1e400", "1e99999", "9" * 309, "1e200/1e-200"]
+"""They are too large for a float."""
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1/255", "2/0", "8/", "eps", "nan", "inf", "1/2/3", "0x1", *HUGE]
+)
 def test_what_is_no_radius_is_named(text):
     with pytest.raises(UsageError, match="is not a radius") as caught:
         parse_radius(text)
     assert repr(text) in caught.value.message
     assert "2/255" in caught.value.advice
+
+
+@pytest.mark.parametrize("text", ["0:1e400:3", f"{'9' * 309}words"])
+def test_radii_that_are_too_large_are_refused(text):
+    with pytest.raises(UsageError, match="is not a (radius|range)"):
+        parse_range(text)
+
+
+def test_the_largest_float_is_a_radius():
+    assert float(parse_radius("1.7e308")) == 1.7e308
 
 
 KEY = TrialKey.parse("pgd,linf,2/255")

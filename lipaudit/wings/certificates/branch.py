@@ -31,7 +31,7 @@ from torch.linalg import vector_norm
 from lipaudit.theory import NODES
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.problem import Problem, make_problem, restrict_to_face
-from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, round_up
+from lipaudit.wings.certificates.rounding import DOUBLE, bound_rounding, round_up, tiny
 
 _DECAY = (0.8, 0.99)
 """Decay rates of Adam's running means of gradients and squared gradients."""
@@ -175,8 +175,10 @@ def start_nodes(problem: Problem, which: Tensor) -> Nodes:
         layer = (problem.depth == depth).nonzero()[:, 0]
         _, coefficients = bound_nodes(problem, Nodes(which, state, y))
         of_errors = coefficients[:, problem.columns[layer]]
-        # coefficient - y m = 0, if the coefficient is positive; else y = 0.
-        multiplier = of_errors.clamp_min(0) / problem.offset[layer]
+        # coefficient - y m = 0, if the coefficient is positive; else y = 0. In single precision a
+        # tiny m (of a ReLU whose input is always 0) is 0, and so is the coefficient: y = 0.
+        m = problem.offset[layer].clamp_min(tiny(y.dtype))
+        multiplier = of_errors.clamp_min(0) / m
         is_flat = problem.slope[layer] < 0.5
         y[0, :, layer] = torch.where(is_flat, multiplier, 0.0)
         y[1, :, layer] = torch.where(is_flat, 0.0, multiplier)
@@ -472,8 +474,14 @@ def _branch(problem: Problem, low: Tensor, nodes: int, deadline: float) -> Decis
     roots = start_nodes(rough, open_margins)
     # The size of multipliers differs between models. So the learning rate of the ascent is a share
     # (RATE) of the mean of the positive multipliers in roots.y.
-    count = (roots.y > 0).sum().clamp_min(1)
-    rate = RATE * float(roots.y.sum() / count)
+    sizes = roots.y
+    if not sizes.any():
+        # The upper line of every ReLU is worst, which multipliers change only after a split. They
+        # then get about the size of the margin's coefficient of the output h = a z + m (1 + eps).
+        _, coefficients = bound_nodes(rough, roots)
+        sizes = coefficients[:, rough.columns].abs() / rough.offset.clamp_min(tiny(torch.float32))
+    count = (sizes > 0).sum().clamp_min(1)
+    rate = RATE * float(sizes.sum() / count)
     # The ascent first fixes most symbols (a face of the box of symbols), so that a step is cheap.
     roots = _ascend_on_faces(rough, roots, rate, deadline)
     bounds = torch.maximum(prove_bounds(problem, roots), low[open_margins])

@@ -67,6 +67,8 @@ class Graph:
         self.last_step: dict[str, int] = {}
         for i, node in enumerate(graph.node):
             self.last_step |= dict.fromkeys(node.input, i)
+        # No step is the last one to need the output, which is read after all steps.
+        self.last_step[end.name] = len(self.steps)
 
     def __call__(self, x: Any) -> Any:
         """Run the network on tensors or forms (batch, inputs); return (batch, outputs).

@@ -232,6 +232,7 @@ def _predict_images(net: Net, batch: Batch, options: CorruptOptions) -> Iterator
     seeds = options.list_seeds(batch.ids)
     pixels = batch.x.cpu().double().numpy()
     pixels = (pixels - low) / (high - low)
+    pixels = pixels.clip(0, 1)  # in float32, the ends of the box may be rounded outwards
     for name, level in options.copies:
         copies = []
         for image, seed in zip(pixels, seeds, strict=True):

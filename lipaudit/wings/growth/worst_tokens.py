@@ -82,10 +82,12 @@ class Adversary:
 
     def radius(self, n_max: float) -> float:
         """Return the radius R at which `n_max` has a given value above 2: its inverse function."""
-        # a R^2 + tilt R = log(n_max - 1) with a = 2 gamma, solved for R > 0.
+        # a R^2 + tilt R = log(n_max - 1) with a = 2 gamma, solved for R > 0. The usual form of the
+        # root, (root of the discriminant - tilt) / (2 a), loses all digits for a small a.
         a = 2 * self.gamma
-        discriminant = self.tilt**2 + 4 * a * math.log(n_max - 1)
-        return (math.sqrt(discriminant) - self.tilt) / (2 * a)
+        gap = math.log(n_max - 1)
+        discriminant = self.tilt**2 + 4 * a * gap
+        return 2 * gap / (math.sqrt(discriminant) + self.tilt)
 
     def points(self, radius: float) -> Float[Tensor, "1 2 D"]:
         """Return the two distinct worst-case tokens of norm at most `radius`.

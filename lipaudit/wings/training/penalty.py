@@ -115,8 +115,9 @@ class _PenaltyObserver:
     layers: list[Tensor] = field(default_factory=list)
 
     def read_batch(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Store the batch size of the model's input: the length of the first tensor."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        """Store the batch size of the model's input: the length of the first tensor with axes."""
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         self.batch = len(tensors[0]) if tensors else None
 
     def add_layer(self, call: AttentionCall, _address: Address) -> None:

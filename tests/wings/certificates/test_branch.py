@@ -167,6 +167,40 @@ def test_branching_settles_relu_networks(seed):
     assert below.bound <= least(0.9 * low) + 1e-9
 
 
+def test_relus_whose_input_is_always_0_hide_no_proof():
+    """In float64 their offset is so small that it is 0 in the precision of the search."""
+    model, x, label = _plane(0)
+    model, x = model.double(), x.double()
+    pruned = nn.Sequential(*model)
+    pruned[0], pruned[2] = nn.Linear(2, 10).double(), nn.Linear(10, 8).double()
+    with torch.no_grad():  # the same function, with two units more
+        pruned[0].weight.copy_(F.pad(model[0].weight, (0, 0, 0, 2)))
+        pruned[0].bias.copy_(F.pad(model[0].bias, (0, 2)))
+        pruned[2].weight.copy_(F.pad(model[2].weight, (0, 2), value=1.0))
+        pruned[2].bias.copy_(model[2].bias)
+    verdicts = []
+    for each in (model, pruned):
+        out = _pass(each, x, label, 2.5, "linf")[1]
+        assert out.range()[0].max() < 0
+        verdicts.append(prove_positive(out).certified)
+    assert verdicts == [True, True]
+
+
+def test_relus_that_matter_by_their_upper_line_alone_are_split():
+    """relu(x + y) + relu(x - y) is at most 2 on the box, and 3 by the upper lines."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    verdicts = {}
+    for constant in (1.9, 2.1, 2.9, 3.1):
+        weights = ([[1, 1], [1, -1]], [0, 0], [[-1, -1], [0, 0]], [constant, 0])
+        for parameter, values in zip(model.parameters(), weights, strict=True):
+            parameter.data = torch.tensor(values, dtype=torch.float32)
+        out = _pass(model, torch.zeros(1, 2), 0, 1.0, "linf")[1]
+        decision = prove_positive(out, nodes=100)
+        verdicts[constant] = decision.certified
+        assert decision.bound <= constant - 2
+    assert verdicts == {1.9: False, 2.1: True, 2.9: True, 3.1: True}
+
+
 def test_every_one_of_many_open_margins_is_proven():
     model, x, label = _plane(0)
     out = _pass(model, x, label, 2.5, "linf")[1]

@@ -228,6 +228,18 @@ def test_operators_are_those_of_a_runtime(row, tmp_path):
         assert (y <= high + room).all()
 
 
+def test_the_output_may_be_read_by_further_steps(tmp_path):
+    """As where a file is cut at its logits, and the softmax behind them stays."""
+    path = tmp_path / "a.onnx"
+    Row("Relu").write(path)
+    model = onnx.load(path)
+    model.graph.node.append(onnx.helper.make_node("Softmax", ["Y"], ["unused"]))
+    onnx.save(model, path)
+    x = draw(3, 1, 2, 4)
+    (truth,) = onnxruntime.InferenceSession(path).run(None, {X: x.numpy()})
+    assert Graph(path)(x.reshape(1, -1)).tolist() == torch.tensor(truth).reshape(1, -1).tolist()
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

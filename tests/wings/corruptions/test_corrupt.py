@@ -104,6 +104,16 @@ def test_the_box_of_a_model_is_that_of_its_copies(channels):
     assert len({*found[0]}) > 2
 
 
+def test_pixels_at_the_end_of_a_box_that_float32_rounds_outwards():
+    """float32(-0.3) is below -0.3, and there is no noise of negative light."""
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+    spec = lipaudit.ModelSpec(module, (1, 8, 8), box=(-0.3, 0.7))
+    x = torch.linspace(0, 1, 64).reshape(1, 1, 8, 8) - 0.3
+    data = (x.clamp(-0.3, 0.7), module(x).argmax(1))
+    report = lipaudit.measure(spec, "corrupt", data=data, corruption="shot_noise")
+    assert [row.accuracy is not None for row in report.section("corrupt").rows] == [True] * 3
+
+
 @pytest.mark.parametrize("kind", TYPING)
 def test_typing_errors_are_of_their_kind_and_number(tmp_path, kind):
     save(FOLDERS[0], tmp_path / "m")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lipaudit.theory.products import dense_jacobian
 from lipaudit.wings.growth.worst_tokens import (
+    Adversary,
     adversary,
     duplicated_norm,
     mean_field_norm,
@@ -76,6 +77,15 @@ def test_worst_case_tokens_are_an_eigenvector_with_the_gap_that_n_max_says(sign,
     p = move_heads(heads, worst.tokens(101, radius)).attention()[0, 0]
     assert float(p[5, 0]) == pytest.approx(0.5, abs=1e-9)
     assert worst.n_max(radius) == pytest.approx(101.0)
+
+
+@pytest.mark.parametrize("eigenvalue", [1.0, 1e-9, 1e-18, -1e-18])
+def test_the_radius_of_a_small_eigenvalue_is_that_of_the_bias(eigenvalue):
+    """2 gamma R^2 + tilt R = log(n_max - 1), also where the first term is far below the second."""
+    lead, follow = (1.0, 0.5) if eigenvalue > 0 else (-1.0, 1.0)
+    worst = Adversary(torch.ones(1), eigenvalue, lead, follow, tilt=2.0)
+    for n_max in (3.0, 1e6):
+        assert worst.n_max(worst.radius(n_max)) == pytest.approx(n_max, rel=1e-9)
 
 
 def worst_norms(heads, worst, radius, lengths):

@@ -212,12 +212,18 @@ def test_the_batch_is_found_inside_of_what_a_model_is_given(zoo):
         def forward(self, sample):
             return net.module(sample["pixels"])
 
+    nested = {"pixels": batch.x}
+    beside_a_number = {"gain": torch.tensor(1.0), "pixels": batch.x}
     values = []
-    for model, sample in ((net.module, batch.x), (Wrapped(), {"pixels": batch.x})):
+    for model, sample in (
+        (net.module, batch.x),
+        (Wrapped(), nested),
+        (Wrapped(), beside_a_number),
+    ):
         with attention_penalty(model) as read:
             model(sample)
             values.append(read())
-    assert values[0] == values[1]
+    assert values[0] == values[1] == values[2]
 
 
 @pytest.mark.parametrize(

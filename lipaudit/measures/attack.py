@@ -275,7 +275,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         names = ["loss", *(key.column("loss") for key in of_trials)]
         loss_columns = dict(zip(names, losses.T, strict=True))
         columns |= loss_columns
-        notes.append(note_losses(loss_columns, options.target))
+        notes.append(note_losses(base.select_unique(parts, loss_columns), options.target))
     arrays = _join_scores(parts)
     section = base.make_section(
         ATTACK_TABLE, parts, options, rows, notes, samples=columns, arrays=arrays

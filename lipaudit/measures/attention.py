@@ -501,9 +501,10 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     rows_of_layers = [name for name in first.values if name.startswith(ROWS)]
     arrays = base.join_arrays(parts, besides=[*MAP, *rows_of_layers])
     heads = first.facts["heads"]
-    rows = _make_rows(arrays, heads)
-    stored = _list_compared(arrays["total"], arrays["count"])
-    stored |= attention_rows.join_counts(arrays, [layer for layer, _, _ in heads])
+    distinct = base.select_unique(parts, arrays)  # figures count a repeated sample once
+    rows = _make_rows(distinct, heads)
+    stored = _list_compared(arrays["total"], arrays["count"])  # of all samples
+    stored |= attention_rows.join_counts(distinct, [layer for layer, _, _ in heads])
     attended = {}
     if options.map is not None:
         for name in MAP:
@@ -513,7 +514,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         tokens = first.facts["tokens"]
         if tokens:
             attended[f"map@{options.map}"] = Attended(sample=first.ids[0], tokens=tokens)
-    notes = (*base.notes(parts), *_note_short_rows(arrays))
+    notes = (*base.notes(parts), *base.note_repeats(parts), *_note_short_rows(distinct))
     section = base.make_section(
         ATTENTION_TABLE, parts, options, rows, notes, arrays=stored, attended=attended
     )

@@ -468,14 +468,20 @@ def mark_unique(parts: Sequence[Part]) -> Values:
     return np.array([not is_repeat(name) for name in sample_ids(parts)])
 
 
+def select_unique(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Arrays:
+    """Return arrays, (samples, ...), without the samples that repeat an earlier one."""
+    unique = mark_unique(parts)
+    return {name: values[unique] for name, values in arrays.items()}
+
+
 def note_repeats(parts: Sequence[Part]) -> Iterator[Note]:
     """Warn if samples repeat others."""
     unique = mark_unique(parts)
     if not unique.all():
         yield Note.warn(
             "repeated-samples",
-            f"{sum(~unique)} of {len(unique)} samples are duplicates: accuracies and confidence "
-            "limits leave them out",
+            f"{sum(~unique)} of {len(unique)} samples are duplicates, which accuracies, means and "
+            "medians leave out",
         )
 
 

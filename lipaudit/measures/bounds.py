@@ -142,7 +142,7 @@ def _make_head_section(parts: Sequence[Part], measured: Arrays, options: BoundsO
     from lipaudit.measures.layers import note_rounding
 
     facts = parts[0].facts
-    rows = _make_head_rows(facts, measured)
+    rows = _make_head_rows(facts, base.select_unique(parts, measured))
     exact = measured["exact"]
     bounds = {}
     arrays = {"exact": exact}  # in the report, (samples, heads)
@@ -165,7 +165,7 @@ def _make_head_rows(facts: Mapping[str, Any], measured: Arrays) -> tuple[Row, ..
 
     Args:
         facts: the facts of `describe_layers`, and layer, number and module of each head.
-        measured: arrays of all samples, (samples, heads or layers, ...).
+        measured: arrays of all distinct samples, (samples, heads or layers, ...).
     """
     import numpy as np
 
@@ -186,7 +186,7 @@ def _make_head_rows(facts: Mapping[str, Any], measured: Arrays) -> tuple[Row, ..
 def _reduce_heads(measured: Arrays) -> Columns:
     """Return the cells of norms and bounds of each head: statistics over the samples.
 
-    `measured` has the arrays of all samples, (samples, heads or layers, ...).
+    `measured` has the arrays of all distinct samples, (samples, heads or layers, ...).
     """
     import numpy as np
 
@@ -295,7 +295,8 @@ def _make_layer_section(
     layers = parts[0].facts["layers"]
     index, module = zip(*layers, strict=True)
     columns = {name.removeprefix("layer_"): measured[name] for name in OF_LAYERS}
-    rows = base.make_rows(LAYERS_TABLE, layer=index, module=module, **_reduce_columns(columns))
+    cells = _reduce_columns(base.select_unique(parts, columns))
+    rows = base.make_rows(LAYERS_TABLE, layer=index, module=module, **cells)
     concat = columns["exact"]  # norms before W_O
     out = columns["exact_out"]  # norms after W_O
     notes: list[Note] = []
@@ -325,6 +326,7 @@ def _write_notes(
     import numpy as np
 
     yield from base.notes(parts)
+    yield from base.note_repeats(parts)
     facts = parts[0].facts
     yield from base.note_lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))
     # ||P|| of a large map is not proven to be exact: a proof would take more memory than the map.
@@ -430,11 +432,12 @@ def _make_ball_section(parts: Sequence[Part], measured: Arrays, options: BoundsO
         ratio = columns["ball_sharp"] / columns["ball_norm"]
     ratio[~np.isfinite(ratio)] = np.nan
     exact = measured["exact"].repeat(len(options.radius), 1)  # the same at every radius
+    reduced = columns | {"exact": exact, "ball_ratio_max": ratio}
     rows = base.make_rows(
         BALLS_TABLE,
         [head for head in heads for _ in options.radius],
         r=[float(radius) for _ in heads for radius in options.radius],
-        **_reduce_columns(columns | {"exact": exact, "ball_ratio_max": ratio}),
+        **_reduce_columns(base.select_unique(parts, reduced)),
     )
     names = _name_heads(heads)
     places = [f"{name} at r = {radius.text}" for name in names for radius in options.radius]

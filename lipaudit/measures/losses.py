@@ -203,7 +203,7 @@ def note_losses(losses: Arrays, target: str | None) -> Note:
     """Note the mean loss of continuations, without attack and under each attack.
 
     Args:
-        losses: loss of every sample without change (`loss`) and under each attack
+        losses: loss of every distinct sample without change (`loss`) and under each attack
             (`loss@ATTACK,NORM,EPS`).
         target: the class that the attacks aim at: the continuation, or None.
     """

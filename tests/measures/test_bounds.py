@@ -1,9 +1,12 @@
 """The measure against dense float64 Jacobians of the demo, and what must hold on every head."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+import lipaudit
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
 from lipaudit.measures import layer_bounds
@@ -13,6 +16,7 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.theory import Policy
 from lipaudit.theory.bounds.record import load_bounds
 from tests.cli.own import Attention
+from tests.commands import invoke
 from tests.measures.cases import dense, dense_norm
 from tests.nets import draw, own_batch, own_net
 
@@ -187,3 +191,26 @@ def test_attention_that_is_no_softmax_is_named(little, layers, said):
     if said:  # alone it is refused by the same words
         with pytest.raises(InputError, match=r"\(the model itself at own\.py:"):
             measured(own_net(blocks[1], (5, 8), "float64", classifier=False), batch)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(("name", "more"), [("bounds", {"radius": 0.01}), ("attention", {})])
+def test_a_repeated_sample_counts_once_in_every_table(name, more):
+    """Figures are those of the distinct samples, and a comparison agrees with them."""
+    x = np.random.default_rng(0).random((2, 1, 8, 8)).astype(np.float32)
+    x[0] /= 10
+    again = np.concatenate([x, x[1:], x[1:], x[1:]])
+    alone, repeated = (
+        lipaudit.measure("demo", name, data=data, samples=len(data), **more) for data in (x, again)
+    )
+    for before, after in zip(alone.sections, repeated.sections, strict=True):
+        assert len(after.ids) == 5
+        for row, same in zip(before.rows, after.rows, strict=True):
+            for column, cell in row.items():
+                if isinstance(cell, float):
+                    cell = pytest.approx(cell, rel=1e-3)
+                assert same[column] == cell, column
+    (note,) = [n.text for s in repeated.sections for n in s.notes if n.code == "repeated-samples"]
+    assert note.startswith("3 of 5 samples are duplicates")
+    Path("a.json").write_bytes(lipaudit.render(repeated, "json"))
+    invoke("compare", "a.json", "a.json")

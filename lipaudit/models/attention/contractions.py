@@ -172,6 +172,10 @@ def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> C
     rows = ascii_lowercase[: input.ndim - 1]
     if weight.ndim < 2:  # a vector: the result has no channels
         return None
+    if bias is not None:
+        if bias.shape[:-1].numel() > 1:  # a bias of its own for each row
+            return None
+        bias = bias.flatten().expand(len(weight))  # one number may serve all channels
     return Contraction(input, f"{rows}y", weight, "zy", f"{rows}z", bias, is_linear_layer=True)
 
 

@@ -304,22 +304,23 @@ class AttentionMode(TorchFunctionMode):
     def _handle_baddbmm(
         self,
         func: TorchFunction,
-        bias: Tensor,
+        input: Tensor,
         batch1: Tensor,
         batch2: Tensor,
         **scale: float,
     ) -> AttentionCall | Tensor:
-        """Run beta bias + alpha batch1 batch2 as a matrix product, then the scale and the sum.
+        """Run beta input + alpha batch1 batch2 as a matrix product, then the scale and the sum.
 
-        The product may be q k^T, or a product of P and values.
+        The product may be q k^T, or a product of P and values. Arguments have torch's names, as a
+        model may give them by name.
         """
         if scale.keys() - {"alpha", "beta"}:  # `out=`: torch writes into another tensor
-            return func(bias, batch1, batch2, **scale)
+            return func(input, batch1, batch2, **scale)
         product = self._handle_matmul(torch.bmm, batch1, batch2)
         alpha = scale.get("alpha", 1)
         beta = scale.get("beta", 1)
-        # With beta = 0, torch ignores the bias, which may be uninitialised memory.
-        added = beta * bias if beta else 0.0
+        # With beta = 0, torch ignores the input, which may be uninitialised memory.
+        added = beta * input if beta else 0.0
         return _finish(product, lambda product: added + alpha * product)
 
     def _handle_einsum(
@@ -384,12 +385,15 @@ class AttentionMode(TorchFunctionMode):
         input: Tensor,
         dim: int | None = None,
         *args: Any,
+        axis: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Run a softmax, and note it if its logits are made from a noted product q k^T.
 
         The product of its result P with values completes the attention call.
         """
+        if dim is None:
+            dim = axis  # torch takes NumPy's name, too
         p = func(input, dim, *args, **kwargs)
         if dim is None:  # torch then chooses an axis, and for logits not the axis of the keys
             return p

@@ -88,9 +88,13 @@ def _compute_head_norms(
     # All samples share one graph, because the module runs as a whole. So converged samples cannot
     # be left out: with `rebuild` above 1, the solver never asks for fewer samples.
     norms = spectral_norms(lambda _: multiply, start, rebuild=2.0, **accuracy)
-    # Refuse norms so small that their digits are lost (underflow), unless J_h is 0. Ones at the
-    # outputs of this head select its rows of J.
-    require_range(linear, norms.norm, embed(torch.ones_like(start)))
+    # Refuse norms so small that their digits are lost (underflow), unless J_h is 0. It may be 0 at
+    # one sample (a black image) and not at others, so ask for each sample: ones at its outputs of
+    # this head select its rows of J.
+    for number, norm in enumerate(norms.norm):
+        ones = torch.zeros_like(start)
+        ones[number] = 1.0
+        require_range(linear, norm[None], embed(ones))
     return norms
 
 
@@ -212,6 +216,8 @@ class Residual(NamedTuple):
         input: position of the input among all arguments, with containers flattened.
         output: position of the output among all results, with containers flattened.
         by_sample: whether input and output have a row per sample, not per token or window.
+        shared: arguments that all samples share, such as positions: the position and the number of
+            rows of each tensor that has as many rows for two samples as for one.
     """
 
     module: str
@@ -219,6 +225,7 @@ class Residual(NamedTuple):
     input: int
     output: int
     by_sample: bool
+    shared: frozenset[tuple[int, int]]
 
 
 ResidualsByCall = dict[tuple[str, int], Residual]
@@ -276,7 +283,8 @@ def _note_residual(
 ) -> None:
     """Add a module call to `by_call`, at its end, if it is a residual block.
 
-    A block has a row per sample (`by_sample`) if it has one in this and every earlier pass.
+    A block has a row per sample (`by_sample`) if it has one in this and every earlier pass. Its
+    samples share an argument (`shared`) that has as many rows in this as in every earlier pass.
 
     Args:
         by_call: the residual blocks so far, of this pass and of earlier ones.
@@ -289,7 +297,8 @@ def _note_residual(
         key = residual.module, residual.call
         of_earlier_pass = by_call.get(key, residual)
         by_sample = residual.by_sample and of_earlier_pass.by_sample
-        by_call[key] = residual._replace(by_sample=by_sample)
+        shared = residual.shared & of_earlier_pass.shared
+        by_call[key] = residual._replace(by_sample=by_sample, shared=shared)
 
 
 def _find_skip_path(frame: trace.Frame, output: Any, samples: int) -> Residual | None:
@@ -314,9 +323,13 @@ def _find_skip_path(frame: trace.Frame, output: Any, samples: int) -> Residual |
     _, meetings = leaves(y, {x.grad_fn})
     if not meetings:
         return None
-    return Residual(
-        frame.name, frame.number, input=i, output=j, by_sample=y.shape[:1] == (samples,)
+    arguments, _ = tree_flatten((frame.args, frame.kwargs))
+    # All tensors, as far as this pass can tell.
+    shared = frozenset(
+        (n, len(t)) for n, t in enumerate(arguments) if isinstance(t, Tensor) and t.ndim
     )
+    by_sample = y.shape[:1] == (samples,)
+    return Residual(frame.name, frame.number, i, j, by_sample, shared)
 
 
 def _choose_residual(
@@ -478,14 +491,16 @@ def _linearize_residual(
 
     def run(z: Tensor, index: Tensor) -> Tensor:
         """Return the module's output at inputs z, whose row i belongs to sample index[i]."""
+        shared = dict(residual.shared)
         values = []
-        for value in arguments:
-            # Select the rows of arguments that have a row per sample. All samples share the other
-            # arguments, such as positions.
-            if isinstance(value, Tensor) and value.ndim and len(value) == len(x):
-                values.append(value[index])
-            else:
-                values.append(value)
+        for number, value in enumerate(arguments):
+            # Select the rows of the samples: one of each, or one for each of its heads (ALiBi).
+            # Samples share other arguments, such as positions: these may happen to have as many
+            # rows as there are samples.
+            is_tensor = isinstance(value, Tensor) and value.ndim
+            if is_tensor and number not in shared and len(value) % len(x) == 0:
+                value = value.unflatten(0, (len(x), -1))[index].flatten(0, 1)
+            values.append(value)
         values[residual.input] = z
         args, kwargs = tree_unflatten(values, spec)
         results, _ = tree_flatten(module(*args, **kwargs))

@@ -101,6 +101,7 @@ own("softmax as a module", build=add(soft=lambda: nn.Softmax(-1)))(
 own_shares(
     {
         "softmax": lambda s: s.softmax(-1),
+        "softmax over an axis by the name that NumPy has for it": lambda s: s.softmax(axis=-1),
         "softmax in another type": lambda s: F.softmax(s, -1, dtype=torch.float64),
         "exp divided by its sum": lambda s: s.exp() / s.exp().sum(-1, keepdim=True),
         "torch.exp, divided by torch.sum with torch.div": lambda s: torch.div(

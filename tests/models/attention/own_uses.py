@@ -283,7 +283,18 @@ own_heads(
         "baddbmm for the logits": fold(
             lambda q, k: torch.baddbmm(torch.zeros(1, dtype=q.dtype), q, k)
         ),
+        "baddbmm for the logits, its arguments by name": fold(
+            lambda q, k: torch.baddbmm(input=q.new_zeros(1), batch1=q, batch2=k)
+        ),
     }
+)
+own_heads(
+    {
+        "baddbmm_ for the logits, into zeros": fold(
+            lambda q, k: q.new_zeros(*q.shape[:2], k.shape[2]).baddbmm_(q, k)
+        )
+    },
+    "left",
 )
 
 

@@ -107,9 +107,33 @@ own_maps(
     {
         "addmm over all tokens": lambda a, x, n: torch.addmm(
             getattr(a, n).bias, x.flatten(0, 1), weight(a, n).T
-        ).view_as(x)
+        ).view_as(x),
+        "addmm over all tokens, with the bias as a row": lambda a, x, n: torch.addmm(
+            getattr(a, n).bias[None], x.flatten(0, 1), weight(a, n).T
+        ).view_as(x),
     },
     lambda a, x, n: apply(getattr(a, n), x),
+)
+own_maps(
+    {
+        "linear layers whose bias is one number": lambda a, x, n: F.linear(
+            x, weight(a, n), getattr(a, n).bias[:1]
+        )
+    },
+    lambda a, x, n: x @ weight(a, n).T + getattr(a, n).bias[:1],
+)
+own_parts(
+    {
+        "queries by addmm, with a vector of each position": {
+            "q": lambda a, x: torch.addmm(
+                a.positions.repeat(x.numel() // a.positions.numel(), 1),
+                x.flatten(0, -2),
+                a.q.weight.T,
+            ).view_as(x)
+        }
+    },
+    "numerical",
+    add(positions=parameter(TOKENS, WIDTH)),
 )
 for kind in ("weight_norm", "spectral_norm"):
     own(

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lipaudit.models.attention.numeric import compute_residual_norms, find_residuals
+from lipaudit.models.attention.survey import find_layers
+from tests.models.attention.tiny import WIDTH, Tiny, tiny_net
+from tests.nets import draw, own_batch
 
 PATHS = {
     "timm-vit": "blocks.{}",
@@ -65,3 +69,38 @@ def test_norms_are_those_of_the_module_without_padding(zoo, name):
     torch.testing.assert_close(norms.norm[1], truth, rtol=1e-8, atol=0)
     hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in net.module.modules()]
     assert not any(before or behind for before, behind in hooks)
+
+
+class Placed(nn.Module):
+    """A model that gives its block positions: (tokens, width), or one row for each head."""
+
+    def __init__(self, by_head):
+        super().__init__()
+        self.block = Tiny(read=lambda _m, x, places: 3 * (x + places,))
+        self.places = nn.Parameter(draw(1, 4, WIDTH))
+        self.by_head = by_head
+        self.block.forward = lambda x, places: x + Tiny.forward(self.block, x, self.add(x, places))
+
+    def add(self, x, places):
+        """Return positions of each token of x, from those that the block gets."""
+        return places.view(len(x), 2, 4, WIDTH).sum(1) if self.by_head else places
+
+    def forward(self, x):
+        rows = 2 * len(x) if self.by_head else 1
+        places = self.places.repeat(rows, 1, 1) if self.by_head else self.places
+        return self.block(x, places)
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_arguments_that_samples_share_or_that_have_rows_of_heads(by_head):
+    """Four samples of four tokens: positions of tokens have as many rows as there are samples."""
+    net = tiny_net(Placed(by_head), 4)
+    # Samples of different size converge one after the other, so some run without the others.
+    sizes = torch.tensor([0.01, 0.3, 3.0, 30.0], dtype=torch.float64)
+    batch = own_batch(sizes[:, None, None] * draw(2, 4, 4, WIDTH, dtype=torch.float64))
+    (block,) = find_residuals(net, batch, find_layers(net, batch))
+    ((_, norms),) = compute_residual_norms(net, batch, [block], tol=1e-9, seeds=range(4))
+    for x, norm in zip(batch.x, norms.norm, strict=True):
+        jacobian = torch.autograd.functional.jacobian(net.module, x[None])
+        true = torch.linalg.matrix_norm(jacobian.reshape(x.numel(), x.numel()), 2)
+        torch.testing.assert_close(norm, true, rtol=1e-8, atol=0)

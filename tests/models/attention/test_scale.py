@@ -17,7 +17,9 @@ from lipaudit.models.attention.survey import survey
 from lipaudit.models.linearize import linearize
 from lipaudit.models.model_norms import compute_jacobian_norms
 from lipaudit.theory.bounds.record import load_bounds
-from tests.nets import TEXT, hf_net, own_batch, seeded
+from tests.models.attention.tiny import WIDTH, Tiny, tiny_net
+from tests.models.attention.tiny import norms as dense_norms
+from tests.nets import TEXT, draw, hf_net, own_batch, seeded
 
 X = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
 
@@ -97,6 +99,30 @@ def test_layers_without_a_closed_form(zoo, power):
         values.load_state_dict(kept)
     assert norms[1].converged.all()
     torch.testing.assert_close(norms[1].norm / 10.0**power, norms[0].norm, rtol=1e-5, atol=0)
+
+
+def test_a_head_without_a_derivative_at_one_sample_alone():
+    """A black image beside others: values are relu(0), and the norm there is 0, not an error."""
+
+    def attend(q, k, v):  # each row of P is divided by its norm: no closed form
+        p = (q @ k.mT).softmax(-1)
+        return p / p.norm(dim=-1, keepdim=True) @ v
+
+    def clip(m, _x, q, k, v):
+        return q, k, (v - m.to_v.bias.unflatten(0, (2, 1, -1))).relu()
+
+    module = Tiny(attend=attend, change=clip)
+    net = tiny_net(module, 5)
+    x = draw(3, 3, 5, WIDTH, dtype=torch.float64)
+    x[1] = 0.0
+    batch = own_batch(x)
+    sites = survey(net, batch).sites
+    assert not sites[0].closed_form
+    norms_of = partial(compute_numeric_norms, seeds=[1, 2, 3], tol=1e-9)
+    (found,) = capture(net, sites, batch, norms_of)
+    true = torch.stack([dense_norms(module.heads, one) for one in x])
+    assert true[1].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(found.norm, true, rtol=1e-7, atol=0)
 
 
 # --- logits in the thousands: bounds for the rounded pass, a label, and what helps

@@ -45,7 +45,7 @@ AXES = {
     "%": HEADINGS["new / old"],
     "": HEADINGS["(new - old) / old"],
 }
-LIMIT = re.compile(r"[<>]= *([+-][\d.]+)(%|pp)$")
+LIMIT = re.compile(r"[<>]= *([+-][\d.eE+-]+)(%|pp)$")
 """A limit of a rule on a change."""
 NAMED = 3
 """Largest number of figures that a sentence names for the worse, and for the better."""

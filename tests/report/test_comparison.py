@@ -526,3 +526,10 @@ def test_one_sample_is_no_samples(samples, said):
     assert not re.search(r"\b1 (samples|figures)\b|\b[02-9] (sample|figure)\b", "\n".join(texts))
     assert said in texts[0]
     assert f"{said}." in texts[4]
+
+
+@pytest.mark.parametrize("limit", ["-2pp", "-2.0pp", "-2e0pp", "-20e-1pp", "-.2e+1pp"])
+def test_the_limit_of_a_rule_is_drawn_however_it_is_written(limit):
+    judged = BEHIND.model_copy(update={"rule": f"attack.robust@linf,2/255 >= {limit}"})
+    (forest,) = draw_changes([("robust", judged)])
+    assert [bar.limit for bar in forest.bars] == [-2.0]  # percentage points

@@ -420,7 +420,10 @@ class _Graph:
         """
         # u requires a gradient, so that every (df/dO)^T u has a graph. For a part O after the last
         # nonlinearity, (df/dO)^T u depends on u alone.
-        u = u.detach().to(self.output.dtype, copy=True).view_as(self.output).requires_grad_()
+        # At samples at which u does not count, u is 0: J^T u might be nothing but rounding errors,
+        # which `_require_transpose` would take for a wrong derivative.
+        u = u.detach() * counts.to(u.device)[:, None]
+        u = u.to(self.output.dtype).view_as(self.output).requires_grad_()
         self._gradients.clear()
         pulled = pull_back(self.output, self.leaf, u, create_graph=True)[0]  # J^T u
         v = pulled.detach()  # not normalised: shares are divided by |v|^2 below

@@ -341,6 +341,26 @@ def test_shares_of_tied_directions_are_averaged_and_do_not_depend_on_the_basis()
     assert not torch.allclose(single, found[0], atol=1e-3)
 
 
+def test_a_direction_that_does_not_count_may_have_no_derivative():
+    """Outputs without a part along q: there J^T q is nothing but rounding errors."""
+    net, sites, _f, _x = case("timm-vit")
+    generator = torch.Generator().manual_seed(4)
+    x = torch.rand(2, *net.input_shape, generator=generator).double()
+    u = torch.randn(2, 2, 5, generator=generator).double()
+    q = F.normalize(torch.randn(5, generator=generator).double(), dim=0)
+    projection = torch.eye(5).double() - torch.outer(q, q)
+
+    def project(z, _index):
+        return net.module(z) @ projection
+
+    u[1, 1] = q
+    counts = torch.tensor([[True, True], [True, False]])
+    found = compute_shares(net, sites, project, x, u, counts)
+    alone = compute_shares(net, sites, project, x[1:], u[1:, :1], counts[1:, :1])
+    torch.testing.assert_close(found.heads[1:], alone.heads, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.totals[1:], alone.totals, rtol=1e-9, atol=1e-12)
+
+
 def test_an_own_model_with_one_output_and_no_skip():
     """Attention without a residual addition: what is not the head's is the rest."""
 

@@ -135,11 +135,11 @@ def read_tower(result: Any, mask: Tensor | None) -> Tensor:
     """Return the projected features in the result of a tower, not normalised.
 
     These are `pooler_output` of `get_image_features` and `get_text_features`. If a result has no
-    `pooler_output`, the features are the mean of the last hidden state.
+    `pooler_output`, the features are the mean of the last hidden state over the real tokens.
     """
     pooled = getattr(result, "pooler_output", None)
     if pooled is None:
-        return mean_pooling(result, mask=None)
+        return mean_pooling(result, mask)
     return pooled
 
 

@@ -2,6 +2,7 @@
 
 import json
 from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from timm.data import ImageNetInfo
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
 from lipaudit.models.sources.loader import LoadOptions, load_net
+from lipaudit.models.sources.transformer_outputs import choose_output
 from tests.models.sources.cases import (
     BART,
     BATCH,
@@ -101,6 +103,14 @@ def test_an_image_classifier_with_its_processor(tmp_path):
     torch.testing.assert_close(net.output(numbered(pixels[None])), expected)
     assert (net.input_shape, net.classes, net.notes) == ((3, 8, 8), 3, ())
     assert "PatchEmbed" in type(net.entry).__name__
+
+
+def test_features_of_a_tower_without_pooling_leave_padding_out():
+    states = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    result = SimpleNamespace(last_hidden_state=states)
+    mask = torch.tensor([[True] * 5, [True, True, True, False, False]])
+    found = choose_output(None, "text")((result, mask))
+    torch.testing.assert_close(found, torch.stack([states[0].mean(0), states[1, :3].mean(0)]))
 
 
 def test_a_model_that_takes_blue_first(tmp_path):

@@ -235,7 +235,8 @@ class Query(nn.Module):
         Args:
             u: (1, inputs) in [-1, 1], an adversarial example of the classifier.
         """
-        # The ends of the box are rounded inwards, so that the input is inside the exact box.
+        # The ends of the box are rounded inwards, so that the input is inside the exact box. If no
+        # number of this dtype is in a range, such as [0.1, 0.1], the input has the one just below.
         low = cast_up(self.goal.low, self.graph.dtype)
         high = -cast_up(-self.goal.high, self.graph.dtype)
         with torch.no_grad():

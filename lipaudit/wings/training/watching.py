@@ -465,7 +465,10 @@ def _read_checkpoint(path: Path) -> Checkpoint | None:
             model = files[0]
     elif path.suffix not in SUFFIXES:
         return None
-    changed = max(file.stat().st_mtime_ns for file in files)
+    try:
+        changed = max(file.stat().st_mtime_ns for file in files)
+    except FileNotFoundError:  # a broken link, or a checkpoint that the training just removed
+        return None
     return Checkpoint(path.name, model, step, changed)
 
 

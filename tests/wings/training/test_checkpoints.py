@@ -55,6 +55,12 @@ def filled(folder: Path, names: dict[str, int]) -> None:
         os.utime(path, (age, age))
 
 
+def test_a_link_to_a_removed_checkpoint_is_none(tmp_path):
+    filled(tmp_path, {"step_1.pt": 1})
+    (tmp_path / "step_2.pt").symlink_to(tmp_path / "removed.pt")
+    assert [each.step for each in list_checkpoints(tmp_path)] == [1]
+
+
 def test_checkpoints_come_in_the_order_of_their_steps(tmp_path):
     filled(
         tmp_path,

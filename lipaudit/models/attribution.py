@@ -325,7 +325,9 @@ class _Graph:
         attention_nodes = sorted(self._layer_of, key=get_order)
         steps: list[tuple[int, Step]] = []  # with the order of their last node
         added_layers: set[int] = set()  # layers inside an addition
-        starts = []  # additions of attention, which begin a block
+        starts = []  # indices of additions of attention, each of which begins a block
+        # First kind of steps: the additions. `first` and `last` of a step are indices of
+        # `self._additions`. An MLP gets the layer of the last attention before it.
         for i, addition in enumerate(self._additions):
             layers = [self._layer_of[node] for node in attention_nodes if addition.holds(node)]
             part, layer = self._describe_addition(addition, layers)
@@ -336,12 +338,13 @@ class _Graph:
             else:
                 module = recorder.find_module(addition)
             steps.append((get_order(addition.sum.node), Step(part, layer, module, first=i)))
-        # A block goes from its first addition, one of `starts`, to the last one before the next.
+        # Second kind: blocks, each from its first addition to the last one before the next block.
         for first, last in find_blocks(self._additions, starts):
             order = get_order(self._additions[last].sum.node)
-            # So far, `steps` has one step per addition, in the same order.
+            # Step number `first` is that of addition `first`: blocks follow the additions.
             _, step = steps[first]
             steps.append((order, Step("block", step.layer, module="", first=first, last=last)))
+        # Third kind: attention outside of all additions.
         for node in attention_nodes:
             layer = self._layer_of[node]
             if layer not in added_layers:  # the layer lies in no addition

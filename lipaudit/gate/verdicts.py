@@ -198,9 +198,13 @@ class Verdict(Frozen):
             size = 100 * size
         unit = {"%": "%", "pp": " points", "": ""}[self.unit]
         way = "higher" if nearest_to_zero > 0 else "lower"
-        # Rounded down to one decimal, so that "at least" stays true. ROUNDING makes up for the
-        # rounding error of a size that is just below a decimal.
-        return f"proven: at least {math.floor(10 * size + ROUNDING) / 10:g}{unit} {way}"
+        # Rounded down to one decimal, or below 0.1 to two digits, so that "at least" stays true.
+        # ROUNDING makes up for the rounding error of a size that is just below a decimal.
+        decimals = 1
+        if size < 0.1:
+            decimals = 1 - math.floor(math.log10(size))
+        factor = 10**decimals
+        return f"proven: at least {math.floor(factor * size + ROUNDING) / factor:g}{unit} {way}"
 
     @property
     def figures(self) -> str:

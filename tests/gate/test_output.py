@@ -9,7 +9,18 @@ from lipaudit.gate import compare, judge
 from lipaudit.gate.verdicts import Verdict, format_change
 from lipaudit.report import of_judgement, render
 from lipaudit.report.blocks import Paragraph
-from tests.gate.cases import EXACT, NORMS, attack, bounds, flags, jacobian, new, report, rules
+from tests.gate.cases import (
+    EXACT,
+    NORMS,
+    attack,
+    bounds,
+    flags,
+    jacobian,
+    new,
+    report,
+    rules,
+    with_samples,
+)
 
 HOSTILE = "<script>|`x`|\n::error::\x1b[31m"
 
@@ -119,6 +130,17 @@ def test_text_names_the_head_and_counts_the_rest(failed):
     assert lines[4] == "  bounds.exact:each <= +20%: 11 more rows pass (proven)"
     assert lines[5].startswith("~ inconclusive: attack.robust >= -2pp worst,linf,2/255")
     assert lines[-1] == "worse: 11 pass (proven), 1 regressed, 1 inconclusive (exit code 1)"
+
+
+@pytest.mark.parametrize(
+    ("shift", "proven"), [(0.07, "at least 0.07 lower"), (3e-4, "at least 0.0003 lower")]
+)
+def test_a_proven_change_below_a_tenth_is_not_called_zero(shift, proven):
+    """Margins differ by tenths of a logit: all of them fall by the same amount."""
+    margins = np.random.default_rng(0).normal(0.2, 0.02, 64)
+    old, current = (with_samples(jacobian(NORMS), margin=m) for m in (margins, margins - shift))
+    judgement = judge(new(current), report(old), rules("jacobian.margin:median >= -0.0001"))
+    assert judgement.reason.endswith(f"(proven: {proven})")
 
 
 def test_junit_has_a_case_per_verdict_and_fails_where_the_gate_does(failed):

@@ -154,6 +154,8 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     # The ops that take the largest logit of a row. Models subtract this logit from the row.
     largest = [node for node in path if op(node) in _LARGEST]
     slope = _read_slopes(form, product, keys, largest)
+    if form.weights.isnan().any():
+        raise NotClosedForm("P is NaN in rows whose keys are all masked")
     if not _is_unchanged(form, keys):
         raise NotClosedForm("P is changed between the softmax and the values")
     sink = _find_sink(form, keys)
@@ -427,7 +429,8 @@ def _is_cut_off(node: Node) -> bool:
 def _is_unchanged(form: Explicit, keys: slice) -> bool:
     """Say whether the model multiplies the values by P without a change, such as dropout.
 
-    In a row whose keys are all masked, P is NaN. The model may set such rows to 0.
+    In a row whose keys are all masked, P is NaN. The model may set such rows to 0, which is no
+    change. If it leaves NaN, the result is False: the output is NaN then, and has no closed form.
 
     Args:
         form: P, and what the model multiplies the values by.

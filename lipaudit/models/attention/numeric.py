@@ -107,6 +107,8 @@ def linearize_module(layer: Layer) -> Linearization | str:
     is_uneven = len(layer.output) % layer.samples
     if not layer.site.inputs or layer.frame is None or has_outside_calls or is_uneven:
         return reason
+    if not layer.output.isfinite().all():
+        return "its output is not finite"
     try:
         linear = _linearize_layer(layer)
         # A trial product: an op without a derivative fails only in the backward pass.

@@ -414,3 +414,20 @@ def test_short_text_is_repeated(zoo):
     assert [site.kinds for site in survey(net, word).sites] == [
         ("rotation", "rotation", "affine")
     ] * 2
+
+
+def test_a_row_of_nan_that_the_model_drops_is_named():
+    """Token 2 sees no key, and its output, NaN, is left out: no other cause is given."""
+
+    def attend(q, k, v):
+        unseen = torch.arange(q.shape[2])[:, None] == 2
+        return (q @ k.mT).masked_fill(unseen, -torch.inf).softmax(-1) @ v
+
+    layer = Tiny(attend=attend)
+    net = tiny_net(Calls(lambda m, x: m(x)[:, :2], layer), 5)
+    (site,) = survey(net, own_batch(draw(1, 2, 5, WIDTH, dtype=torch.float64))).sites
+    assert not site.closed_form
+    assert site.reason == (
+        "P is NaN in rows whose keys are all masked; "
+        "its norms cannot be computed numerically either: its output is not finite"
+    )

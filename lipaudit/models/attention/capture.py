@@ -518,7 +518,7 @@ def _pull_closed_form(
 
     J is the Jacobian of all heads' outputs O with respect to a layer's input. The caller compares
     the sum over heads and windows with autograd, once, and must see an error in any of them. So u
-    is scaled such that the gradient of each head and window has norm 1: an error of 1 % of a head
+    is scaled such that the gradient of each head and window has norm 1: an error of 1% of a head
     with tiny gradients is then as large as one of any other head. (Random errors of several heads
     add up, and do not cancel.) Heads with large rounding errors (`forward_error`) get a smaller u,
     so that these errors stay below the tolerance of the comparison.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lipaudit.models.attention.capture import Layer, Site
     from lipaudit.models.attention.numeric import Residual
     from lipaudit.models.net import Net
-    from lipaudit.theory.heads import Heads
+    from lipaudit.theory.heads import Heads, Projection
 
 # A row as plain values, by column.
 Cells = dict[str, Any]
@@ -294,12 +294,14 @@ def _read_products(layer: Layer) -> tuple[dict[str, Product], str]:
     if layer.site.reason:
         return {}, layer.site.reason
     try:
-        products = _find_products(layer.heads())
+        heads = layer.heads()
     except StructureError as error:  # the sample differs from the survey
         return {}, error.reason
+    products = _find_products(heads)
     reasons = []
     if "qk" not in products:
-        reasons.append("queries or keys are not linear")
+        curved = _has_curved_logits(heads)
+        reasons.append(f"{'logits' if curved else 'queries or keys'} are not linear")
     if "ov" not in products:
         reasons.append("has no linear W_V W_O")
     return products, "; ".join(reasons)
@@ -333,14 +335,35 @@ def _find_products(heads: Heads) -> dict[str, Product]:
     q = heads.to_q
     k = heads.to_k
     v = heads.to_v
-    # Rotary embeddings cancel in q k^T between tokens at equal positions, so they may stay out.
+    # Rotary embeddings cancel in q k^T between tokens at equal positions, except for a factor.
     # Other kinds, such as a normalisation of the queries, are no linear map.
-    if q and k and {q.kind, k.kind} <= {"affine", "rotation"}:
+    if q and k and {q.kind, k.kind} <= {"affine", "rotation"} and not _has_curved_logits(heads):
         # The scale is (1 or samples, 1 or heads): the model ran on one sample.
-        products["qk"] = Product(q.weight, k.weight, heads.scale[0].abs())
+        scale = heads.scale[0].abs() * _read_factor(q) * _read_factor(k)
+        products["qk"] = Product(q.weight, k.weight, scale)
     if v and v.kind == "affine" and heads.out is not None:  # W_O is (heads, d, D)
         products["ov"] = Product(v.weight, heads.out.mT, torch.ones(1))
     return products
+
+
+def _has_curved_logits(heads: Heads) -> bool:
+    """Say whether the logits are another function of q k^T than s q k^T + B, such as a soft cap.
+
+    The slope of such logits differs from sample to sample: it is no scale s of the weights.
+    """
+    return heads.pairs is not None and heads.pairs.slope is not None
+
+
+def _read_factor(projection: Projection) -> float:
+    """Return the factor c that a rotation of queries or keys also multiplies them by; mostly 1.
+
+    A rotation is a matrix G_i of each position i with G_i G_i^T = c^2 I. c is not 1 if the model
+    scales rotated queries before the product, or as in YaRN.
+    """
+    if projection.local is None:  # affine: any factor is in W
+        return 1.0
+    lengths = projection.local.double().square().sum(-1)  # c^2, of each row of each G_i
+    return math.sqrt(lengths.mean())
 
 
 def _list_weights(sites: Sequence[Site]) -> Iterator[str | int]:

@@ -477,7 +477,7 @@ def sum_spread(
     return power, terms, total
 
 
-def bound_token_spread(p: Maps, gram: Float[Tensor, "batch m m"]) -> PerHead:
+def bound_token_spread(p: Maps, tokens: Float[Tensor, "batch m D"]) -> PerHead:
     """Bound max_i ||X^T M(P_i)|| over the rows of P, M(p) = diag(p) - p p^T.
 
     The bound is the Schatten-4 norm, from three products with the Gram matrix g for all rows
@@ -485,8 +485,9 @@ def bound_token_spread(p: Maps, gram: Float[Tensor, "batch m m"]) -> PerHead:
 
     Args:
         p: attention maps P.
-        gram: g, the inner products of the tokens X less their mean.
+        tokens: the tokens X, less their mean.
     """
+    gram = tokens @ tokens.mT
     # Divide g by its largest entry. Nothing overflows then, and one number bounds the error of c.
     largest = gram.diagonal(0, -2, -1).amax(-1)
     largest = largest.clamp_min(torch.finfo(gram.dtype).tiny)
@@ -501,9 +502,12 @@ def bound_token_spread(p: Maps, gram: Float[Tensor, "batch m m"]) -> PerHead:
     # power is below 3 e `terms`, and the error of c is below e / 2.
     e = 2 * rounding(p)
     # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag(w), w_j = P_ij^2.
-    # Errors of c change it by at most 2 (e / 2) `total`, where `total` is the sum of the w_j.
+    # Errors of c change it by at most 2 (e / 2) `total`, where `total` is the sum of the w_j. An
+    # error h of g, a sum over channels, changes g by h and each c by 3 h / 2: in all by 4 h.
+    h = rounding(tokens)
     root = (power + 3 * e * terms).clamp_min(0.0).sqrt()
-    square = (1 + e) * (root + e * total)  # 1 + e: rounding of this line and of the root
+    # 1 + e: rounding of this line and of the root
+    square = (1 + e) * (root + (e + 4 * h) * total)
     square = square.view(p.shape[:3]).amax(-1) * largest[:, None]
     return square.sqrt()
 

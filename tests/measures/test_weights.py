@@ -49,6 +49,52 @@ def test_heads_have_the_norms_of_dense_products(name, groups):
             assert row[f"{column}_rank"] == pytest.approx(rank, rel=1e-12)
 
 
+class Turned(nn.Module):
+    """One head with rotary positions, whose queries and keys are scaled behind them."""
+
+    def __init__(self, query=1.0, key=1.0, cap=None):
+        super().__init__()
+        self.scales, self.cap = (query, key), cap
+        self.q, self.k, self.v, self.o = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1, 0.01])
+        turned = []
+        for part, scale in zip((self.q, self.k), self.scales, strict=True):
+            a, b = part(x).chunk(2, -1)
+            cos, sin = angles.cos(), angles.sin()
+            turned.append(scale * torch.cat([a * cos - b * sin, a * sin + b * cos], -1))
+        logits = turned[0] @ turned[1].mT
+        if self.cap is not None:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        return x + self.o(logits.softmax(-1) @ self.v(x))
+
+
+@pytest.mark.parametrize("scales", [(6**-0.5, 1.0), (1.3, 1.3), (-2.0, 0.25)])
+def test_a_factor_behind_rotary_positions_is_part_of_the_scale(scales):
+    torch.manual_seed(0)
+    layer = Turned(*scales)
+    (row,) = read_own(nn.Sequential(layer, nn.Linear(6, 2)))
+    dense = scales[0] * scales[1] * wide(layer.q.weight).T @ wide(layer.k.weight)
+    assert row.qk == pytest.approx(np.linalg.norm(dense, 2), rel=1e-6)
+
+
+def test_a_soft_cap_has_no_scale_of_logits():
+    torch.manual_seed(0)
+    layer = Turned(cap=2.0)
+    (row,) = read_own(nn.Sequential(layer, nn.Linear(6, 2)))
+    assert (row.qk, row.qk_rank, row.why) == (None, None, "logits are not linear")
+    dense = wide(layer.v.weight).T @ wide(layer.o.weight).T
+    assert row.ov == pytest.approx(np.linalg.norm(dense, 2), rel=1e-6)
+
+
+def read_own(module):
+    """Return the rows of the heads of a module that reads five tokens."""
+    net, batch = own_net(module, (5, 6)), own_batch(draw(0, 1, 5, 6))
+    tables = {s.measure: s.rows for s in run_measure("weights", net, batch)}
+    return tables["weights"]
+
+
 def test_blocks_maps_and_gains_of_a_vit():
     net = build("timm-vit")
     tables = read(net)

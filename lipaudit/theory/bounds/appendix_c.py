@@ -26,10 +26,9 @@ def appendix_c(ingredients: Ingredients) -> Tensor:
     # logits gives E the rows E_i = dS_i M(P_i) X W_V.
     # ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||, and ||dS||_F <= 2 ||A|| ||X|| ||dX||_F.
     x_norm = ingredients.tokens.norm
-    centred = ingredients.tokens.centred
     # The smaller of two upper limits of max_i ||X^T M(P_i)||: by a Gram matrix, and
     # ||X|| max_i ||M(P_i)||. M(P_i) 1 = 0, so the mean of the tokens does not matter.
-    spread = bound_token_spread(ingredients.centred.p, centred @ centred.mT)
+    spread = bound_token_spread(ingredients.centred.p, ingredients.tokens.centred)
     spread = spread.minimum(x_norm * ingredients.softmax_norm_max)
     growth = 2 * x_norm * ingredients.a_norm * spread
     return ingredients.weights.v * (ingredients.p_norm + growth)

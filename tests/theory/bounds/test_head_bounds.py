@@ -273,10 +273,23 @@ def test_the_spread_of_tokens_is_at_least_its_schatten_norm(spread, outlier, dty
     m = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
     values = torch.linalg.svdvals(x[:, None, None].mT @ m)
     truth = values.pow(4).sum(-1).pow(0.25).amax(-1)
-    bound = bound_token_spread(p.to(dtype), (x @ x.mT).to(dtype)).double()
+    bound = bound_token_spread(p.to(dtype), x.to(dtype)).double()
     assert (bound >= truth * (1 - 1e-12)).all()
     if dtype == torch.float64 and spread < 50.0:
         torch.testing.assert_close(bound, truth, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [3, 5])
+def test_the_allowance_of_the_spread_covers_sums_over_channels(tokens):
+    x = torch.full((1, tokens, 2**18), 0.23)
+    x[:, 0] *= 1 - tokens  # all channels alike: their rounding errors add up
+    p = randn(0, 1, 1, tokens, tokens).softmax(-1)
+    m = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    # The same singular values, from one channel that stands for all.
+    wide = x[..., :1].double() * x.shape[-1] ** 0.5
+    truth = torch.linalg.matrix_norm(wide[:, None, None].mT @ m.double(), 2).amax(-1)
+    bound = bound_token_spread(p.float(), x).double()
+    assert (bound >= truth * (1 - 1e-12)).all()
 
 
 def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer):

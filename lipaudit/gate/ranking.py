@@ -167,7 +167,8 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> _Fields:
     incomparable = _find_incomparable(rule, models, reports)
     # All models that can be compared with `base` are ranked. It is the model in the fewest
     # incomparable pairs. If it were the best model, another attack on this one model would leave
-    # all other models unranked.
+    # all other models unranked. (Models that can be compared with `base` have its settings and
+    # attacks, so they can be compared with each other.)
     base = min(models, key=lambda i: sum(i in pair for pair in incomparable))
     ranked = {i: worse[i] for i in models if frozenset((i, base)) not in incomparable}
     entries = _rank_comparable(rule, ranked, reports)

@@ -199,7 +199,9 @@ class Round:
         for run in self.runs:
             if not run.outcomes:
                 run.outcomes.append(next(run.attacks))
-        complete = 0  # samples on which all attacks ran
+        # Samples on which all attacks ran. Chunks that were complete before an interruption are
+        # not in `self.runs`.
+        complete = 0
         self._report_progress(complete)
         self._report_estimate()
         for number, (trial, attack) in enumerate(self.steps, 1):
@@ -208,7 +210,8 @@ class Round:
             for run in waiting:
                 run.outcomes.append(next(run.attacks))
                 self._report_progress(complete)
-                yield run  # now the listener counts the chunk, if it is complete
+                yield run
+                # The listener counts a complete chunk when it is yielded: only now here, too.
                 if number == len(self.steps):
                     complete += len(run.batch)
             if waiting:
@@ -237,8 +240,9 @@ class Round:
         for run in self.runs:
             clean, *attacked = run.outcomes
             correct = int(clean.robust.sum())
-            # By norm and attacks: how many samples survived at the last radius. The same attacks
-            # at a larger radius run on the survivors only. `attacked` has the outcomes of the
+            # By norm and attacks: how many samples survived at the last radius. `robust` is of all
+            # attacks of the trial so far, so the last step of a trial counts. The same attacks at
+            # a larger radius run on the survivors only. `attacked` has the outcomes of the
             # first steps: the steps behind them are still to come.
             survivors = {}
             for outcome, (trial, _) in zip(attacked, self.steps, strict=False):

@@ -134,7 +134,10 @@ def compute_shares(
 
 
 def _record_graph(net: Net, sites: Sequence[Site], f: Function, x: Tensor) -> _Graph:
-    """Run f at the samples x, and return the autograd graph with all parts that have shares.
+    """Run f at the samples x, and return its autograd graph with the parts that get shares.
+
+    Parts are attention outputs, attention maps, MLPs and the like. A share is the fraction of the
+    derivative of f in a direction that runs through a part.
 
     Args:
         net: the model.

@@ -209,14 +209,13 @@ def compute_size(verdict: Verdict) -> float:
     For a ratio, this is |log(new / old)|: a halved figure moved as far as a doubled one. For a
     share, it is |new - old|; for other figures, |new - old| relative to the old value.
     """
-    # By the unit of the verdict: the ratio new / old ("%"), the difference of two shares in
-    # percentage points ("pp"), or the difference in percent of the old value ("").
-    value = _scale(read_change(verdict), verdict)
-    if value is None or math.isnan(value):
+    moved = _scale(read_change(verdict), verdict)
+    if moved is None or math.isnan(moved):
         return -1.0
-    if verdict.unit == "%":
-        return abs(math.log(max(value, TINY)))  # TINY: the ratio may be 0
-    return abs(value) / 100  # percentage points, or percent of the old value
+    # The unit is that of the rule: one that limits a ratio is written in percent, such as +5%.
+    if verdict.unit == "%":  # `moved` is new / old
+        return abs(math.log(max(moved, TINY)))  # TINY: the ratio may be 0
+    return abs(moved) / 100  # `moved` is in percentage points, or in percent of the old value
 
 
 def _draw_bar(name: str, verdict: Verdict) -> Bar:

@@ -167,7 +167,7 @@ def _group_verdicts(judgement: Judgement) -> Iterator[RuleVerdicts]:
     """Yield each rule of the gate, its verdicts to list, and its verdicts to sum up.
 
     A rule with at most ALONE verdicts lists all of them. A rule with more verdicts sums up the
-    verdicts that pass and lists only the rest, the worst verdict first.
+    verdicts that pass and lists only the rest; if many are left, the worst verdict first.
     """
     rules = group_values((verdict.rule, verdict) for verdict in judgement.verdicts)
     for rule, verdicts in rules.items():
@@ -180,7 +180,7 @@ def _group_verdicts(judgement: Judgement) -> Iterator[RuleVerdicts]:
                 passed.append(verdict)
             else:
                 listed.append(verdict)
-        if len(listed) > ALONE:
+        if len(listed) > ALONE:  # shorter lists keep the order of the verdicts
             listed.sort(key=partial(_put_worst_first, judgement))
         yield rule, listed, passed
 

@@ -178,9 +178,10 @@ def _list_searched(section: Section, column: str) -> Iterator[tuple[str, TrialKe
         column: `radius` for the largest certified radius of each sample, `radius_adversarial` for
             the smallest radius at which a search found an adversarial example.
     """
-    for kind, _, sample, value in _list_figures(section):
-        if kind == column and finite([value]) and value > 0:
+    for name, _, sample, value in _list_figures(section):
+        if name == column and finite([value]) and value > 0:
             norm = section.settings.get("norm") or "linf"
+            # No attack: a search for radii combines proofs or attacks of several kinds.
             yield sample, TrialKey(attack="", norm=str(norm), radius=_make_radius(value))
 
 

@@ -476,8 +476,9 @@ def _bound_local_blocks(heads: Heads, centred: Centred, *, joint: bool) -> Tenso
     If queries read another input than keys (not `joint`), J has further columns for this input,
     and B = [P∘beta, diag t] is (batch, heads, n, m + n).
     """
-    # The outputs o_i. For the largest P_ij of each row also c_ij = P_ij (v_j - o_i), without
-    # cancellation. Some queries at a time, to save memory.
+    # The outputs o_i. And for the largest P_ij of each row c_ij = P_ij (v_j - o_i): if P_ij is
+    # near 1, o_i is near v_j, and their difference would cancel. Some queries at a time, to save
+    # memory.
     per_query = centred.p[:, :, 0].numel()
     chunks = heads.policy.chunks(centred.p.shape[2], per_query)
     rows = (attend.MapRows(centred.p[:, :, i], queries=i, keys=slice(None)) for i in chunks)

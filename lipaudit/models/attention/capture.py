@@ -514,14 +514,13 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
 def _pull_closed_form(
     heads: Heads, parts: Mapping[str, Projected], u: Tensor
 ) -> tuple[Tensor, list[tuple[Projected, Tensor]]]:
-    """Return the gradients J^T u by the closed form, in random directions R, and the scaled u.
+    """Return the scaled u, and the gradients J^T u by the closed form, in random directions R.
 
     J is the Jacobian of all heads' outputs O with respect to a layer's input. The caller compares
     the sum over heads and windows with autograd, once, and must see an error in any of them. So u
     is scaled such that the gradient of each head and window has norm 1: an error of 1% of a head
     with tiny gradients is then as large as one of any other head. (Random errors of several heads
-    add up, and do not cancel.) Heads with large rounding errors (`forward_error`) get a smaller u,
-    so that these errors stay below the tolerance of the comparison.
+    add up, and do not cancel.)
 
     Args:
         heads: the layer in closed form.
@@ -533,8 +532,9 @@ def _pull_closed_form(
         projection that reads it, and the gradient times R, (windows, tokens, directions).
     """
     sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(parts["k"].x)}
-    # The norm that the gradient of each head is scaled to: 1 without rounding errors. A relative
-    # rounding error e then makes an absolute error e size = e / (1 + e / AGREES) < AGREES.
+    # The norm that the gradient of each head is scaled to: 1 without rounding errors. With a large
+    # relative rounding error e it is smaller: then the absolute error, e size = e / (1 + e /
+    # AGREES), stays below AGREES, the tolerance of the comparison.
     size = 1 / (1 + forward_error(heads).to(u) / AGREES)
     u, pulled = sketched_vjp_x(heads, u, size, sketches)
     # The projections of q read x; those of k read x_kv.

@@ -409,6 +409,7 @@ class AttentionMode(TorchFunctionMode):
     def _handle_exp(self, func: TorchFunction, input: Tensor, **kwargs: Any) -> Tensor:
         """Run exp, and note it: it may be a part of a written-out softmax, e / sum(e)."""
         e = func(input, **kwargs)
+        # Before any product q k^T, an exponential belongs to no attention.
         if self._products and e.requires_grad:
             self._exponentials[e] = e.grad_fn, input
         return e

@@ -418,12 +418,13 @@ def _change_outputs(
 
         `by_call` has the blocks by module and number of the call; `counts` has the calls so far.
         """
-        residual = by_call.get((name, counts[name]))
+        block = by_call.get((name, counts[name]))
         counts[name] += 1
-        if residual is None:
+        if block is None:
             return output
-        values, spec = tree_flatten(output)  # a module may return several tensors
-        values[residual.output] = change(residual, values[residual.output])
+        # A module may return several tensors: `block.output` is the index of the block's own.
+        values, spec = tree_flatten(output)
+        values[block.output] = change(block, values[block.output])
         return tree_unflatten(values, spec)
 
     parts = {residual.module: net.module.get_submodule(residual.module) for residual in residuals}

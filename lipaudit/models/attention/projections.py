@@ -535,8 +535,9 @@ def _mix_channels(form: ProjectionForm, weight: Tensor, bias: Tensor | None) -> 
 def _compute_local_map(form: ProjectionForm, source: Probed, rows: Tensor) -> Tensor:
     """Return the Jacobian dt_i / dy_i of q, k or v at each token i.
 
-    t is q, k or v. y is the output of the linear map behind t, with one token per row. t_i is the
-    vector of token i in one head, and y_i has the entries of y that t_i depends on.
+    t is q, k or v. It is computed, by RoPE for example, from the output y of a linear map, with
+    one token per row. t_i is the vector of token i in one head, and y_i has the entries of y that
+    t_i depends on.
 
     Args:
         form: how t is computed, as found in the first pass: the columns of y of each head, and

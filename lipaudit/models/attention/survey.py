@@ -95,7 +95,9 @@ class Survey:
         # A layer without closed form may have one at this shape. Only a new survey finds it.
         if not all(site.closed_form for site in self.sites):
             return False
-        # Run the model on a generic sample of this shape, and list its attention calls.
+        # Run the model on two generic samples of this shape, and list its attention calls. The
+        # graph is not cut at `scores`, products of keys and learned queries that look like linear
+        # maps.
         addresses: list[calls.Address] = []
         net, pair, _ = make_generic(net, batch)
         loops = [site.loop for site in self.sites]

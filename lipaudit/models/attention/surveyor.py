@@ -100,10 +100,11 @@ class Surveyor(Tracer):
     def adopt(self, deeper: Surveyor) -> None:
         """Take over the layers that have a closed form only in a second pass, `deeper`.
 
-        A pass cuts the autograd graph at linear maps: q, k and v are functions of the outputs of
-        the last maps before them. A closed form requires that these maps read one tensor. A
-        compressed key, k = norm(x A) B, is cut at B, which reads the latent. The second pass
-        leaves B uncut, so that k starts at A, which reads x as the maps of q and v do.
+        An example is a compressed key, k = norm(x A) B. A pass cuts the autograd graph at linear
+        maps: it takes their outputs for leaves, and q, k and v for functions of the nearest ones.
+        A closed form of the layer's Jacobian requires that these maps read one tensor, but B reads
+        norm(x A). The second pass does not cut at B, so that k is a function of x A, and A reads x
+        as the maps of q and v do.
 
         Args:
             deeper: the surveyor of the second pass, after this pass.

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 def appendix_c(ingredients: Ingredients) -> Tensor:
     """Return ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||); NaN unless heads are affine.
 
-    X has the tokens as rows, P_i is a row of the attention map P, M(p) = diag(p) - p p^T is the
-    Jacobian of softmax, and A = s W_Q W_K^T with the scale s of the logits.
+    An upper bound of the norm of each head's Jacobian at X, from the paper's appendix C. X has the
+    tokens as rows, P_i is a row of the attention map P, M(p) = diag(p) - p p^T is the Jacobian of
+    softmax, and A = s W_Q W_K^T with the scale s of the logits.
     """
     from lipaudit.theory.ingredients import bound_token_spread
 

@@ -56,6 +56,7 @@ def decide_instances(
     """
     # `Query` makes a classifier of each property. The property holds if the classifier keeps its
     # class on the ball of radius 1 around 0.
+    # Kind tokens: plain numbers without a box of pixels.
     options = options.model_copy(update={"eps": (parse_radius("1"),)}).adapt(kind="tokens")
     with explain_failure(f"{path} is no list of instances", ADVICE, OSError, ValueError):
         lines = path.read_text(encoding="utf-8").splitlines()

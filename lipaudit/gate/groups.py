@@ -11,7 +11,15 @@ from lipaudit.gate import pairing, readings
 from lipaudit.gate.rules import EACH, Rule, no_change
 from lipaudit.gate.statistics import Values
 from lipaudit.tables import Report, Section
-from lipaudit.tables.columns import Float, Frozen, group_values, median_limits, order, wilson
+from lipaudit.tables.columns import (
+    Float,
+    Frozen,
+    group_values,
+    limit_robust,
+    median_limits,
+    order,
+    wilson,
+)
 from lipaudit.tables.trials import FLAGS, is_repeat
 
 MEASURE = "Measure it again with --group-column NAME (a column of the table, or classes)."
@@ -157,8 +165,8 @@ class GroupFigure(Frozen):
         samples: number of its distinct samples that have a value.
         value: the figure.
         low: lower 95% limit (Wilson for shares, order statistics for medians); None: too few
-            samples.
-        high: upper 95% limit.
+            samples, or the figure is an upper limit.
+        high: upper 95% limit; the figure itself if it is an upper limit.
     """
 
     metric: str
@@ -214,14 +222,16 @@ def _summarise_groups(
         values: the value of each sample, (samples,).
         groups: the group of each sample, by id.
     """
+    # The flag `robust` is NaN if not all attacks ran, and those that did broke nothing: such a
+    # sample counts. Any other NaN has no value.
+    has_unknown = rule.column == "robust"
     pairs = [
         (groups[sample], value)
         for sample, value in zip(ids, values.tolist(), strict=True)
-        if sample in groups and not is_repeat(sample) and not np.isnan(value)
+        if sample in groups and not is_repeat(sample) and (has_unknown or not np.isnan(value))
     ]
     for group, numbers in group_values(pairs).items():
-        value, limits = _summarise_values(numbers, rule)
-        low, high = limits or (None, None)
+        value, low, high = _summarise_values(numbers, rule)
         yield GroupFigure(
             metric=rule.metric,
             name=name,
@@ -235,9 +245,15 @@ def _summarise_groups(
 
 def _summarise_values(
     values: Sequence[float], rule: Rule
-) -> tuple[float, tuple[float, float] | None]:
-    """Return the share of yes, or the median, with 95% limits; None: too few values for limits."""
+) -> tuple[float, float | None, float | None]:
+    """Return the share of yes, or the median, with 95% limits; None: too few values for limits.
+
+    The lower limit alone is None if the share is an upper limit, because attacks are missing.
+    """
+    if rule.column == "robust":
+        return limit_robust(values)
     if rule.stat == "mean":
         yes = sum(values)
-        return yes / len(values), wilson(yes, len(values))
-    return float(np.median(values)), median_limits(values)
+        return yes / len(values), *wilson(yes, len(values))
+    low, high = median_limits(values) or (None, None)
+    return float(np.median(values)), low, high

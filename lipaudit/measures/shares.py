@@ -114,8 +114,9 @@ HEADS_TABLE = Layout(
         ),
     ),
     display=Display(
-        about="Share of each head in the direction in which the model is most sensitive. It is "
-        "the sum of what passes through its attention map (pattern) and its values.",
+        about="Share of each head in the direction in which the model is most sensitive. At "
+        "each sample, it is the sum of what passes through its attention map (pattern) and its "
+        "values; medians need not add up.",
         columns=("head", "share", "pattern", "value", "share_max", "sample", "carried"),
         by="share",
         maps=("share",),

@@ -59,7 +59,7 @@ from lipaudit.report.sections import (
     show_sections,
 )
 from lipaudit.tables import Column, Note, Report, Section, model_labels, summary
-from lipaudit.tables.columns import finite, group_values, middle, wilson
+from lipaudit.tables.columns import finite, group_values, limit_robust, middle, wilson
 from lipaudit.tables.columns import order as order_values
 from lipaudit.tables.formats import (
     CHARACTERS,
@@ -343,7 +343,7 @@ def list_names(samples: Sequence[str], places: Mapping[str, str]) -> list[Cells]
 
 CLASSES = ("label", "predicted")
 """Per-sample columns that contain a class number."""
-SHARES = ("certified", "correct", "robust")
+SHARES = ("certified", "correct")
 """Yes-or-no columns whose mean is an accuracy."""
 SHARE = Column("", meaning="", format=".1%")
 
@@ -367,8 +367,11 @@ class SampleColumn:
         value = self.values[sample]
         column = self.column
         # A sample that occurs several times in the data counts once, as in the gate.
-        numbers = finite(v for name, v in self.values.items() if not is_repeat(name))
+        distinct = [v for name, v in self.values.items() if not is_repeat(name)]
+        numbers = finite(distinct)
         text, typical = self._describe_value(kind, value, numbers)
+        if kind == "robust" and distinct:  # also samples on which not all attacks ran
+            typical = _describe_robust(distinct)
         rank = ""
         if column.better and kind not in FLAGS and finite([value]):
             rank = _rank_from_worst(value, numbers, column.better)
@@ -415,7 +418,7 @@ def _rank_from_worst(value: float, values: Sequence[float], better: str) -> str:
 def _describe_flags(kind: str, flags: Sequence[float]) -> str:
     """Return the share of 1 (yes) among flags of 1 and 0: "62.5% yes"; empty without flags.
 
-    If the kind is an accuracy, such as `robust`, 95% limits follow.
+    If the kind is an accuracy, such as `correct`, 95% limits follow.
     """
     if not flags:
         return ""
@@ -425,6 +428,17 @@ def _describe_flags(kind: str, flags: Sequence[float]) -> str:
         return share
     low, high = wilson(count, len(flags))
     return f"{share}, {format_limits(low, high, SHARE)}"
+
+
+def _describe_robust(flags: Sequence[float | None]) -> str:
+    """Return the share of samples that no attack broke, with its limits: see `limit_robust`.
+
+    For example: "62.5% yes, 43.5 to 79.5%", or "≤ 62.5% yes" if attacks are missing.
+    """
+    share, low, high = limit_robust(flags)
+    if low is None:
+        return f"≤ {share:.1%} yes"
+    return f"{share:.1%} yes, {format_limits(low, high, SHARE)}"
 
 
 def list_columns(report: Report) -> list[SampleColumn]:

@@ -14,6 +14,7 @@ from lipaudit.report.cells import (
     HEADINGS,
     format_limits,
     format_value,
+    format_with_limits,
     pick_columns,
     read_words,
 )
@@ -57,11 +58,10 @@ def show_groups(report: Report) -> list[Table]:
             column = replace(column, format=".1%")
         rows = []
         for figure in figures[:MOST]:
-            row: Cells = {
-                "group": figure.group,
-                "samples": figure.samples,
-                "value": format_value(figure.value, column),
-            }
+            value = format_value(figure.value, column)
+            if figure.low is None:  # an upper limit has no lower one: ≤ 62.5%
+                value = format_with_limits(value, None, figure.high, column)
+            row: Cells = {"group": figure.group, "samples": figure.samples, "value": value}
             if figure.low is not None and figure.high is not None:
                 row["95% limits"] = format_limits(figure.low, figure.high, column)
             rows.append(row)

@@ -33,7 +33,7 @@ from lipaudit.report.rows import (
     tabulate_rows,
 )
 from lipaudit.tables import Array, Column, Row, Section
-from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, wilson
+from lipaudit.tables.columns import find_bounds, finite, group_values, limit_robust, log10_ratio
 from lipaudit.tables.plugins import collect, load_object, make_package_error
 from lipaudit.tables.report import Attended
 from lipaudit.tables.trials import WORST, find_layer, is_repeat
@@ -250,15 +250,9 @@ def _list_flags(section: Section) -> dict[str, str]:
     return flags
 
 
-def _count_robust(flags: Sequence[object], column: Column) -> str:
-    """Return the share of samples that are not broken, with its limits.
-
-    0 means broken. None means that some attacks did not run before a time limit: such a sample
-    counts as robust.
-    """
-    robust = sum(flag != 0 for flag in flags)
-    low, high = wilson(robust, len(flags))
-    text: str = format_with_limits(robust / len(flags), low, high, column)
+def _count_robust(flags: Sequence[float | None], column: Column) -> str:
+    """Return the share of samples that are not broken, with its limits: see `limit_robust`."""
+    text: str = format_with_limits(*limit_robust(flags), column)
     return text
 
 

@@ -410,20 +410,22 @@ def _clip_ends(ends: Sequence[float | None], block: Forest) -> list[float]:
     """Return what the axis of a forest plot has to show, with far ends of intervals clipped.
 
     Beside an interval of 100 times the largest value, the values could not be told apart. So each
-    end is clipped at ten times the largest distance of a value from the centre; on a logarithmic
-    axis, at ten times the largest value and a tenth of the smallest value.
+    end is clipped at ten times the largest distance of a value, or of the limit of a rule, from
+    the centre; on a logarithmic axis, at ten times the largest and a tenth of the smallest of
+    them. If all values are at the centre, nothing is clipped.
 
     Args:
         ends: the values, the ends of their intervals and the limits of rules; None if unknown.
         block: the plot.
     """
-    values = finite([block.centre, *(bar.value for bar in block.bars)])
+    bars = block.bars
+    values = finite([block.centre, *(bar.value for bar in bars), *(bar.limit for bar in bars)])
     if block.log:
         positive = [value for value in values if value > 0]
         low = min(positive) / 10
         high = max(positive) * 10
     else:
-        far = 10 * max(abs(value - block.centre) for value in values)
+        far = 10 * max(abs(value - block.centre) for value in values) or math.inf
         low = block.centre - far
         high = block.centre + far
     return [min(max(end, low), high) for end in finite(ends)]

@@ -453,6 +453,26 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def limit_robust(flags: Sequence[float | None]) -> tuple[float, float | None, float]:
+    """Return the share of samples that no attack broke, with its 95% limits (Wilson).
+
+    A sample counts as robust, too, if some attacks did not run on it before a time limit and the
+    others did not break it. The share is then an upper limit: it has no lower limit.
+
+    Args:
+        flags: for each sample 0 if an attack broke it and 1 if none did; None or NaN if none did
+            so far, and not all attacks ran.
+
+    >>> limit_robust([0, 1, None, None])
+    (0.75, None, 0.75)
+    """
+    robust = sum(flag != 0 for flag in flags)  # None and NaN are not 0
+    share = robust / len(flags)
+    if len(finite(flags)) < len(flags):
+        return share, None, share
+    return share, *wilson(robust, len(flags))
+
+
 PROVEN = "Proven relative error of the norm (probability 99.9%; largest over the samples)"
 
 STOPPED = "Whether the estimated error is at most tol and the proven error within its limit"

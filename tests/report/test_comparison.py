@@ -231,6 +231,18 @@ def test_a_forest_plot_has_each_interval_where_its_axis_says():
         assert word in element
 
 
+@pytest.mark.parametrize(
+    ("change", "low", "high", "ticks"),
+    [(0.0, -10.7, 10.7, ["-10", "-5", "0", "5", "10"]), (0.05, -0.3, 0.4, ["-2", "-1", "0"])],
+)
+def test_an_axis_has_room_for_intervals_of_no_change_and_for_the_limits_of_rules(
+    change, low, high, ticks
+):
+    bars = [Bar(name, change, low, high, "", 6, limit=-2.0) for name in ("a", "b")]
+    element = draw_svg(Forest("f", Column("new - old", "", "points"), bars))
+    assert re.findall(r"<text[^>]*>(-?[0-9.]+)</text>", element) == ticks
+
+
 def test_samples_that_flipped_are_shown_with_what_is_kept_of_them(subject, before, after):
     example = {
         "trial": "worst,linf,0.1", "classes": ("1", "2"), "image": "AAAA",

@@ -10,13 +10,14 @@ import pytest
 from lipaudit import schema
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import layouts
-from lipaudit.report import of_sample, render, terminal
+from lipaudit.report import of_reports, of_sample, render, terminal
 from lipaudit.report.blocks import Table
 from lipaudit.report.document import choose_sample
 from lipaudit.tables.report import Example, Gradient
 from lipaudit.tables.trials import FLAGS
 from lipaudit.tables.weakest import find_worst
 from tests.commands import invoke
+from tests.gate import cases
 from tests.report.conftest import find_chapter, keep, make_report, swap
 
 pytestmark = pytest.mark.usefixtures("blank_charts")
@@ -255,6 +256,30 @@ def test_classes_go_by_their_names(placed):
         assert "true class up: score 100% became 0%" in text
         assert "taken for down: score 0% became 100% by words, 2 words" in text
         assert "the text became" in text
+
+
+def test_shares_that_are_upper_limits_have_no_lower_one():
+    """A time limit ended the attacks: unknown samples are not broken so far."""
+    flags = (0, 1, None, None, 0, None, None, None)  # the last four are of the second class
+    attack = cases.attack([0] * 8)
+    columns = {name: flags for name in attack.samples if name.startswith("robust@")}
+    attack = cases.with_samples(attack, **columns, label=[1] * 4 + [2] * 4)
+    groups = {"ids": cases.sample_ids(8), "place": range(8), "group": ["a"] * 4 + ["b"] * 4}
+    samples = {name: tuple(map(str, values)) for name, values in groups.items()}
+    cut = cases.report(attack).model_copy(update={"samples": samples})
+    page = of_reports(cut).page()
+    tables = [block for block in find_chapter(page, "attack").blocks if isinstance(block, Table)]
+    (classes,) = (table for table in tables if table.title == "How accurate is each class?")
+    assert [row[-1] for row in classes.rows] == ["\u2264 75.0%"] * 2
+    of_groups = find_chapter(page, "groups").blocks
+    (robust,) = (table for table in of_groups if table.title.startswith("attack.robust"))
+    assert list(map(tuple, robust.rows)) == [(g, 4, "\u2264 75.0%") for g in "ab"]
+    name = samples["ids"][0]
+    said = told(show(cut, name), ATTACKS)
+    assert said["robust, worst,linf,2/255"][:2] == ("no", "\u2264 75.0% yes")
+    known = swap(cut, cases.with_samples(attack, **{key: (0, *[1] * 7) for key in columns}))
+    said = told(show(known, name), ATTACKS)  # Wilson's limits of 7 of 8
+    assert said["robust, worst,linf,2/255"][1] == "87.5% yes, 52.9 to 97.8%"
 
 
 def test_figures_that_are_no_numbers_are_strings_in_json(report):

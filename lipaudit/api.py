@@ -424,6 +424,8 @@ def open_job(
     if data is not None:
         options = replace(options, forms=lambda: list_forms(_split_data(data)[0]))
     with _add_hints(), ExitStack() as opened:
+        # Gradients cannot be computed from weights or samples made in inference mode.
+        opened.enter_context(torch.inference_mode(False))
         if request.place is not None:  # before anything that takes long
             opened.enter_context(join_processes(request.place))
         net = opened.enter_context(_open_net(model, options, input_shape))
@@ -514,6 +516,8 @@ def _make_tensor(values: Any) -> Tensor:
         if not isinstance(values, Tensor):
             # A tensor can share the memory of an array only in C order and if it is writable.
             values = torch.as_tensor(np.require(values, requirements=["C", "W"]))
+        if values.is_inference():
+            values = values.clone()
         return values.detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         if errors.is_machine_error(error):

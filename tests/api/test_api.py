@@ -49,6 +49,19 @@ def test_a_module_of_ones_own_is_measured_and_left_as_it_was(module):
     assert [p.requires_grad for p in module.parameters()] == trained
 
 
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_a_caller_in_inference_mode_gets_the_same_figures(module, made_inside):
+    x, y = torch.rand(2, 3, 4, 4), torch.arange(2)
+    how = {"input_shape": (3, 4, 4), "eps": "0.05", "attack": "pgd", "steps": 3}
+    plain = lipaudit.measure(module, "attack", data=(x, y), **how)
+    with torch.inference_mode():
+        data = (x.clone(), y.clone()) if made_inside else (x, y)
+        report = lipaudit.measure(module, "attack", data=data, **how)
+        assert torch.is_inference_mode_enabled()
+        assert lipaudit.measure("demo", "jacobian", samples=1).status == "complete"
+    assert read_sections(report) == read_sections(plain)
+
+
 def test_a_scripted_part_of_a_module_is_put_back():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
     module = nn.Sequential(nn.Linear(4, 4), scripted).train()

@@ -27,7 +27,7 @@ Better = Literal["lower", "higher"]
 Statistic = Literal["median", "mean", "p95", "max"]
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": list(NON_FINITE)}]}
-_CELL = {"anyOf": [*_NUMBER["anyOf"], {"type": "integer"}, {"type": "string"}, {"type": "null"}]}
+_CELL = {"anyOf": [*_NUMBER["anyOf"], {"type": ["boolean", "integer", "string", "null"]}]}
 
 
 # Allowed values of `Column.format`. No width: a damaged file must not fill the memory.

@@ -117,6 +117,60 @@ def test_the_schema_describes_columns_and_the_summary():
     assert {"columns", "rows", "notes"} <= names.keys()
 
 
+JSON_TYPES = {
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "string": str,
+    "null": type(None),
+    "array": list,
+    "object": dict,
+}
+
+
+def fits(value, rule, definitions) -> bool:
+    """Say whether a value fits a JSON Schema, by the keywords that ours uses."""
+    if isinstance(rule, bool):  # any value fits, or none
+        return rule
+    if "$ref" in rule:
+        return fits(value, definitions[rule["$ref"].removeprefix("#/$defs/")], definitions)
+    if "anyOf" in rule:
+        return any(fits(value, each, definitions) for each in rule["anyOf"])
+    types = rule.get("type", [*JSON_TYPES])
+    types = [types] if isinstance(types, str) else types
+    kinds = tuple(JSON_TYPES[name] for name in types)
+    # In JSON Schema, true and false are no numbers.
+    if not isinstance(value, kinds) or (isinstance(value, bool) and "boolean" not in types):
+        return False
+    if value not in rule.get("enum", [rule.get("const", value)]):
+        return False
+    if isinstance(value, str):
+        return re.search(rule.get("pattern", ""), value) is not None
+    if isinstance(value, list):
+        first = rule.get("prefixItems", [])
+        rules = [*first, *[rule.get("items", {})] * (len(value) - len(first))]
+        return all(fits(*pair, definitions) for pair in zip(value, rules, strict=True))
+    if isinstance(value, dict):
+        known, other = rule.get("properties", {}), rule.get("additionalProperties", {})
+        if not value.keys() >= {*rule.get("required", ())}:
+            return False
+        return all(fits(value[name], known.get(name, other), definitions) for name in value)
+    return True
+
+
+GOLDEN = Path(__file__).parents[1] / "report" / "goldens" / "report.json"
+
+
+@pytest.mark.parametrize("path", [*OLD, GOLDEN], ids=lambda path: path.stem)
+def test_a_report_fits_the_schema(path):
+    described = schema.json_schema()
+    document = json.loads(schema.dumps(schema.load(path)))
+    assert fits(document, described, described["$defs"])
+    (name,) = list(document["sections"][0]["columns"])[:1]
+    document["sections"][0]["columns"][name]["colour"] = "red"
+    assert not fits(document, described, described["$defs"])
+
+
 IDS = ("aa", "bb")
 
 

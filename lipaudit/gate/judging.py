@@ -282,11 +282,14 @@ def _adjust_rows(
     tests = {contrast.key: contrast.evidence for contrast in tested if contrast.evidence}
     # The change under the null hypothesis: 0, or less if the rule demands an improvement.
     null = _compute_null(rule)
-    p_values = {key: test.p(null) for key, test in tests.items()}
+    # The level of the row with the smallest p-value, which Holm's procedure multiplies most.
+    finest = level / max(1, len(tests))
+    p_values = {key: test.p(null, finest) for key, test in tests.items()}
     # Several rows with sign tests on the same samples (groups have different samples). A p-value
-    # of random flips is at least 1 / draws: at a smaller level it could prove nothing.
+    # of random flips is at least 1 / draws: at a smaller level it could prove nothing. (Nor at the
+    # same one, by a rounding error.)
     of_signs = all(test.of_signs for test in tests.values())
-    enough_draws = level * (statistics.RESAMPLES + 1) >= 1
+    enough_draws = level * (statistics.RESAMPLES + 1) > 1 + 1e-9
     if of_signs and enough_draws and len(p_values) > 1 and not rule.group:
         changes = np.stack([contrast.changes for contrast in tested])  # (rows, samples)
         # Rows whose changes are usually below a quarter of the limit (QUIET) are not tested: they
@@ -374,7 +377,7 @@ def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
         "high": ends[1],
         "samples": evidence.samples,
         "paired": _express_change(rule, evidence.estimate),
-        "p": evidence.p(_compute_null(rule)),
+        "p": evidence.p(_compute_null(rule), level),
     }
     # `low` and `high` are limits of the change for the worse, whichever direction this is.
     proven: VerdictStatus = "inconclusive"

@@ -3,7 +3,7 @@
 Every function measures a change for the worse (positive is worse). `p(margin)` tests "the change
 is at most the margin", where the margin is 0 (no worse) or below. `limits(level)` are one-sided:
 the change is above the first and below the second, each with confidence 1 - level.
-`limits(level)[0] > 0` and `p(0) <= level` are the same statement.
+`limits(level)[0] > 0` and `p(0, level) <= level` are the same statement.
 
 The null hypothesis is "no worse": old and new values of a sample are exchangeable, or the new ones
 are better. Sign tests hold for every distribution whose median change is at most 0.
@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from lipaudit.errors import UsageError
 from lipaudit.tables.columns import Float, Frozen, sign_test_place, sum_binomial, wilson
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -31,6 +33,10 @@ LEVEL = ALPHA / 2
 """One-sided level of each limit; both limits form a 95% interval."""
 RESAMPLES = 1999
 """Draws of a bootstrap or of signs: (1999 + 1) times a level of 0.025 is a whole rank."""
+FINEST = 1e-5
+"""Smallest level of a test by random draws: it takes 200,000 draws, up to a minute a figure."""
+DOUBTFUL = 0.01
+"""With a p-value above this, more draws would not prove a change at a level below 1 in 2000."""
 FEWEST = 5
 """Samples that a test needs: of fewer, not even equal signs are rarer than one in 16."""
 QUIET = 0.25
@@ -44,6 +50,20 @@ DIGITS = 12
 _CHUNK = 2**21
 """Resampled values at a time: 16 MB an array."""
 _UNKNOWN: Limits = (-math.inf, math.inf)
+
+
+class ComputeP(Protocol):
+    """Computes the p-value of "the change is at most the margin", for margins of at most 0."""
+
+    def __call__(self, margin: float, level: float = LEVEL) -> float:
+        """Return the p-value.
+
+        Args:
+            margin: the margin.
+            level: the p-value that would prove the change. A test by random draws makes enough of
+                them to reach it; other tests are exact at any level.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +82,7 @@ class Evidence:
 
     estimate: float
     samples: int
-    p: Callable[[float], float]
+    p: ComputeP
     limits: Callable[[float], Limits]
     least: int = FEWEST
     of_signs: bool = False
@@ -89,7 +109,7 @@ def judge_median(changes: Values) -> Evidence:
     x = np.sort(round_changes(changes))
     n = changes.size
 
-    def compute_p(margin: float) -> float:
+    def compute_p(margin: float, level: float = LEVEL) -> float:
         # Sign test of "the median change is at most the margin", over the n sorted changes x:
         # P(B >= number above the margin) for B ~ Binomial(n, 1/2).
         if n < FEWEST:  # too few to prove anything
@@ -223,38 +243,76 @@ def judge_by_bootstrap(
         return Evidence(
             estimate,
             n,
-            p=lambda margin: float(margin >= 0),
+            p=lambda margin, level=LEVEL: float(margin >= 0),
             limits=lambda _: (0.0, 0.0),
             least=least,
         )
     # Nothing is proven: the p-value is 1, and there are no finite limits.
-    unproven = Evidence(estimate, n, p=lambda _: 1.0, limits=lambda _: _UNKNOWN, least=least)
+    unproven = Evidence(
+        estimate, n, p=lambda margin, level=LEVEL: 1.0, limits=lambda _: _UNKNOWN, least=least
+    )
     if n < least:
         return unproven
-    draws, nulls = _draw_changes(old, new, change)
-    if np.isnan(draws).any():  # a statistic is infinite before and after: their change is NaN
-        return unproven
-    # The exchange test: changes under the null hypothesis "old and new are exchangeable". The
-    # observed change is one of the exchanges.
-    nulls = np.append(nulls, estimate)
-    # Large changes count against "no worse", and small ones against "no better".
-    exact = ExactTest(
-        p_no_worse=_compute_tail(nulls, estimate), p_no_better=_compute_tail(-nulls, -estimate)
-    )
 
-    def compute_p(margin: float) -> float:
+    @lru_cache(maxsize=1)  # p-value and limits of one level read the same draws
+    def draw(count: int) -> tuple[Values, ExactTest]:
+        # Return the resampled changes, (count,), and the exchange test.
+        draws, nulls = _draw_changes(old, new, change, count)
+        # The exchange test: changes under the null hypothesis "old and new are exchangeable". The
+        # observed change is one of the exchanges.
+        nulls = np.append(nulls, estimate)
+        # Large changes count against "no worse", and small ones against "no better".
+        return draws, ExactTest(
+            p_no_worse=_compute_tail(nulls, estimate), p_no_better=_compute_tail(-nulls, -estimate)
+        )
+
+    usual = draw(RESAMPLES)
+    if np.isnan(usual[0]).any():  # a statistic is infinite before and after: their change is NaN
+        return unproven
+
+    def compute_p(margin: float, level: float = LEVEL) -> float:
         # p-value of "the change is at most the margin", by the percentile bootstrap: the share of
         # resampled changes (`draws`) at or below the margin. The observed change counts as one.
-        by_draws = (1 + int((draws <= margin).sum())) / (RESAMPLES + 1)
-        return exact.correct_p(by_draws, margin)
+        count = RESAMPLES
+        draws, exact = usual
+        while True:
+            by_draws = (1 + int((~(draws > margin)).sum())) / (count + 1)
+            p = exact.correct_p(by_draws, margin)
+            if p > DOUBTFUL or count >= _count_draws(level):
+                return p
+            count = _count_draws(level)
+            draws, exact = draw(count)
 
     def compute_limits(level: float) -> Limits:
         # Limits of the percentile bootstrap, widened to contain 0 where the exact test does not
         # reject it.
+        draws, exact = usual
+        if _count_draws(level) > RESAMPLES:
+            draws, exact = draw(_count_draws(level))
         low, high = _find_percentiles(draws, level)
         return exact.include_zero(low, high, level)
 
     return Evidence(estimate, n, p=compute_p, limits=compute_limits, least=least)
+
+
+def _count_draws(level: float) -> int:
+    """Return how many random draws can prove a change at a level.
+
+    A p-value of R draws is at least 1 / (R + 1). If this is below the level, R is the usual number
+    RESAMPLES. Else R + 1 is at least 2 / level, so that one draw may be against the change.
+
+    Raises:
+        UsageError: the level is too small.
+    """
+    if level < FINEST:
+        raise UsageError(
+            f"a mean or 95th percentile cannot be tested at a level of {level:.2g}: random draws "
+            f"reach {FINEST:g}",
+            "Raise alpha, name fewer rules or rows, or judge the median.",
+        )
+    if level * (RESAMPLES + 1) > 1 + 1e-9:  # not equal but for a rounding error
+        return RESAMPLES
+    return math.ceil(2 / level)
 
 
 def _find_percentiles(draws: Values, level: float) -> Limits:
@@ -263,18 +321,16 @@ def _find_percentiles(draws: Values, level: float) -> Limits:
     They are the k-th smallest and the k-th largest change: k = 50 of 1999 draws at 0.025.
 
     Args:
-        draws: the changes, sorted, (draws,).
+        draws: the changes, sorted, (draws,): enough for the level, so that k is not 0.
         level: one-sided error probability of each limit.
     """
     # 1e-9 makes up for a rounding error just below a whole number.
-    k = int(level * (RESAMPLES + 1) + 1e-9)
-    if not k:  # too few draws for this level
-        return _UNKNOWN
+    k = int(level * (draws.size + 1) + 1e-9)
     return float(draws[k - 1]), float(draws[-k])
 
 
 def _draw_changes(
-    old: Values, new: Values, change: Callable[[Values, Values], Values]
+    old: Values, new: Values, change: Callable[[Values, Values], Values], count: int
 ) -> tuple[Values, Values]:
     """Return the changes of a statistic in random draws, for a bootstrap and an exchange test.
 
@@ -282,6 +338,7 @@ def _draw_changes(
         old: values of the baseline, (samples,).
         new: values of the current model on the same samples.
         change: maps old and new values to the change in each draw, as in `judge_by_bootstrap`.
+        count: number of draws.
 
     Returns:
         The sorted changes over samples that were drawn with replacement, and the changes if the
@@ -292,8 +349,8 @@ def _draw_changes(
     most = max(1, _CHUNK // n)  # draws at a time, so that the arrays fit into memory
     resampled = []
     exchanged = []
-    for start in range(0, RESAMPLES, most):
-        size = min(most, RESAMPLES - start), n
+    for start in range(0, count, most):
+        size = min(most, count - start), n
         # Bootstrap: the same samples of old and new, drawn with replacement, (draws, samples).
         index = generator.integers(n, size=size, dtype=np.int32)
         resampled.append(change(old[index], new[index]))
@@ -332,7 +389,7 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
         p_no_worse=sum_binomial(better, discordant), p_no_better=sum_binomial(worse, discordant)
     )
 
-    def compute_p(margin: float) -> float:
+    def compute_p(margin: float, level: float = LEVEL) -> float:
         # p-value of "the share fell by at most the margin": the normal tail of Bonett and Price's
         # estimate `centre` with its standard error `error`, P(Z >= (centre - margin) / error).
         if samples < FEWEST:  # too few to prove anything

@@ -461,6 +461,44 @@ def test_heads_that_double_fail_a_gate_of_any_level(alpha):
     assert judge(new(bounds(exact), jacobian(NORMS)), old, chosen, alpha=alpha).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("alpha", "others"),
+    [(0.05, 0), (0.05, 119), (2e-4, 0)],  # alone; among 120 rules; at a small level
+)
+def test_a_mean_that_doubles_fails_a_gate_of_many_rules_or_a_small_level(alpha, others):
+    """In all 256 samples, though 2000 draws of a bootstrap have no p-value below 1 in 2000."""
+    generator = np.random.default_rng(2)
+    norms = generator.lognormal(0, 0.3, 256)
+    noise = generator.lognormal(0, 0.05, 256)
+    old = report(jacobian(norms))
+    chosen = rules("jacobian.norm:mean <= +5%", *["jacobian.norm:median <= +150%"] * others)
+    worse = judge(new(jacobian(2 * noise * norms)), old, chosen, alpha=alpha)
+    verdict = worse.verdicts[0]
+    assert (verdict.status, worse.exit_code) == ("regressed", 1)
+    assert verdict.p_adjusted <= alpha
+    assert 0.9 < verdict.low < 1 < verdict.high < 1.1
+    assert judge(new(jacobian(norms)), old, chosen, alpha=alpha).exit_code == 0
+
+
+def test_a_level_that_draws_cannot_reach_is_refused_and_passes_nothing():
+    norms = np.random.default_rng(2).lognormal(0, 0.3, 256)
+    current, old = new(jacobian(2 * norms)), report(jacobian(norms))
+    with pytest.raises(UsageError, match="cannot be tested at a level of 1e-09") as refused:
+        judge(current, old, rules("jacobian.norm:mean <= +5%"), alpha=1e-9)
+    assert refused.value.advice == "Raise alpha, name fewer rules or rows, or judge the median."
+    assert judge(current, old, rules("jacobian.norm:median <= +5%"), alpha=1e-9).exit_code == 1
+
+
+def test_heads_fail_at_the_very_level_of_random_flips():
+    """At 0.0045 / 9 = 1 / 2000, where a p-value of 1 / 2000 times 9 is above by a rounding."""
+    exact = np.random.default_rng(1).lognormal(0, 0.3, (12, 64))
+    others = ["jacobian.norm:median <= +5%"] * 8
+    chosen = rules("bounds.exact:each <= +5%", *others)
+    old = report(bounds(exact), jacobian(NORMS))
+    current = new(bounds(2 * exact), jacobian(NORMS))
+    assert judge(current, old, chosen, alpha=0.0045).exit_code == 1
+
+
 def test_negative_values_change_by_a_difference():
     lower = new(with_samples(jacobian(), margin=-NORMS - 0.5))
     verdict = only(judge(lower, NEGATIVE, rules("jacobian.margin >= -0.1")))

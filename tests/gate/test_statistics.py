@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from scipy import stats
 
+from lipaudit.errors import UsageError
 from lipaudit.gate.statistics import (
     FEWEST,
     LEAST,
@@ -133,6 +134,40 @@ def test_the_bootstrap_agrees_with_scipys():
     assert evidence.p(0.0) == 1.0
 
 
+def test_the_bootstrap_proves_a_change_at_levels_below_one_in_its_usual_draws():
+    """By as many draws as the level needs; and what such draws cannot reach is refused."""
+    generator = np.random.default_rng(3)
+    old = generator.lognormal(0, 0.3, 64)
+    proven = judge_by_bootstrap(old, 2 * old, p95_change, least=20)
+    assert proven.p(0.0) == 1 / (RESAMPLES + 1)
+    for level in (1 / (RESAMPLES + 1), 2e-4):
+        assert 0 < proven.p(0.0, level) <= level
+        low, high = proven.limits(level)
+        assert 0 < low < proven.limits(0.025)[0] < proven.limits(0.025)[1] < high < math.inf
+        assert proven.p(0.0, level) == proven.p(0.0, level)
+    with pytest.raises(UsageError, match="cannot be tested at a level of 1e-07"):
+        proven.p(0.0, 1e-7)
+    # More draws would not prove a change that 2000 show to be chance: there is no need of them.
+    chance = judge_by_bootstrap(old, generator.permutation(old), p95_change, least=20)
+    assert chance.p(0.0, 1e-7) == chance.p(0.0) > 0.05
+
+
+@pytest.mark.parametrize("shift", [0.14, 0.17, 0.2])
+def test_the_p_value_of_a_mean_agrees_with_the_normal_tail_below_one_in_2000(shift):
+    """Of 500 normal changes of known mean: sums over exchanges are nearly normal, too."""
+    old = np.zeros(500)
+    z = np.random.default_rng(4).normal(size=500)
+    new = (z - z.mean()) / z.std() + shift
+
+    def mean_change(first, second):
+        return second.mean(1) - first.mean(1)
+
+    evidence = judge_by_bootstrap(old, new, mean_change, least=32)
+    expected = stats.norm.sf(shift * math.sqrt(500) / math.sqrt(1 + shift**2))
+    p = evidence.p(0.0, 1e-4)
+    assert expected / 3 < p < 3 * expected + 2 / 20_000
+
+
 NOISES = {  # of no change: the larger half of the changes is as likely as the smaller one
     "normal": lambda rng, size: rng.normal(size=size),
     "lognormal, up": lambda rng, size: rng.lognormal(size=size) - 1,
@@ -192,7 +227,7 @@ EVIDENCE = {
 @settings(deadline=None, max_examples=100)
 def test_p_and_limits_say_the_same(test, seed, level):
     evidence = EVIDENCE[test](np.random.default_rng(seed))
-    p, low = evidence.p(0.0), evidence.limits(level)[0]
+    p, low = evidence.p(0.0, level), evidence.limits(level)[0]
     if abs(p - level) > 1e-9:
         assert (p <= level) == (low > 0)
     assert test != "bootstrap" or evidence.p(-99.0) == 1 / (RESAMPLES + 1)

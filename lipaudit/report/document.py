@@ -71,7 +71,7 @@ from lipaudit.tables.formats import (
 from lipaudit.tables.report import Example
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
 from lipaudit.tables.weakest import SHOWN as MOST
-from lipaudit.tables.weakest import find_broken, find_worst
+from lipaudit.tables.weakest import can_rank, find_broken, find_worst
 
 MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
 END = Chapter(name="", title="", blocks=(Paragraph(MORE),))
@@ -598,7 +598,10 @@ def show_example(title: str, example: Example) -> Item:
 
 
 def show_worst(report: Report) -> tuple[Block, ...]:
-    """Return a table of the worst samples, and their pictures or tokens if the report has any."""
+    """Return a table of the worst samples, and their pictures or tokens if the report has any.
+
+    If nothing ranks the samples of a report, these are its first samples.
+    """
     names = find_worst(report)
     balls = find_broken(report)  # for each sample, the balls in which an attack succeeded
     rows = list_names(names, describe_places(report))
@@ -618,6 +621,8 @@ def show_worst(report: Report) -> tuple[Block, ...]:
         for key, figure in figures.items():
             row[key] = figure.values.get(name)
     title = "The worst samples: most often broken first, then the largest Jacobian norm"
+    if not can_rank(report):
+        title = "The first samples: no figure of this report ranks them"
     return (*tabulate_rows(columns, rows, title), *show_samples(report, names))
 
 
@@ -635,7 +640,10 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         count = len(list_sample_ids(report))
         hint = f"For one of the {count}, use lipaudit inspect {name} SAMPLE (its id or place)."
         parts = (*show_worst(report), Paragraph(hint))
-        chapters = [Chapter("worst-samples", "Which samples are the least robust?", parts)]
+        title = "Which samples were measured?"
+        if can_rank(report):
+            title = "Which samples are the least robust?"
+        chapters = [Chapter("worst-samples", title, parts)]
     else:
         subject = f"sample {sample[:CHARACTERS]}"
         chapters = [*_list_sample_chapters(report, sample)]

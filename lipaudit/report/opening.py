@@ -22,7 +22,7 @@ from lipaudit.tables.summary import (
     list_warnings,
 )
 from lipaudit.tables.trials import WHOLE, parse_radius
-from lipaudit.tables.weakest import find_worst
+from lipaudit.tables.weakest import can_rank, find_worst
 
 SEED = "seed"
 """Name of the setting seed, which stands among the facts of the run."""
@@ -406,15 +406,17 @@ def _suggest_measurement(
 
 
 def _suggest_samples(report: Report) -> Iterator[_Step]:
-    """Yield the step to look at the worst sample, if the report has figures of samples.
+    """Yield the step to look at the worst sample, if the report ranks its samples.
 
     A step is a sentence, and the words of a command behind `lipaudit`.
     """
+    if not can_rank(report):
+        return
     file, remark = _choose_file(report.run.command)
-    for sample in find_worst(report)[:1]:  # empty without figures of samples
-        name = name_sample(sample, describe_places(report))
-        text = f"Look at the worst samples, first {name}{remark}."
-        yield text, ("inspect", file, sample[:CHARACTERS])
+    sample = find_worst(report)[0]
+    name = name_sample(sample, describe_places(report))
+    text = f"Look at the worst samples, first {name}{remark}."
+    yield text, ("inspect", file, sample[:CHARACTERS])
 
 
 def _choose_file(command: str) -> tuple[str, str]:

@@ -43,11 +43,22 @@ def find_broken(report: Report) -> dict[str, set[TrialKey]]:
     return balls
 
 
+def can_rank(report: Report) -> bool:
+    """Return whether a report has what `find_worst` ranks samples by.
+
+    These are broken samples, norms of the model, or certified radii.
+    """
+    sections = [section for section in report.sections if section.ids]
+    has_figures = any({"norm", "radius"} & section.samples.keys() for section in sections)
+    return has_figures or bool(find_broken(report))
+
+
 def find_worst(report: Report, count: int = SHOWN) -> list[str]:
     """Return the ids of the least robust samples.
 
     Samples that attacks broke in most balls come first, then samples with the largest norm, then
-    samples with the smallest certified radius. Misclassified samples come last.
+    samples with the smallest certified radius. Misclassified samples come last. If nothing ranks
+    the samples (see `can_rank`), these are the first ones of the data.
     """
     balls = find_broken(report)
     norms = _find_figures(report, "norm")
@@ -64,6 +75,8 @@ def find_worst(report: Report, count: int = SHOWN) -> list[str]:
         return wrong, -broken_balls, -norm, radius
 
     samples = dict.fromkeys(sample for section in report.sections for sample in section.ids)
+    if not can_rank(report):
+        return [*samples][:count]
     return sorted(samples, key=rank)[:count]
 
 

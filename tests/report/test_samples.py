@@ -258,6 +258,24 @@ def test_classes_go_by_their_names(placed):
         assert "the text became" in text
 
 
+def test_samples_without_figures_to_rank_them_are_not_called_the_worst():
+    heads = cases.report(cases.bounds([[1.0, 2.0, 3.0]] * 4))
+    unbroken = cases.report(cases.attack([1] * 8, correct=[0, *[1] * 7]))
+    for alone in (heads, unbroken):
+        ids = alone.main_sections[0].ids
+        assert "Look at the worst" not in render(alone, "table").decode()
+        shown = show(alone)
+        (table,) = (block for block in shown.chapters[-1].blocks if isinstance(block, Table))
+        assert [row[0] for row in table.rows] == [name[:12] for name in ids[:10]]
+        text = terminal.render(shown).decode()
+        assert "The first samples: no figure of this report ranks them" in text
+        assert "worst" not in text
+        assert "least robust" not in text
+    broken = cases.report(cases.attack([1] * 7 + [0]))
+    last = broken.sections[0].ids[-1][:12]
+    assert f"Look at the worst samples, first {last}" in render(broken, "table").decode()
+
+
 def test_shares_that_are_upper_limits_have_no_lower_one():
     """A time limit ended the attacks: unknown samples are not broken so far."""
     flags = (0, 1, None, None, 0, None, None, None)  # the last four are of the second class

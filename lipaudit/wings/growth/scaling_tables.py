@@ -80,7 +80,9 @@ SCALING_TABLE = Layout(
 FITS_TABLE = Layout(
     name="scaling.fit",
     title="By which power of the length do norms grow?",
-    display=Display(about="norm = c n^a: [C24] finds a near 1/4 on text; 1/2 is the worst case."),
+    display=Display(
+        about="norm = c n^a: Castin et al. (2024) find a near 1/4 on text; 1/2 is the worst case."
+    ),
     fixed={
         **PART,
         **MODE,

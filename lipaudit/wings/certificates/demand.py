@@ -250,7 +250,7 @@ def plan_calls(model: Callable[[Any], Any], x: Form) -> Plan | None:
         # From the last call to the first: at each call, the masks of its results already contain
         # what all later calls read. `_mark_read` marks what the call reads of its arguments.
         positions = [(call.name, _mark_read(call)) for call in reversed(trial.calls)]
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
         if is_machine_error(error):  # such as no memory
             raise
         # Any other failure, such as mismatched dtypes, only means that no entry can be left out.

@@ -87,7 +87,7 @@ def _clip(x: Any, min: Any = None, max: Any = None) -> Any:
     return x.clamp(min, max)
 
 
-def _pad(x: Any, pads: Any, value: Any = 0.0, mode: str = "constant") -> Any:
+def _pad(x: Any, pads: Any, value: Any = None, mode: str = "constant") -> Any:
     """Add entries at the ends of axes; `pads` has the sizes at beginnings, then at ends."""
     # torch expects a pair (beginning, end) for each axis, the last axis first.
     ends = torch.tensor(_integers(pads)).view(2, -1)
@@ -97,6 +97,8 @@ def _pad(x: Any, pads: Any, value: Any = 0.0, mode: str = "constant") -> Any:
         del pairs[-2:]
     if not pairs:
         return x
+    if value is None:  # absent
+        value = 0.0
     return F.pad(x, pairs, mode, float(value))
 
 
@@ -326,7 +328,9 @@ OPERATORS: dict[str, Any] = {
         x, tuple(x.shape[axis:]), w, b, epsilon
     ),
     "LpNormalization": lambda x, axis=-1, p=2: F.normalize(x, p, axis),
-    "InstanceNormalization": lambda x, w, b, epsilon: F.group_norm(x, x.shape[1], w, b, epsilon),
+    "InstanceNormalization": lambda x, w, b, epsilon=1e-5: F.group_norm(
+        x, x.shape[1], w, b, epsilon
+    ),
     "Shape": lambda x: torch.tensor(tuple(x.shape)),
     "ConstantOfShape": lambda shape, value=0.0: torch.as_tensor(value).expand(_integers(shape)),
     "Cast": _cast,

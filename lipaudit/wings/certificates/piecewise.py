@@ -163,8 +163,17 @@ def amin(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
     return neg(amax(neg(input), dim, keepdim))
 
 
-# What torch.max returns for an axis. The indices depend on the input, so they are None.
+# What torch.max returns for an axis.
 Extreme = namedtuple("Extreme", ("values", "indices"))
+
+
+class Indices(Tensor):
+    """Stands for the indices of extremes. They depend on the input, so every use is refused."""
+
+    @classmethod
+    def __torch_function__(cls, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse every function of torch that gets the indices."""
+        raise NoRuleError("indices of max or min, which depend on the input")
 
 
 def make_extreme(
@@ -186,9 +195,9 @@ def make_extreme(
             return of_two(input, dim)
         if dim is None:
             return over_axes(input)
-        # The indices may differ between inputs of the ball: they are None, and a model that uses
-        # them fails.
-        return Extreme(over_axes(input, dim, keepdim), None)
+        # The indices may differ between inputs of the ball: a model that uses them is refused.
+        indices = torch.empty(0).as_subclass(Indices)
+        return Extreme(over_axes(input, dim, keepdim), indices)
 
     return find_extreme
 

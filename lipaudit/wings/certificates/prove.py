@@ -380,11 +380,17 @@ def name_paths(root: Any) -> Iterator[None]:
         hooks.append(module.register_forward_hook(leave))
     try:
         yield
-    except NoRuleError as error:
+    except (NoRuleError, RuntimeError) as error:
+        if isinstance(error, NoRuleError):
+            operation = error.operation
+        elif "TorchScript interpreter" in str(error):  # its operations bypass the rules
+            operation = "torch.jit.script"
+        else:
+            raise
         innermost = ""
         if running:
             innermost = running[-1]
-        raise NoRuleError(error.operation, innermost) from error
+        raise NoRuleError(operation, innermost) from error
     finally:
         for hook in hooks:
             hook.remove()

@@ -163,6 +163,8 @@ class _PropertyReader:
         counts = Counter(name[0] for name in self.names)
         inputs = [f"X_{i}" for i in range(counts["X"])]
         outputs = [f"Y_{i}" for i in range(counts["Y"])]
+        if {*self.least, *self.most} - {*inputs}:
+            raise ValueError("a range of an input that is not declared")
         if any(self.least[name] > self.most[name] for name in inputs):
             raise ValueError("the range of an input is empty")
         # A clause is a list of conditions: {"Y_0": 1, "Y_1": -1, "": 3} is Y_0 - Y_1 + 3 <= 0.

@@ -329,6 +329,7 @@ def test_networks_are_read_as_a_runtime_reads_them(name, tmp_path):
         ("", "no condition on declared outputs"),
         ("(assert (or (and) (<= Y_0 Y_1)))", "no condition on declared outputs"),
         ("(assert (>= X_1 0.5))(assert (<= Y_0 Y_1))", "the range of an input is empty"),
+        ("(assert (<= X_2 0))(assert (<= Y_0 Y_1))", "a range of an input that is not declared"),
         ("(assert (<= Y_0 1e400))", "too large"),
     ],
 )

@@ -155,6 +155,7 @@ ROWS = [
     *(Row(f"Global{kind}Pool", shape=IMAGE) for kind in ("Max", "Average")),
     Row("BatchNormalization", (X, *(weights(4, seed=i) for i in range(3)), POSITIVE), shape=IMAGE),
     Row("InstanceNormalization", (X, POSITIVE, weights(4)), {"epsilon": 1e-3}, shape=SIGNAL),
+    Row("InstanceNormalization", (X, POSITIVE, weights(4)), shape=SIGNAL),
     Row("LayerNormalization", (X, POSITIVE, weights(4))),
     Row("LayerNormalization", (X, weights(2, 4)), {"axis": 1, "epsilon": 1e-3}),
     Row("Reshape", (X, whole(0, -1, 2))),
@@ -187,6 +188,7 @@ ROWS = [
     Row("GatherElements", (X, torch.tensor([[[0, -1], [3, 2]]])), {"axis": 2}),
     Row("Pad", (X, whole(0, 1, 0, 0, 0, 2), torch.tensor(0.7))),
     Row("Pad", (X, whole(0, 0, 1, 0, 0, 2)), {"mode": "reflect"}),
+    Row("Pad", (X, whole(0, 1, 0, 0, 0, 2), "")),
     Row("Where", (W > 0, X, W)),
     # Constants.
     Row("Constant", (), {"value": W}),

@@ -142,6 +142,8 @@ def test_an_operation_without_a_rule_is_named_with_its_module():
         lambda x: F.max_pool2d(image(x)[:, :, :1, :1], 2, 1, 1, 2),  # windows of padding
         lambda x: x.topk(2),
         lambda x: x.argmax(-1),
+        lambda x: x + x.max(1, keepdim=True)[1],
+        lambda x: x[0, x[0].min(1).indices],
         lambda x: torch.linalg.vector_norm(x, 3),
         lambda x: torch.logsumexp(x, (1, 2)),
         lambda x: x[..., :1].var(-1),
@@ -168,6 +170,13 @@ def test_an_operation_without_a_rule_is_named_with_its_module():
 def test_what_is_not_known_is_refused(function):
     with pytest.raises(NoRuleError, match="no rule for the operation"):
         run(function, ball(weights(1, TOKENS, WIDTH), 0.1))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:")
+def test_functions_of_torchscript_are_refused():
+    scripted = torch.jit.trace(lambda x: x.relu() * 2, torch.ones(1))
+    with pytest.raises(NoRuleError, match=r"no rule for the operation torch\.jit\.script"):
+        run(lambda x: scripted(x) + x, ball(weights(1, TOKENS, WIDTH), 0.1))
 
 
 @pytest.mark.parametrize(("function", "centre"), [(F.softplus, -1e3), (F.mish, 1e3)])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any, Literal
 
-from lipaudit.errors import LipauditError, UsageError
+from lipaudit.errors import EvaluationError, LipauditError, UsageError
 from lipaudit.gate import pairing, readings
 from lipaudit.gate.contrasts import examine
 from lipaudit.gate.judging import judge_change
@@ -162,7 +162,15 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> _Fields:
     rule = criterion.rule
     # With this sign the larger figure is the worse one.
     worse = {i: rule.worse * figure for i, figure in criterion.figures.items()}
-    models = sorted(worse, key=lambda i: (worse[i], i))
+    # Models whose own figure is not reliable: the fault of one is no reason against the others.
+    faulty: _Fields = {}
+    for i in worse:
+        fault = _find_fault(rule, reports[i])
+        if fault:
+            faulty[i] = {"outcome": "not comparable", "reason": fault}
+    models = sorted(worse.keys() - faulty.keys(), key=lambda i: (worse[i], i))
+    if not models:
+        return faulty
     # The pairs {i, j} of models that cannot be compared, each with the reason.
     incomparable = _find_incomparable(rule, models, reports)
     # All models that can be compared with `base` are ranked. It is the model in the fewest
@@ -178,7 +186,17 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> _Fields:
     for i in unranked:
         reason = next(incomparable[pair] for pair in incomparable if i in pair)
         entries[i] = {"outcome": "not comparable", "reason": reason}
-    return entries
+    return entries | faulty
+
+
+def _find_fault(rule: Rule, report: Report) -> str:
+    """Return why the figure of a model is not reliable, such as a partial run, or ""."""
+    section = readings.require_section(rule, report, "the report")
+    try:
+        readings.read_trusted(rule, report, section, lenient=True)
+    except EvaluationError as error:
+        return error.message
+    return ""
 
 
 def _find_incomparable(

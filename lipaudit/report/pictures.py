@@ -109,7 +109,7 @@ def _list_points(label: str, bound: str, rows: Sequence[Row]) -> Series:
         if len(point) == 2 and min(point) > 0:
             exact.append(point[0])
             bounds.append(point[1])
-            names.append(f"head {row.head} {row.model}")
+            names.append(f"head {row.head} {row.model}".rstrip())
     return Series(label, x=exact, y=bounds, names=names)
 
 

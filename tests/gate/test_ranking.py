@@ -10,6 +10,7 @@ from lipaudit.errors import UsageError
 from lipaudit.gate import rank
 from lipaudit.gate.statistics import judge_share
 from lipaudit.measures import layouts
+from lipaudit.report.judgements import describe_ranking
 from lipaudit.tables.columns import wilson
 from lipaudit.tables.report import Failure
 from lipaudit.tables.summary import find_figures
@@ -128,6 +129,19 @@ def test_what_cannot_be_compared_is_not_ranked():
     assert set(outcomes(nothing).values()) == {(None, "")}
     with pytest.raises(UsageError, match="no reports were given to rank"):
         rank([])
+
+
+def test_the_fault_of_a_model_is_no_reason_against_the_others():
+    cut = attacked("cut", flipped(30)).model_copy(update={"status": "partial"})
+    reason = "the report is partial: its run was cut short"
+    for reports in ([attacked("a", HALF), cut], [cut, attacked("a", HALF)]):
+        found = {model.model: (model.outcome, model.reason) for model in rank(reports).models}
+        assert found == {"a": ("", ""), "cut": ("not comparable", reason)}
+        assert describe_ranking(rank(reports)) == f"Not comparable: cut ({reason})."
+    three = rank([cut, attacked("a", HALF), attacked("b", flipped(30))])
+    assert outcomes(three)["b"] == (1, "best")
+    assert outcomes(three)["cut"] == (None, "not comparable")
+    assert set(outcomes(rank([cut, cut])).values()) == {(None, "not comparable")}
 
 
 def test_what_is_not_ranked_widens_no_limits():

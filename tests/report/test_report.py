@@ -105,7 +105,7 @@ def test_a_scatter_of_heads_has_a_point_for_every_head_and_bound(report):
     exact = {f"head {r.layer}.{r.head}": r.exact for r in report.section("bounds").rows}
     for series in scatter.series[:-1]:
         assert len(series.x) <= 12
-        assert [exact[name.strip()] for name in series.names] == list(series.x)
+        assert [exact[name] for name in series.names] == list(series.x)
 
 
 def test_a_bound_that_is_far_above_every_norm_is_named_and_not_drawn(report):

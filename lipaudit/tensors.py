@@ -177,11 +177,16 @@ def ball_norm(
 ) -> Tensor:
     """Return the largest ||J(X')|| that a search finds with ||X' - X||_F <= r: a lower bound.
 
-    J(X') is the Jacobian of a head at tokens X'. Arguments and shapes are those of `ball_sharp`.
+    J(X') is the Jacobian of a head at tokens X'. The norm at X counts as found. Arguments and
+    shapes are those of `ball_sharp`.
     """
     layer = heads(x, wq, wk, wv, **how)
     # The seed of a sample's random start is its position in the batch.
-    return _drop_axes(ascent.ball_norm(layer, r, seeds=range(len(layer.x))), x, wq)
+    seeds = range(len(layer.x))
+    found = ascent.ball_norm(layer, r, seeds=seeds)
+    # Few steps of the search are at X, so it may find less than the norm there.
+    at_x = head_norms(layer, seeds=seeds, tol=1e-6, within=1e-6).norm
+    return _drop_axes(found.maximum(at_x), x, wq)
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:

@@ -153,6 +153,18 @@ def test_a_norm_that_did_not_converge_is_not_given(monkeypatch):
         lipaudit.bounds.exact(x, *w)
 
 
+def test_the_norm_found_in_a_ball_is_at_least_that_at_its_centre():
+    rng = torch.Generator().manual_seed(0)
+    # Two heads without logits, ||J|| = ||W_V|| at all tokens: values that a few power steps do not
+    # tell apart.
+    values = torch.linalg.qr(torch.randn(2, 12, 12, generator=rng, dtype=torch.float64)).Q
+    values = values * torch.linspace(0.9, 1.0, 12, dtype=torch.float64)
+    zero = torch.zeros_like(values)
+    x = torch.randn(1, 12, generator=rng, dtype=torch.float64)
+    found = lipaudit.bounds.ball_norm(x, zero, zero, values, 0.1)
+    assert found.tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
+
+
 def test_a_ball_is_bracketed():
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(5, 4, generator=rng, dtype=torch.float64)

@@ -225,15 +225,23 @@ def _share_maps(a: Surveyed, b: Surveyed) -> bool:
 def _share_input(a: Surveyed, b: Surveyed) -> bool:
     """Say whether one line of code makes two attention calls whose queries read the same tensor.
 
-    False for calls of several heads: the survey does not keep their linear maps, to save memory
-    (`origin.linear` is None).
+    If the queries are constant, such as learned ones, the tensor that the keys read counts. False
+    for calls of several heads.
     """
-    # For each call, the tensors that the linear maps of its queries read.
-    tensors_of_a, tensors_of_b = (
-        {origin.root for origin in queries if origin.linear}
-        for queries, _, _ in (a.origins, b.origins)
-    )
-    return a.site.line == b.site.line and bool(tensors_of_a) and tensors_of_a == tensors_of_b
+    tensors = _list_tensors(a)
+    return a.site.line == b.site.line and bool(tensors) and tensors == _list_tensors(b)
+
+
+def _list_tensors(layer: Surveyed) -> set[object]:
+    """Return the tensors that the linear maps of the queries read; of the keys if there are none.
+
+    Empty for a call of several heads.
+    """
+    queries, keys, _ = layer.origins
+    if not queries and layer.parts[0].shape[1] == 1:  # constant queries, of one head
+        return {origin.root for origin in keys}
+    # To save memory, the survey keeps no linear maps of calls of several heads.
+    return {origin.root for origin in queries if origin.linear}
 
 
 def _read_same_tokens(a: Surveyed, b: Surveyed) -> bool:

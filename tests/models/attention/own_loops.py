@@ -13,9 +13,12 @@ from tests.models.attention.own_modules import (
     WIDTH,
     Layer,
     add,
+    affine,
     apply,
+    attend,
     later,
     own,
+    parameter,
     softmax,
 )
 
@@ -279,6 +282,21 @@ def listed_joint(a, x):
 def warm_loop(a, x):
     o = [attention(*(x @ part for part in w), scale=i + 0.5) for i, w in enumerate(a.w)]
     return a.o(torch.cat(o, -1))
+
+
+@own(
+    "a loop over the heads of learned queries",
+    "read in parts",
+    build=add(latent=parameter(3, WIDTH)),
+    truth=lambda a: tuple(
+        Layer(lambda x, h=h: attend(a, x, q=affine(a.q, a.latent))[h, None]) for h in range(HEADS)
+    ),
+)
+def latent_loop(a, x):
+    q = a.q(a.latent).expand(len(x), -1, -1)
+    split = zip(*(t.chunk(HEADS, -1) for t in (q, a.k(x), a.v(x))), strict=True)
+    o = [attention(*head) for head in split]
+    return x + a.o(torch.cat(o, -1)).mean(1, keepdim=True)
 
 
 @own(

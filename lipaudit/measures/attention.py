@@ -123,8 +123,8 @@ def read_fragile(headline: Headline, section: Section, report: Report) -> Iterat
     """Yield the figure of fragile rows: their share of all attention rows, mean over heads.
 
     A fragile row is neither near uniform nor near one-hot. The text reads "in 5 of 24 heads over
-    half; most others near uniform". If little of the model's sensitivity passes through attention
-    maps, it says instead on how much a penalty on fragile rows can act.
+    half; most other rows near uniform". If little of the model's sensitivity passes through
+    attention maps, it says instead on how much a penalty on fragile rows can act.
     """
     rows = [row for row in section.rows if finite([row.intermediate])]
     if not rows:
@@ -143,7 +143,7 @@ def read_fragile(headline: Headline, section: Section, report: Report) -> Iterat
         text += f"; a penalty on them acts on {through_maps:.1%} of the sensitivity"
     elif share >= FEW:
         regime = "uniform" if uniform > categorical else "one-hot"
-        text += f"; most others near {regime}"
+        text += f"; most other rows near {regime}"
     text += count_measured(section, report)
     yield headline.row(section, share, text=text)
 

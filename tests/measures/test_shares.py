@@ -218,8 +218,8 @@ def test_no_penalty_on_maps_is_suggested_where_they_carry_little(report):
         find_figures(lipaudit.measures.summarise(each), "fragile_rows")
         for each in (report, changed)
     )
-    assert "most others near " in before.text
-    assert "most others near " not in after.text
+    assert "most other rows near " in before.text
+    assert "most other rows near " not in after.text
     assert "a penalty on them acts on 10.0% of the sensitivity" in after.text
 
 

@@ -140,9 +140,9 @@ def test_steepest_heads_are_the_largest_norms(report):
 @pytest.mark.parametrize(
     ("shares", "text"),
     [
-        ((0.2, 0.2, 0.6), "in 0 of 1 heads over half; most others near one-hot"),
-        ((0.2, 0.6, 0.2), "in 0 of 1 heads over half; most others near uniform"),
-        ((0.6, 0.3, 0.1), "in 1 of 1 heads over half; most others near uniform"),
+        ((0.2, 0.2, 0.6), "in 0 of 1 heads over half; most other rows near one-hot"),
+        ((0.2, 0.6, 0.2), "in 0 of 1 heads over half; most other rows near uniform"),
+        ((0.6, 0.3, 0.1), "in 1 of 1 heads over half; most other rows near uniform"),
         ((0.04, 0.6, 0.36), "in 0 of 1 heads over half"),  # too few to move
     ],
 )

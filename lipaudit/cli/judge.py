@@ -240,6 +240,7 @@ def gate(
 
     check_outputs(output, JUDGEMENT)
     before = load_baseline(baseline)
+    app.read_defaults(config)  # for its error: [gates], or `strict` outside of [gate]
     settings = configure(app.read_config(config).get("gate", {}), fail_on or (), before.sections)
     settings["strict"] = settings["strict"] or strict
     if not is_report(current):  # a wrong rule fails here, not after hours of measuring

@@ -15,6 +15,7 @@ from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
 from lipaudit.gate import pairing, readings
 from lipaudit.gate.rules import Rule, choose_rules
 from lipaudit.measures import load_measures
+from lipaudit.settings import MODEL, RunOptions
 from lipaudit.tables import Report, Section
 from lipaudit.tables.report import SCORES
 from lipaudit.tables.trials import WHOLE, is_repeat, parse_budget
@@ -208,14 +209,18 @@ def _depends_on_samples(section: Section) -> bool:
 
 
 def has_same_weights(current: Report, baseline: Report) -> bool:
-    """Return whether two reports have the same weights and the same setting of autocast."""
-    new = current.run
-    old = baseline.run
-    # Autocast rounds activations, so equal weights may predict other classes.
-    if new.options.get("autocast") != old.options.get("autocast"):
+    """Return whether two reports are of the same weights in the same model.
+
+    The same weights may predict other classes: in another architecture (`arch`, `model_kwargs`),
+    with rounded activations (`autocast`), or behind another preprocessing. They score otherwise
+    with another `score`.
+    """
+    digest = current.run.model.weights_sha256
+    if not digest or digest != baseline.run.model.weights_sha256:
         return False
-    digest = new.model.weights_sha256
-    return bool(digest) and digest == old.model.weights_sha256
+    of_model = {name for name, each in RunOptions.options().items() if each.panel == MODEL}
+    kinds = {kind for kind, _ in _compare_conditions(current, baseline)}
+    return kinds.isdisjoint(of_model | {"preprocess", "score"})
 
 
 def has_other_starts(current: Report, baseline: Report) -> bool:

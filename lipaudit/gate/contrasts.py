@@ -549,7 +549,7 @@ def _are_same(rule: Rule, before: Values, now: Values, tol: float) -> bool:
 def _reduce_rows(rule: Rule, old: RuleValues, new: RuleValues) -> tuple[Values, Values] | None:
     """Return the statistic over rows (such as the median norm of heads) for each sample.
 
-    Rows count if their values are finite for every sample in both reports.
+    Rows count if their values are finite for every sample in the baseline.
 
     Args:
         rule: the rule, which has the statistic.
@@ -559,14 +559,21 @@ def _reduce_rows(rule: Rule, old: RuleValues, new: RuleValues) -> tuple[Values, 
     Returns:
         The old and the new statistic, (samples,) each. None if no row counts, or if the rule
         judges each row by itself.
+
+    Raises:
+        EvaluationError: values of such a row are not finite now. Without the row, a head that
+            diverged would not count.
     """
     before = []  # (rows, samples)
     now = []
     for row, old_values in old.sample_values.items():
         new_values = new.sample_values.get(row)
-        if new_values is not None and np.isfinite((old_values, new_values)).all():
-            before.append(old_values)
-            now.append(new_values)
+        if new_values is None or not np.isfinite(old_values).all():
+            continue
+        if not np.isfinite(new_values).all():
+            raise EvaluationError(f"{rule.metric}: values of {row} are not finite now")
+        before.append(old_values)
+        now.append(new_values)
     if not before or rule.stat == "each":
         return None
     old_figures = reduce_values(rule.stat, np.stack(before), axis=0)

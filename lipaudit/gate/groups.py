@@ -199,10 +199,10 @@ def list_group_figures(report: Report) -> Iterator[list[GroupFigure]]:
             # sign of a change for the worse). Its limit, "no change", is not used.
             rule = no_change(f"{section.measure}.{column}:{stat}", sections=[section])
             try:  # the values of the samples, by attack and ball
-                values_by_trial = readings.read(rule, section).sample_values
+                reading = readings.read(rule, section, range(len(ids)))
             except LipauditError:  # no sample has a value
                 continue
-            for trial, values in values_by_trial.items():
+            for trial, values in reading.sample_values.items():
                 figures = _summarise_groups(rule, str(trial), ids, values, groups)
                 # `order` returns the number, and -inf for NaN, which comes last.
                 worst_first = sorted(figures, key=lambda each: -order(rule.worse * each.value))

@@ -73,7 +73,7 @@ def read(
     Args:
         rule: the rule.
         section: the section.
-        samples: indices of the samples to use; None: all.
+        samples: indices of the samples to use; None: all, repeated samples once.
         recompute: whether to compute rows again from these samples: a stored row is a statistic of
             all samples.
         skipped: names of rows to leave out.
@@ -82,9 +82,9 @@ def read(
         UsageError: the rule matches nothing.
         BaselineError: the rows cannot be computed again.
     """
-    indices = list(range(len(section.ids)))
-    if samples is not None:
-        indices = list(samples)
+    if samples is None:
+        samples = _list_distinct(section)
+    indices = list(samples)
     if rule.per_sample:
         reading = select(rule, _read_columns(rule, section), indices)
     else:
@@ -95,6 +95,11 @@ def read(
             _describe_choice(rule, section),
         )
     return reading
+
+
+def _list_distinct(section: Section) -> list[int]:
+    """Return the indices of the samples; a sample that is repeated in the data counts once."""
+    return [i for i, name in enumerate(section.ids) if not trials.is_repeat(name)]
 
 
 def select(rule: Rule, columns: Mapping[Key, Values], indices: list[int]) -> RuleValues:
@@ -319,8 +324,7 @@ def find_contradiction(section: Section, column: str) -> str:
         section: the section.
         column: the column of the figures, or the per-sample column behind them.
     """
-    # A sample that is repeated in the data counts once.
-    distinct = [i for i, name in enumerate(section.ids) if not trials.is_repeat(name)]
+    distinct = _list_distinct(section)
     for name, about in section.columns.items():
         how = about.reduction  # how a cell is computed from samples
         # Only simple statistics are checked: no ratios (`per`), and no weighted means.

@@ -124,8 +124,9 @@ def write_keywords(values: Mapping[str, Any]) -> str:
         word = str(value)
         if value is None or isinstance(value, bool):
             word = word.lower()
-        # A text that would be read as another value, such as "2" or "true", needs its quotes.
-        elif isinstance(value, str) and _read_word(value.strip()) != value:
+        # A text that would be read as another value, such as "2" or "true", needs its quotes; and
+        # infinity is Infinity in JSON, because inf is a text.
+        elif isinstance(value, str | float) and _read_word(word.strip()) != value:
             word = json.dumps(value)
         words.append(f"{key}={word}")
     return ",".join(words)

@@ -1,12 +1,14 @@
 """The configuration file: read once, at the boundary, never into the protocol of a baseline."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from click.testing import Result
 
-from lipaudit.settings import LoadOptions
+from lipaudit.settings import RunOptions
+from lipaudit.settings.value_types import read_keywords, write_keywords
 from tests.commands import invoke
 
 BASE = """
@@ -51,10 +53,30 @@ def test_a_gated_model_follows_the_baseline_alone(lipaudit):
 
 
 def test_values_of_keywords_keep_their_case():
-    read = LoadOptions.model_validate({"model_kwargs": 'a="Foo",b=Foo,c=True,d=None,e=1E3,f=null'})
+    read = RunOptions.model_validate({"model_kwargs": 'a="Foo",b=Foo,c=True,d=None,e=1E3,f=null'})
     assert read.model_kwargs == {
         "a": "Foo", "b": "Foo", "c": True, "d": None, "e": 1000.0, "f": None
     }  # fmt: skip
+
+
+def test_written_keywords_are_read_as_the_same_values():
+    values = {"a": math.inf, "b": -math.inf, "c": "inf", "d": "2", "e": 1e-5, "f": None, "g": True}
+    assert read_keywords(write_keywords(values)) == values
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[tool.lipaudit.gates]\nstrict = true", "unknown key 'gates'"),
+        ("[tool.lipaudit]\nstrict = true", "unknown key 'strict'"),
+        ("[tool.lipaudit]\nrules = ['jacobian.norm <= 0.1']", "unknown key 'rules'"),
+    ],
+)
+def test_a_gate_does_not_ignore_what_it_cannot_read(lipaudit, config, message):
+    """The default rules would judge in place of those that the user wrote."""
+    lipaudit("jacobian", "demo", "-n", "2", "-o", "now.json", config="")
+    done = lipaudit("gate", "now.json", "-b", "now.json", config=config, code=2)
+    assert message in done.stderr
 
 
 def test_train_takes_what_concerns_it(lipaudit):

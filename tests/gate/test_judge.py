@@ -397,6 +397,32 @@ def test_a_statistic_over_rows_is_judged_by_that_of_each_sample(stat):
     assert verdict.status.startswith("pass")
 
 
+@pytest.mark.parametrize("stat", ["mean", "max", "p95", "median"])
+def test_a_head_that_overflows_is_not_left_out_of_a_statistic_over_heads(stat):
+    """At one sample; at all others it grew by a factor of 100."""
+    diverged = EXACT.copy()
+    diverged[0] *= 100
+    diverged[0, 3] = np.inf
+    judged = judge(new(bounds(diverged)), BASELINE, rules(f"bounds.exact:{stat} <= +5%"))
+    assert (only(judged).status, judged.exit_code) == ("error", 3)
+    assert "values of layer 0 head 0 are not finite now" in only(judged).reason
+    # The baseline cannot say what such a head became: the others are judged.
+    back = judge(new(bounds(EXACT)), report(bounds(diverged)), rules("bounds.exact:median <= +5%"))
+    assert only(back).status.startswith("pass")
+
+
+def test_a_repeated_sample_counts_once_for_an_absolute_limit():
+    """Of 10 samples 4 are robust; one of these is in the data 11 times."""
+    robust = np.array([1] * 4 + [0] * 6 + [1] * 10)
+    section = attack(robust)
+    ids = [*section.ids[:10], *(f"{section.ids[0]}-{i}" for i in range(2, 12))]
+    rows = [row.replace(robust=0.4, samples=10) for row in section.rows]
+    section = with_samples(section, ids=ids).model_copy(update={"rows": tuple(rows)})
+    for limit, status in ((0.39, "pass"), (0.41, "regressed")):
+        verdict = only(judge(new(section), BASELINE, rules(f"attack.robust >= {limit}")))
+        assert (verdict.new, verdict.status) == (0.4, status)
+
+
 def test_rows_that_contradict_their_samples_are_named():
     def edit(section, **cells):
         rows = (section.rows[0].replace(**cells), *section.rows[1:])
@@ -546,6 +572,17 @@ def test_attacks_that_begin_elsewhere_prove_no_change_of_the_same_weights():
     clean = report(attack(flags(80), correct=flags(100), seed=1))
     assert only(judge(clean, old, rules("attack.correct >= -1pp"))).status == "regressed"
     assert only(judge(report(attack(flags(80))), old, robust)).status != "unchanged"
+    # The same weights in another model: with other arguments of the constructor, or other pixels.
+    for how in (
+        {"options": {"model_kwargs": "act=relu"}},
+        {"options": {"arch": "py:other.py:make"}},
+        {"preprocess": {"mean": [0.1], "std": [0.5]}},
+    ):
+        worse = report(attack(flags(40), seed=1), **how)
+        compared = {v.metric: v.status for v in compare([old, worse]).pairs[0].verdicts}
+        assert compared["attack.robust:mean"] == "regressed"
+        if "options" in how:  # a gate refuses other preprocessing
+            assert only(judge(worse, old, robust)).status == "regressed"
     other = judge(new(attack(flags(40), seed=1)), old, robust)
     assert only(other).status == "regressed"
     assert not any("random starts" in note for note in other.notes)

@@ -514,9 +514,8 @@ def _estimate_needed(evidence: Evidence, p: float, level: float, way: float = 1.
         way: 1 to prove a change for the worse, -1 for the better.
     """
     # Even if all n samples get worse, the p-value of a sign test is 2^-n.
+    all_worse = 0.5**evidence.samples
     least = max(evidence.least, math.ceil(-math.log2(level)))
-    if evidence.samples < least:
-        return least
     estimate = way * evidence.estimate
     low = min(way * end for end in evidence.limits(level))
     # `ratio` is sqrt(m / n), if m samples prove the change.
@@ -525,14 +524,18 @@ def _estimate_needed(evidence: Evidence, p: float, level: float, way: float = 1.
         # reaches 0 with m samples, where sqrt(m / n) = (estimate - low) / estimate. A limit above
         # 0 counts as 0: then one more sample is the estimate.
         ratio = 1 - min(low, 0.0) / estimate
-    elif 0 < p < 0.5:
+    elif all_worse < p < 0.5:
         # Without limits: the normal quantile z of the p-value grows like sqrt(n), so
         # sqrt(m / n) = z(level) / z(p). p < 1/2, so that z(p) > 0.
         ratio = NormalDist().inv_cdf(1 - level) / NormalDist().inv_cdf(1 - p)
+    elif evidence.samples < least and (p <= all_worse or not evidence.has_enough_samples):
+        # All samples got worse, or there are too few for a p-value: more is not known.
+        return least
     else:
         return None
     # A ratio above MANY counts as MANY.
-    return max(evidence.samples + 1, math.ceil(evidence.samples * min(ratio, MANY) ** 2))
+    needed = math.ceil(evidence.samples * min(ratio, MANY) ** 2)
+    return max(least, evidence.samples + 1, needed)
 
 
 def _breaks_limit(rule: Rule, new: float, old: float | None) -> bool:

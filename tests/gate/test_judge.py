@@ -1,5 +1,6 @@
 """Rules, and their verdicts on pairs of reports."""
 
+import math
 import re
 from contextlib import suppress
 from fractions import Fraction
@@ -235,6 +236,22 @@ def test_few_samples_prove_nothing_and_say_how_many_do():
     assert (only(four).status, only(four).samples_needed) == ("inconclusive", 6)
     six = judge(new(bounds(3 * EXACT[:1, :6])), report(bounds(EXACT[:1, :6])))
     assert only(six).status == "regressed"
+
+
+@pytest.mark.parametrize(("lost", "count"), [(1, 4), (1, 5), (2, 5)])
+def test_few_samples_say_how_many_prove_a_loss_of_this_size(lost, count):
+    """So many samples with the same share of losses prove it, and half of them do not."""
+
+    def lose(times):
+        broken = attack(1 - flags(times * lost, times * count))
+        kept = attack(flags(times * count, times * count))
+        return only(judge(new(broken), report(kept), rules("attack.robust >= -2pp")))
+
+    few = lose(1)
+    assert few.status == "inconclusive"
+    times = math.ceil(few.samples_needed / count)
+    assert lose(times).status == "regressed"
+    assert lose(times // 2).status == "inconclusive"
 
 
 @pytest.mark.parametrize(

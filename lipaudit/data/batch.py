@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lipaudit.errors import InputError, list_first
+from lipaudit.errors import InputError, join_few, list_first
 from lipaudit.tables import Note, Notes
 
 if TYPE_CHECKING:
@@ -421,7 +421,7 @@ def match_labels(
     # The class of each name. It may be None or a number that is no class of the model:
     # `require_classes`, at the end, refuses a sample with such a label.
     class_of = _match_names(numbers, net)
-    notes: Notes = ()
+    notes = _note_shared_names(names, net)
     # Numbers and order are tried only if no name matches: to match some labels by name and others
     # by order would be a guess.
     if all(number is None for number in class_of.values()):
@@ -461,6 +461,7 @@ def _match_names(numbers: _Matches, net: Net) -> _Matches:
         numbers: the names in the data, each with its number, such as 7 for "7.0", or None.
         net: the model.
     """
+    exact = dict[str, int]()  # "Neg" and "neg" may be two classes
     classes = {_normalise(alias): i for alias, i in net.aliases.items()}
     if net.labels is None:  # transformers calls unnamed classes LABEL_0, LABEL_1, ...
         for i in range(net.classes or 0):
@@ -469,6 +470,7 @@ def _match_names(numbers: _Matches, net: Net) -> _Matches:
     # first: "cardigan" is another class than "Cardigan, Cardigan Welsh corgi".
     labels = net.labels or ()
     for i, label in enumerate(labels):
+        exact.setdefault(label, i)
         classes.setdefault(_normalise(label), i)
     for i, label in enumerate(labels):
         for name in label.split(","):
@@ -477,8 +479,23 @@ def _match_names(numbers: _Matches, net: Net) -> _Matches:
     for name, number in numbers.items():
         # By its text, else by its number: "7.0" in the data is the class named "7".
         by_number = classes.get(str(number))
-        matches[name] = classes.get(_normalise(name), by_number)
+        by_text = classes.get(_normalise(name), by_number)
+        matches[name] = exact.get(name, by_text)
     return matches
+
+
+def _note_shared_names(names: Sequence[str], net: Net) -> Notes:
+    """Warn of names in the data that are the name of several classes: the first class is taken."""
+    labels = net.labels or ()
+    counts = Counter(map(_normalise, labels))
+    shared = [name for name in names if counts[_normalise(name)] > 1 and labels.count(name) != 1]
+    if not shared:
+        return ()
+    text = (
+        f"several classes of the model are called {join_few(shared)}: the first one is taken. "
+        "Write class numbers, or give --class-names"
+    )
+    return (Note.warn("labels-shared", text),)
 
 
 def _read_number(name: str) -> int | None:

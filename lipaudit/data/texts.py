@@ -41,7 +41,7 @@ def is_empty(value: object) -> bool:
 def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
     """Read a plain text file as samples: windows of the text, evenly spread (`cut_windows`)."""
     with explain_failure(f"{path} is not a readable text file", "Save it as UTF-8.", Exception):
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # without the byte order mark of Windows
     if not text.strip():
         raise InputError(f"{path} is empty", "Give a file with some text.")
     x, origins, notes = cut_windows(text, net, options, origin=str(path))

@@ -103,6 +103,8 @@ def test_a_plain_file_is_cut_into_windows_spread_evenly(read, text_taker):
     assert batch.mask is None
     assert len(set(batch.ids)) == 4
     assert "one long text and cut into 4 windows" in note.text
+    marked = read("t.txt", "\ufeff" + " ".join(words), samples=4, max_tokens=10).batch
+    assert torch.equal(marked.x, batch.x)  # a byte order mark is no letter
     whole = read("t.txt", "lighthouse " * 50, samples=7, max_tokens=3).batch
     assert torch.equal(whole.x, whole.x[:1].expand(7, -1))  # they begin with whole words
 
@@ -220,6 +222,8 @@ def loaded(path, net, labels, suffix=".jsonl"):
         (("blame", "praise"), ["Praise", "blame", "praise"], [1, 0, 1]),
         (("blame", "praise"), [1, 0, 1.0], [1, 0, 1]),
         (("False", "True"), [True, False], [1, 0]),
+        (("Neg", "neg"), ["neg", "Neg", "neg"], [1, 0, 1]),
+        (("a_b", "a b"), ["a b", "a_b"], [1, 0]),
         (None, ["LABEL_1", "LABEL_0"], [1, 0]),
         (None, ["1.0", "0.0"], [1, 0]),
     ],
@@ -227,6 +231,14 @@ def loaded(path, net, labels, suffix=".jsonl"):
 def test_labels_are_names_before_numbers(tmp_path, text_taker, names, labels, truth, suffix):
     net = text_taker(classes=len(names or labels), labels=names)
     assert loaded(tmp_path, net, labels, suffix) == (truth, ())
+
+
+def test_a_name_of_two_classes_is_the_first_with_a_warning(tmp_path, text_taker):
+    net = text_taker(classes=3, labels=("crane", "Heron", "crane"))
+    numbers, (note,) = loaded(tmp_path, net, ["crane", "heron"])
+    assert numbers == [0, 1]
+    assert (note.level, note.code) == ("warning", "labels-shared")
+    assert note.text.startswith("several classes of the model are called crane:")
 
 
 def test_an_order_lists_the_whole_map_and_puts_two_digits_behind_one(tmp_path, text_taker):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.attacks.text import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
-from lipaudit.errors import InputError, explain_failure
+from lipaudit.errors import InputError, explain_failure, join_few
 from lipaudit.models.net import Call, ModelSpec, NextToken
 from lipaudit.models.sources.transformer_outputs import (
     LANGUAGE_MODELS,
@@ -33,8 +33,11 @@ from lipaudit.models.sources.transformer_outputs import (
     is_classifier,
     select_tower,
 )
-from lipaudit.tables import Note
+from lipaudit.models.sources.weight_files import read_json
+from lipaudit.tables import Note, Notes
 
+# Settings of sentence-transformers.
+SENTENCES = "config_sentence_transformers.json"
 # Number of texts whose token ids are cached.
 READINGS = 2**14
 # Usual prefix of WordPiece tokens that continue a word.
@@ -372,6 +375,8 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     if tower is None and module.config.is_encoder_decoder:
         text = "only the encoder's embeddings are perturbed; the decoder reads the unchanged text"
         facts["notes"] = (Note.info("encoder-moves", text), *facts.get("notes", ()))
+    if not has_head(module):
+        facts["notes"] = (*facts.get("notes", ()), *_note_sentence_settings(path))
     tokenizer = load_tokenizer(path)
     feed = None
     if tokenizer is not None:
@@ -390,6 +395,21 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         read=choose_output(module, tower, choose_pooling(path)),
         **facts,
     )
+
+
+def _note_sentence_settings(path: Path | None) -> Notes:
+    """Warn of settings of sentence-transformers that change features and are not read."""
+    if path is None or not (path / SENTENCES).is_file():
+        return ()
+    settings = read_json(path / SENTENCES)
+    unread = [key for key in ("default_prompt_name", "truncate_dim") if settings.get(key)]
+    if not unread:
+        return ()
+    text = (
+        f"{SENTENCES} sets {join_few(unread)}, which is not read: write the prompt in front of "
+        "every text yourself; features keep their whole width"
+    )
+    return (Note.warn("sentence-settings", text),)
 
 
 def _count_ids(module: Any, config: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -273,14 +274,14 @@ def _read_normalisation(processor: Any) -> dict[str, Any]:
     scale = 255.0
     if processor.do_rescale:
         scale = 255 * processor.rescale_factor
-    mean = (0.0,)
-    std = (1.0,)
-    if processor.do_normalize:
+    mean: Any = 0.0
+    std: Any = 1.0
+    if processor.do_normalize:  # a number for each channel, or one number for all
         mean = processor.image_mean
         std = processor.image_std
     return {
-        "mean": tuple(value / scale for value in mean),
-        "std": tuple(value / scale for value in std),
+        "mean": tuple((np.ravel(mean) / scale).tolist()),
+        "std": tuple((np.ravel(std) / scale).tolist()),
     }
 
 
@@ -333,7 +334,8 @@ def _process(processor: Any, image: Any) -> Tensor:
 def _require_known_colours(processor: Any, normalisation: dict[str, Any]) -> None:
     """Refuse a processor whose result is not (x - mean) / std of the colours x of an image.
 
-    EfficientNet's divides by std twice, for example. An image of one colour is enough to tell.
+    EfficientNet's divides by std twice, for example, and that of SAM adds a border after this
+    step. An image of one colour is enough to tell. It is no square: some processors pad it to one.
 
     Args:
         processor: the image processor.
@@ -344,19 +346,20 @@ def _require_known_colours(processor: Any, normalisation: dict[str, Any]) -> Non
     """
     from PIL import Image
 
-    image = Image.new("RGB", (256, 256), COLOUR)
+    image = Image.new("RGB", (256, 192), COLOUR)
     result = processor(image, return_tensors="pt")["pixel_values"][0]
     pixels = _process(processor, image)
     if len(pixels) != len(COLOUR):  # not three channels
         return
     # The pixel in the middle, (channels,): at the border there may be padding.
-    seen, pixel = (t[:, t.shape[1] // 2, t.shape[2] // 2] for t in (result, pixels))
+    middle = pixels[:, pixels.shape[1] // 2, pixels.shape[2] // 2]
     if getattr(processor, FLIPS, False):
-        seen = seen.flip(0)
-    mean, std = (torch.tensor(normalisation[name]) for name in ("mean", "std"))
-    is_kept = torch.allclose(pixel, torch.tensor(COLOUR) / 255, rtol=0, atol=DIFFERS)
-    if not is_kept or not torch.allclose(seen * std, pixel - mean, rtol=0, atol=DIFFERS):
+        result = result.flip(0)
+    mean, std = (torch.tensor(normalisation[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    is_kept = torch.allclose(middle, torch.tensor(COLOUR) / 255, rtol=0, atol=DIFFERS)
+    if not is_kept or not torch.allclose(result * std, pixels - mean, rtol=0, atol=DIFFERS):
         raise InputError(
-            f"{type(processor).__name__} changes colours in another way than (x - mean) / std",
+            f"{type(processor).__name__} changes colours in another way than (x - mean) / std, "
+            "or pads images after this step",
             "Write a py: factory that returns a ModelSpec with its own `call`.",
         )

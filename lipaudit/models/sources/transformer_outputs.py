@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.errors import InputError, explain_failure
+from lipaudit.errors import InputError, explain_failure, join_few
 from lipaudit.models.net import NO_DECISION, Read
 from lipaudit.models.sources.weight_files import read_json
 from lipaudit.tables import Note
@@ -63,8 +63,9 @@ def is_classifier(module: Any) -> bool:
 def describe_classes(module: Any) -> dict[str, Any]:
     """Return the fields of a `ModelSpec` about classes: whether there are any, and their names.
 
-    The placeholders LABEL_0, LABEL_1, ... are not names. The outputs of multi-label models and of
-    regressions do not decide for one class: they count as features, and a note says so.
+    The placeholders LABEL_0, LABEL_1, ... are not names. Names of other numbers than 0, 1, ...
+    are not used. The outputs of multi-label models and of regressions do not decide for one
+    class: they count as features. A note says so in both cases.
     """
     name = type(module).__name__
     has_classes = is_classifier(module)
@@ -82,9 +83,19 @@ def describe_classes(module: Any) -> dict[str, Any]:
             ),
         }
     labels = module.config.id2label or {}  # a file may hold null
-    names = [str(labels.get(i, f"LABEL_{i}")) for i in range(len(labels))]
-    if has_classes and not all(name.startswith("LABEL_") for name in names):
-        facts["labels"] = tuple(names)
+    count = len(labels)
+    if not has_classes or not count:
+        return facts
+    if set(labels) != {*range(count)}:
+        text = (
+            f"id2label in config.json names the classes {join_few(sorted(labels))}, but the "
+            f"classes are 0 to {count - 1}: these names are not used. Correct them, or give "
+            "--class-names"
+        )
+        return facts | {"notes": (Note.warn("class-names-unused", text),)}
+    names = tuple(str(labels[i]) for i in range(count))
+    if names != tuple(f"LABEL_{i}" for i in range(count)):
+        facts["labels"] = names
     return facts
 
 

@@ -355,8 +355,32 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], origin: Path) 
         if is_integer and expected[name].is_floating_point():
             integer_weights.append(name)
     refuse_codes(integer_weights, origin)
+    _require_equal_ties(expected, state, origin)
     # Not strict, because tied weights may be stored once; everything else was checked above.
     module.load_state_dict(dict(state), strict=False)
+
+
+def _require_equal_ties(
+    expected: Mapping[str, Tensor], state: Mapping[str, Tensor], origin: Path
+) -> None:
+    """Refuse a file with two different values of one weight of the module, under its two names.
+
+    Args:
+        expected: the weights of the module by name; tied weights are one object with two names.
+        state: the stored weights by name, of the same shapes.
+        origin: the file, for the message.
+
+    Raises:
+        InputError: tied weights differ: the module cannot hold both.
+    """
+    first_names = dict[int, str]()  # by `id`
+    for name, value in state.items():
+        first = first_names.setdefault(id(expected[name]), name)
+        if name != first and not torch.equal(value.float(), state[first].float()):
+            raise InputError(
+                f"{first} and {name} are one weight of the module, and differ in {origin}",
+                "Build the module without this tie, as it was trained.",
+            )
 
 
 # Usual names of the arguments that give the width and the number of classes of a model.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lipaudit.errors import InputError
+from lipaudit.models.net import ModelSpec
 from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.models.sources.weight_files import guess_arguments
 
@@ -73,6 +74,24 @@ def test_weights_are_found_in_checkpoints_of_others(name, arch, tmp_path):
     said = {note.code: note.text for note in net.notes}
     assert ("averaged-weights" in said) == name.startswith("swa")
     assert ("weights-beside" in said) == name.startswith("last")
+
+
+def tied():
+    module = nn.Sequential(nn.Flatten(), nn.Linear(48, 48), nn.Linear(48, 48))
+    module[2].weight = module[1].weight
+    return ModelSpec(module, (3, 4, 4))
+
+
+def test_one_weight_with_two_values_in_a_file_is_refused(tmp_path):
+    """torch would load the last of the two."""
+    state = dict(tied().module.state_dict())
+    options = LoadOptions(arch="py:tests.models.sources.test_checkpoints:tied")
+    path = tmp_path / "a.pt"
+    torch.save(state, path)
+    torch.testing.assert_close(load_net(str(path), options).module[1].weight, state["1.weight"])
+    torch.save(state | {"2.weight": state["2.weight"] + 1}, path)
+    with pytest.raises(InputError, match="1.weight and 2.weight are one weight of the module"):
+        load_net(str(path), options)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model.pt", "model.pth.tar"])

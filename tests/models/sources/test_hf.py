@@ -143,6 +143,42 @@ def test_a_processor_with_further_steps_is_refused(tmp_path, kind):
         load_net(save(vit(), tmp_path, tokenizer=False))
 
 
+def test_a_processor_that_adds_a_border_behind_the_normalisation_is_refused(tmp_path):
+    """SAM's: the border is 0 after the normalisation, which is no black."""
+    size = {"size": {"longest_edge": 8}, "pad_size": {"height": 8, "width": 8}}
+    transformers.SamImageProcessor(**size).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="or pads images after this step"):
+        load_net(save(vit(), tmp_path, tokenizer=False))
+
+
+def test_a_processor_may_have_one_mean_for_all_channels(tmp_path):
+    size = {"height": 8, "width": 8}
+    processor = transformers.ViTImageProcessor(size=size, image_mean=0.4, image_std=0.2)
+    processor.save_pretrained(tmp_path)
+    module = vit()
+    net = load_net(save(module, tmp_path, tokenizer=False))
+    picture = Image.effect_mandelbrot((8, 8), (-2, -1, 1, 1), 40).convert("RGB")
+    expected = run(module, **processor(picture, return_tensors="pt")).logits
+    torch.testing.assert_close(net.output(numbered(net.prepare(picture)[None])), expected)
+    assert net.preprocess["mean"] == [0.4] * 3
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        ({0: "LABEL_2", 1: "LABEL_1", 2: "LABEL_0"}, ("LABEL_2", "LABEL_1", "LABEL_0")),
+        ({0: "LABEL_A", 1: "LABEL_B", 2: "LABEL_C"}, ("LABEL_A", "LABEL_B", "LABEL_C")),
+        ({1: "bad", 2: "fair", 3: "good"}, None),
+        ({0: "bad", 1: "fair", 3: "good"}, None),
+    ],
+)
+def test_names_belong_to_the_outputs_that_id2label_numbers(tmp_path, names, labels):
+    net = load_net(save(bert(id2label=names), tmp_path))
+    assert net.labels == labels
+    said = [(note.level, note.code) for note in net.notes]
+    assert said == ([] if labels else [("warning", "class-names-unused")])
+
+
 def test_an_image_model_without_processor_warns(tmp_path):
     net = load_net(save(vit(), tmp_path, tokenizer=False))
     x = torch.rand(2, 3, 8, 8)
@@ -265,3 +301,13 @@ def test_pooling_is_that_of_the_directory_or_refused(tmp_path):
     configure(tmp_path / "1_Pooling", **modes)
     first = run(module).last_hidden_state[:, 0]
     torch.testing.assert_close(load_net(str(tmp_path)).output(BATCH), first)
+
+
+@pytest.mark.parametrize("setting", ["default_prompt_name", "truncate_dim", "prompts"])
+def test_settings_of_sentences_that_are_not_read_warn(tmp_path, setting):
+    directory = save(build("BertModel", **SMALL), tmp_path)
+    file = tmp_path / "config_sentence_transformers.json"
+    file.write_text(json.dumps({"default_prompt_name": None, "prompts": {}, setting: "query"}))
+    said = {note.code: note.text for note in load_net(directory).notes}
+    assert ("sentence-settings" in said) == (setting != "prompts")
+    assert setting in said.get("sentence-settings", setting)

@@ -12,8 +12,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from mmap import mmap
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -63,23 +64,66 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
     `torch.backends.cudnn.flags()`: the model is measured with its own settings.
     """
     with ExitStack() as stack:
-        # `torch._dynamo` is torch's compiler. If nothing has imported it, no code is compiled, and
-        # importing it here would take a second.
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        mha = torch.backends.mha
-        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-        mha.set_fastpath_enabled(False)
-        # On a CPU, torch's gradient of both functions is wrong for a single sample if the incoming
-        # gradient has its channels last in memory.
-        for name in ("batch_norm", "instance_norm"):
-            repaired = _repair_gradient(getattr(torch, name))
-            stack.enter_context(patch.object(torch, name, repaired))
+        stack.enter_context(_PROCESS.change_settings())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        _switch_tf32_off(stack)
         yield
+
+
+@dataclass
+class _Process:
+    """The settings of torch that all threads of the process share.
+
+    Blocks of several threads may overlap: the first one changes the settings, and the last one
+    restores them.
+
+    Attributes:
+        lock: held while the settings change.
+        blocks: number of blocks that need the changed settings now.
+        changes: restores the settings when it is closed.
+    """
+
+    lock: Lock = field(default_factory=Lock)
+    blocks: int = 0
+    changes: ExitStack = field(default_factory=ExitStack)
+
+    @contextmanager
+    def change_settings(self) -> Iterator[None]:
+        """Change the settings for a block, for which `exact_arithmetic` says why."""
+        with self.lock:
+            if self.blocks == 0:
+                with ExitStack() as stack:
+                    _change_settings(stack)
+                    self.changes = stack.pop_all()
+            self.blocks += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.blocks -= 1
+                if self.blocks == 0:
+                    self.changes.close()
+
+
+_PROCESS = _Process()
+
+
+def _change_settings(stack: ExitStack) -> None:
+    """Change the settings of the process for `exact_arithmetic`, until the stack ends."""
+    # `torch._dynamo` is torch's compiler. If nothing has imported it, no code is compiled, and
+    # importing it here would take a second.
+    if "torch._dynamo" in sys.modules:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    mha = torch.backends.mha
+    stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+    mha.set_fastpath_enabled(False)
+    # On a CPU, torch's gradient of both functions is wrong for a single sample if the incoming
+    # gradient has its channels last in memory.
+    for name in ("batch_norm", "instance_norm"):
+        repaired = _repair_gradient(getattr(torch, name))
+        stack.enter_context(patch.object(torch, name, repaired))
+    _switch_tf32_off(stack)
 
 
 def _switch_tf32_off(stack: ExitStack) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -93,6 +94,30 @@ def test_float32_is_float32_and_every_setting_comes_back(caller):
                 assert is_float32(settings())
             assert is_float32(settings())
         assert settings() == before
+
+
+def test_a_thread_that_ends_first_changes_no_setting_of_another():
+    begun, may_end = Event(), Event()
+
+    def compute():
+        with exact_arithmetic(CPU):
+            begun.set()
+            may_end.wait(60)
+
+    def read():
+        return settings(), torch.batch_norm, torch.backends.mha.get_fastpath_enabled()
+
+    with put_back():
+        CALLERS["matmul high"]()
+        before = read()
+        other = Thread(target=compute)
+        other.start()
+        begun.wait(60)
+        with exact_arithmetic(CPU):
+            may_end.set()
+            other.join()
+            assert is_float32(settings())
+        assert read() == before
 
 
 @pytest.mark.parametrize("measure", ["bounds", "attention", "jacobian", "attack", "scaling"])

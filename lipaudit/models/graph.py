@@ -256,6 +256,11 @@ def make_identity(size: int, like: Tensor) -> Tensor:
     return torch.eye(size).to(like)
 
 
+def count_writes(t: Tensor) -> int:
+    """Return how often the memory of a tensor was written to; 0 if torch does not count."""
+    return 0 if t.is_inference() else t._version
+
+
 def mark_row(t: Tensor) -> Tensor:
     """Return a cotangent of t, (..., rows, columns), that is 1 in the middle row and 0 elsewhere.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from mmap import mmap
 from threading import Lock
@@ -203,6 +203,11 @@ class Widening(TorchFunctionMode):
             args = [_widen(value) for value in args]
             kwargs = {name: _widen(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def widen_casts(dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Leave out a model's own casts to lower precision inside the block, in a float64 run."""
+    return Widening() if dtype == torch.float64 else nullcontext()
 
 
 def _widen(value: Any) -> Any:

@@ -31,6 +31,7 @@ from lipaudit.models.precision import (
     compute_values,
     exact_arithmetic,
     name_dtypes,
+    widen_casts,
 )
 from lipaudit.tables import Note, Notes
 
@@ -89,7 +90,7 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
     Raises:
         InputError: the model is random, or its first sample depends on the second one.
     """
-    with torch.no_grad():
+    with torch.no_grad(), widen_casts(net.dtype):
         if not agree(output, net.output(batch), each=0):
             raise InputError(RANDOM, REPEAT)
         beside_other = net.output(other)

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.errors import InputError
-from lipaudit.models.graph import leaves
+from lipaudit.models.graph import count_writes, leaves
 from lipaudit.models.precision import WeightReference, read_weight
 from lipaudit.theory.pullback import pull_back
 
@@ -124,12 +124,14 @@ class Origin:
             reads, the tensor that the previous map reads, and so on.
         reads_token_parts: whether a row of the map's input is only a part of a token's channels,
             as in `Linear(d, d)` on (batch, tokens, heads, d).
+        writes: how often the map's input had been written to when the map ran.
     """
 
     address: Address
     linear: Linear | None = None
     ancestors: Ancestors = ()
     reads_token_parts: bool = False
+    writes: int = 0
 
     @property
     def root(self) -> object:
@@ -140,6 +142,11 @@ class Origin:
         if self.ancestors:  # the nearest tensor comes first, as (object, maps to leave uncut)
             return self.ancestors[0][0]
         return None
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Say whether the model has written to the linear map's input since the map ran."""
+        return self.linear is not None and count_writes(self.linear.x) != self.writes
 
     def reads_same(self, other: Origin) -> bool:
         """Say whether two linear maps of one pass read the same tokens of the same tensor.

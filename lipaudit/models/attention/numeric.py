@@ -22,7 +22,7 @@ from lipaudit.models.graph import leaves
 from lipaudit.models.linearize import Function, Linearization, linearize
 from lipaudit.models.model_norms import JacobianNorms, compute_jacobian_norms, require_range
 from lipaudit.models.net import Net, watch_modules
-from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.precision import exact_arithmetic, widen_casts
 from lipaudit.models.requirements import AGREES, agree
 from lipaudit.theory.spectral import Norms, random_starts, spectral_norms
 
@@ -461,7 +461,8 @@ def compute_residual_norms(
 
     # Run the model once, to record the arguments. Then run each block alone.
     watched = trace.CallStack(on_enter=copy_arguments).following(net.module)
-    with trace.fork_random(net), exact_arithmetic(net.device), torch.no_grad(), watched:
+    wide = widen_casts(net.dtype)  # as when a block runs alone
+    with trace.fork_random(net), exact_arithmetic(net.device), torch.no_grad(), watched, wide:
         net.output(batch)
     for residual in dict.fromkeys(residuals):  # layers may share a block: each block once
         with trace.fork_random(net):

@@ -172,6 +172,7 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     first, *others = origins
     if not all(map(first.reads_same, others)):
         raise NotClosedForm("is made from linear maps of several tensors", kind="multi-source")
+    _require_intact(leaves)
     linears = [origin.linear for origin in origins if origin.linear is not None]
     if not linears:
         raise NotClosedForm("is not the output of a linear map", kind="unprojected")
@@ -189,6 +190,18 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
         return form
     form = ProjectionForm("affine", addresses, index, columns, repeat)
     return _classify(form, source, rows, columns)
+
+
+def _require_intact(leaves: Sequence[Leaf]) -> None:
+    """Raise NotClosedForm if the model has written to X, the input of the linear maps.
+
+    The values of X that the maps have read are then lost.
+
+    Args:
+        leaves: the outputs of the maps.
+    """
+    if any(leaf.origin.is_overwritten for leaf in leaves):
+        raise NotClosedForm("is made from a tensor that is overwritten later", kind="overwritten")
 
 
 def _classify(
@@ -404,6 +417,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     Raises:
         NotClosedForm: t is computed in another way than in `decode`.
     """
+    _require_intact(leaves)
     leaves, linears = _find_same_maps(form, leaves)
     # Maps of one input act like one map with all their columns side by side.
     linear = join_linears(linears)

@@ -32,8 +32,9 @@ from lipaudit.models.attention.capture import Site
 from lipaudit.models.attention.loops import find_loops, note_partners
 from lipaudit.models.attention.surveyor import Surveyor
 from lipaudit.models.attention.uses import Uses
+from lipaudit.models.graph import count_writes
 from lipaudit.models.net import Net
-from lipaudit.models.precision import compute_values, exact_arithmetic
+from lipaudit.models.precision import compute_values, exact_arithmetic, widen_casts
 from lipaudit.models.requirements import agree
 
 
@@ -117,9 +118,8 @@ def _fingerprint_weights(module: nn.Module) -> Hashable:
     """
     fingerprint = []
     for p in chain(module.parameters(), module.buffers()):
-        version = 0 if p.is_inference() else p._version  # inference tensors count no versions
         total = compute_values(p).detach().sum()  # also of a weight that is computed when used
-        fingerprint.append((p.data_ptr(), version, total.item()))
+        fingerprint.append((p.data_ptr(), count_writes(p), total.item()))
     return tuple(fingerprint)
 
 
@@ -189,7 +189,8 @@ def _run_unobserved(net: Net, pair: Batch, uses: Uses, call_stack: trace.CallSta
     if net.kind != "text":
         uses.mark(pair.x)
     watched = trace.watch_embeddings(net, uses.mark)
-    with watched, call_stack.following(net.module), uses, torch.no_grad():
+    wide = widen_casts(net.dtype)  # as in the observed passes
+    with watched, call_stack.following(net.module), uses, torch.no_grad(), wide:
         output = net.output(pair)
     if output.shape[:1] != (len(pair),):
         raise InputError(

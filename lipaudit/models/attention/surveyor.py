@@ -148,6 +148,8 @@ class Surveyor(Tracer):
         """Analyse an attention call as a layer of the model, and note it in `layers`."""
         if not _has_axes_of_queries(call):  # no layer; the survey warns of it, counted by `Uses`
             return
+        if not call.q.numel() or not call.k.numel():  # an empty window, without queries or keys
+            return
         tensors = (call.q, call.k, call.v)
         # The linear maps behind q, behind k and behind v.
         origins = [[leaf.origin for leaf in call.origins.find_leaves(t)] for t in tensors]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,9 +28,9 @@ from lipaudit.models.attention.calls import (
 )
 from lipaudit.models.attention.contractions import READERS, Contraction
 from lipaudit.models.attention.events import AttentionMode
-from lipaudit.models.graph import divides_channels, is_affine, root
+from lipaudit.models.graph import count_writes, divides_channels, is_affine, root
 from lipaudit.models.net import Net, watch_modules
-from lipaudit.models.precision import Widening, refer_to_weight
+from lipaudit.models.precision import refer_to_weight, widen_casts
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _DEEPEST = 3  # largest number of linear maps in sequence between an input and q, k or v
@@ -255,10 +255,11 @@ class Tracer(AttentionMode):
         # Store a reference to the weight. A weight that was converted for this op is then freed
         # after the op, and not kept in memory as long as the graph.
         constant = Linear(linear.x.detach(), refer_to_weight(linear.weight), bias, linear.arrange)
+        writes = count_writes(linear.x)
         if self.cut_at is not None:  # no survey: later passes read only the map itself
-            return Origin(address, constant)
+            return Origin(address, constant, writes=writes)
         ancestors = self._find_ancestors(linear.x, address)
-        return Origin(address, constant, ancestors, reads_token_parts=divides_channels(linear.x))
+        return Origin(address, constant, ancestors, divides_channels(linear.x), writes)
 
     def _find_ancestors(self, x: Tensor, address: Address) -> Ancestors:
         """Return the tensors that a linear map reads, directly or through earlier linear maps.
@@ -377,9 +378,9 @@ def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
 
     In float64 the model's own casts to lower precision are left out.
     """
-    # `Widening` is entered after the tracer. So it changes the model's casts, and not the casts
-    # that the tracer makes.
-    wide = Widening() if net.dtype == torch.float64 else nullcontext()
+    # `wide` is entered after the tracer. So it changes the model's casts, and not the casts that
+    # the tracer makes.
+    wide = widen_casts(net.dtype)
     following = tracer.call_stack.following(net.module)
     # The graph of a text model is cut at its token embedding (by the hook), and of other models at
     # the input itself.

@@ -453,12 +453,18 @@ own("gradient checkpointing", "named")(
 )
 
 
-@own(
-    "windows of tokens", truth=layers(lambda a, x: attend(a, x[:3]), lambda a, x: attend(a, x[3:]))
-)
-def windows(a, x):
-    parts = [attention(*(split(m(z)) for m in (a.q, a.k, a.v))) for z in (x[:, :3], x[:, 3:])]
+def windows(a, x, *cuts):
+    ends = (*cuts, TOKENS)
+    tokens = (x[:, start:end] for start, end in zip((0, *cuts), ends, strict=True))
+    parts = [attention(*(split(m(z)) for m in (a.q, a.k, a.v))) for z in tokens]
     return a.o(join(torch.cat(parts, 2)))
+
+
+of_windows = layers(lambda a, x: attend(a, x[:3]), lambda a, x: attend(a, x[3:]))
+own("windows of tokens", truth=of_windows)(lambda a, x: windows(a, x, 3))
+own("windows of tokens, of which one is empty", truth=of_windows)(
+    lambda a, x: windows(a, x, 3, TOKENS)
+)
 
 
 def gather(q, k, v):
@@ -639,6 +645,17 @@ own_heads(
     {"logits scaled in place": lambda q, k, v: (q @ k.mT).mul_(0.5).softmax(-1) @ v},
     heads=lambda a, x: attend(a, x, change=lambda s: s / 2),
 )
+
+
+own_heads({"P rounded to half precision": use_p(lambda p, v: p.bfloat16().to(v) @ v)})
+
+
+@own("tokens written to behind their maps", "numerical")
+def tokens_in_place(a, x):
+    x = x.clone()
+    q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
+    x *= 0.01
+    return a.o(join(F.scaled_dot_product_attention(q, k, v)))
 
 
 @own("q scaled in place")

@@ -104,3 +104,26 @@ def test_arguments_that_samples_share_or_that_have_rows_of_heads(by_head):
         jacobian = torch.autograd.functional.jacobian(net.module, x[None])
         true = torch.linalg.matrix_norm(jacobian.reshape(x.numel(), x.numel()), 2)
         torch.testing.assert_close(norm, true, rtol=1e-8, atol=0)
+
+
+class Rounded(nn.Module):
+    """A model that rounds the input of its block to half precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Tiny()
+        self.block.forward = lambda x: x + Tiny.forward(self.block, x)
+
+    def forward(self, x):
+        return self.block(x.bfloat16().to(x))
+
+
+def test_blocks_in_float64_are_measured_without_rounding_of_their_input():
+    net = tiny_net(Rounded(), 4)
+    batch = own_batch(draw(2, 1, 4, WIDTH, dtype=torch.float64))
+    (block,) = find_residuals(net, batch, find_layers(net, batch))
+    ((_, norms),) = compute_residual_norms(net, batch, [block], tol=1e-9, seeds=[0])
+    x = batch.x
+    jacobian = torch.autograd.functional.jacobian(net.module.block, x)
+    true = torch.linalg.matrix_norm(jacobian.reshape(x.numel(), x.numel()), 2)
+    torch.testing.assert_close(norms.norm[0], true, rtol=1e-8, atol=0)

@@ -287,7 +287,9 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
         Only the first `rows` rows of an image are the sample: `find_height` may have asked for
         more rows, because the package fails on some heights.
         """
-        turn.check()  # raises after the time limit; f also checks, but cached logits need no f
+        # Raises after the time limit. The model checks it as well, but is not called for points
+        # whose logits are known.
+        turn.check()
         points = u[..., :rows, :].reshape(len(u), *x.shape[1:])  # without padding
         return _evaluate_once(cube, points, logits_of_image)
 

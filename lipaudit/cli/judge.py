@@ -240,7 +240,9 @@ def gate(
 
     check_outputs(output, JUDGEMENT)
     before = load_baseline(baseline)
-    app.read_defaults(config)  # for its error: [gates], or `strict` outside of [gate]
+    # The result is not used: this raises an error for unknown tables, such as [gates], and for
+    # options of the gate outside of [gate].
+    app.read_defaults(config)
     settings = configure(app.read_config(config).get("gate", {}), fail_on or (), before.sections)
     settings["strict"] = settings["strict"] or strict
     if not is_report(current):  # a wrong rule fails here, not after hours of measuring

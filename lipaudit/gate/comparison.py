@@ -242,7 +242,6 @@ def _compare_sections(
         changes: the changes found so far.
     """
     has_heads = {"layer", "head"} <= after.columns.keys()
-    # `lenient` below: a comparison leaves out rows and samples that did not converge.
     for name in _list_columns(before, after):
         metric = f"{before.measure}.{name}"
         old_figures = _list_figures(before, name)
@@ -260,7 +259,7 @@ def _compare_sections(
         if has_heads and name in MAPPED.get(before.measure, (name,)):
             rule = no_change(f"{metric}:each", figures, sections=(before, after))
             # The old and new value of each head; or a verdict with the reason why the two reports
-            # cannot be compared.
+            # cannot be compared. `lenient`: rows and samples that did not converge are left out.
             examined = examine(rule, new, old, lenient=True)
             if not isinstance(examined, Verdict):
                 changes.heads += _judge_heads(rule, examined, after)

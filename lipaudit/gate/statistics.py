@@ -357,7 +357,8 @@ def _draw_changes(
         # Exchange the old and the new value of each sample with probability 1/2.
         swap = generator.integers(2, size=size) > 0
         exchanged.append(change(np.where(swap, new, old), np.where(swap, old, new)))
-    # Resampled changes are compared with a margin, from which rounding must not divide them.
+    # Resampled changes are compared with a margin. They are rounded, so that a change equal to the
+    # margin is not above it by an error in the last digit.
     # Exchanged ones are compared with the observed change, with a tolerance (`_compute_tail`).
     draws = np.sort(round_changes(np.concatenate(resampled)))
     return draws, np.concatenate(exchanged)

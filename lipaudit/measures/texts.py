@@ -111,7 +111,8 @@ def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
     rows = remove_padding(batch, batch.x)  # the token ids of each sample
     if reader.tokenize is not None:  # the samples are prompts with their continuations
         return Texts(reader, _draft_prompts(reader, reader.tokenize, batch, rows))
-    # Tried on the shortest text, which costs least and has most room for padding.
+    # Does padding change the model's output? It is tried on the shortest text, which costs least
+    # and has most room for padding.
     shortest = min(rows, key=len)
     reads_padding = _reads_padding(reader, shortest)
     most = min(reader.most, batch.limit or reader.most)  # largest number of tokens

@@ -344,7 +344,7 @@ class _Graph:
         # Second kind: blocks, each from its first addition to the last one before the next block.
         for first, last in find_blocks(self._additions, starts):
             order = get_order(self._additions[last].sum.node)
-            # Step number `first` is that of addition `first`: blocks follow the additions.
+            # The first steps of the list are those of the additions, one for each.
             _, step = steps[first]
             steps.append((order, Step("block", step.layer, module="", first=first, last=last)))
         # Third kind: attention outside of all additions.

@@ -225,6 +225,7 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
     """
     # In the units of the axis, by the unit of the verdict: the ratio new / old ("%"), percentage
     # points ("pp"), or percent of the old value ("").
+    # A figure that is missing in one report has no change: its bar is at 0, without an interval.
     value = _scale(read_change(verdict), verdict) or 0.0
     change = format_change(read_change(verdict), verdict.unit)
     word = ""

@@ -101,8 +101,8 @@ def parse_budget(text: str) -> Radius:
 def parse_range(text: str) -> tuple[Radius, ...]:
     """Read one radius or budget, or START:STOP:COUNT: evenly spaced radii with both ends.
 
-    The radii in between are exact. They have the denominator of STOP, or none if STOP has none, if
-    the numerator is a short decimal. Else they are fractions in lowest terms.
+    The radii in between are exact. They are written like STOP, over its denominator or as
+    decimals, if this needs few digits; else as fractions in lowest terms.
 
     >>> [radius.text for radius in parse_range("0:8/255:5")]
     ['0', '2/255', '4/255', '6/255', '8/255']

@@ -350,15 +350,18 @@ class Attend:
             if "k" in self.extra:
                 rows += _multiply_by_terms(ds.mT, self.extra["k"])
 
-    def push(self, inputs: list[Tensor]) -> Tensor:
+    def push(self, changes: list[Tensor]) -> Tensor:
         """Return the change dO of O = P V for changes of x W of every input x (forward mode).
 
         x W is [q k v] before rotary position or qk-norm. With two inputs, x W is q for the first
         and [k v] for the second. Constant queries, keys or values are left out.
+
+        Args:
+            changes: for each input, the change of its x W, (problems, tokens, width of W).
         """
         tangents: dict[str, Tensor] = {}  # dq, dk and dv by name
-        for group, y in zip(self.groups, inputs, strict=True):
-            parts = torch.split(y, group.widths, -1)
+        for group, change in zip(self.groups, changes, strict=True):
+            parts = torch.split(change, group.widths, -1)
             tangents |= zip(group.names, parts, strict=True)
         # Through the Jacobian G of a rotary position or qk-norm at each token.
         for name, g in self.local.items():
@@ -373,7 +376,7 @@ class Attend:
                 out = p @ tangents["v"][:, keys]
             else:
                 out = torch.zeros_like(self.o[:, queries])
-            # The second sum.
+            # The second sum is added to `out`, in place.
             ds = self._push_logits(tangents, queries, keys)
             if ds is not None:
                 self._push_softmax(ds, block, out)

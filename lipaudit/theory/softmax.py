@@ -154,7 +154,9 @@ def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tens
     regime = torch.where(profile.first > 0.5, CATEGORICAL, UNIFORM)
     threshold = (2 / keys).clamp_min(gamma)
     regime[g1 > threshold] = INTERMEDIATE
-    regime[keys <= SHORT_ROW] = LEFT_OUT  # 2 / n >= 1/4: the regimes would overlap
+    # With at most 8 keys the threshold 2 / n is at least 1/4. A row with g_1 <= 1/4 may have any
+    # p_(1), also 1/2: it is neither near uniform nor near one-hot.
+    regime[keys <= SHORT_ROW] = LEFT_OUT
     statistics = {
         "top1": profile.first,
         "top2": profile.second,

@@ -307,7 +307,11 @@ class AxisLayout:
 
     @property
     def keeps_queries(self) -> bool:
-        """Say whether the axis of queries holds all queries of a window and head, and no heads."""
+        """Say whether the axis of queries holds all queries of a window and head, and no heads.
+
+        The axes before it, `leading`, are of samples, windows and heads. If one of them also has
+        tokens, the queries are split over two axes.
+        """
         has_leading_tokens = any(
             factor.role == "token" for axis in self.leading for factor in axis
         )
@@ -454,9 +458,10 @@ class AttentionCall:
         rows = self.q.shape[:-1]  # (..., queries), with the axes of the model
 
         def arrange_pairs(pairs: Tensor) -> Tensor:
-            """Return logits or P with canonical axes, as a function of the model's own tensor.
+            """Return logits or P, (..., queries, keys) in the model, with canonical axes.
 
-            So gradients with respect to the result equal gradients in the model.
+            The result is a view or a function of the model's own tensor, so that its graph leads
+            to q and k. `rows` are all axes of the model's tensor but that of the keys.
             """
             return layout.arrange(pairs.reshape(*rows, -1), samples)
 

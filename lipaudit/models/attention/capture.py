@@ -77,7 +77,8 @@ def add_inputs(
     layer = replace(
         attention,
         x=x,
-        x_kv=None if structure.joint else x_kv,  # None: x, in self-attention
+        # None: queries, keys and values read one x (`joint`; never with constant queries).
+        x_kv=None if structure.joint else x_kv,
         to_q=to_q,
         to_k=parts["k"].projection,
         to_v=parts["v"].projection,

@@ -124,13 +124,14 @@ class _Softmax:
             return output
         q, k, v = parts
         # The weights do not have a row for each query and a column for each value, if the model
-        # rearranges P in chunks (Longformer). Such attention is not read; `uses` reports it.
+        # rearranges P in chunks (Longformer). Such attention is not read, and `uses.Uses`, which
+        # counts products with P, leads to a warning.
         if weights.shape[-2:] != (q.shape[-2], v.shape[-2]):
             return output
         # The model may permute P before it multiplies the values: permute logits and P likewise.
         logits, p = _order_axes(self.logits, self.p, weights)
         form = Explicit(
-            products=(self.product.edge,),
+            products=(self.product.edge,),  # the node of q k^T in the autograd graph
             logits=logits,
             p=p,
             weights=weights,

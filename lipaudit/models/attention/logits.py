@@ -498,10 +498,10 @@ def _read_vectors(
 ) -> Tensor | None:
     """Return the position vectors r_ij of q in the logits S, or None if they are 0.
 
-    In S_ij = s <q_i, k_j> + <q_i, r_ij>, the vector r_ij is a constant. The gradient of S_ij with
-    respect to q_i is s k_j + r_ij, so r_ij = dS_ij / dq_i - s k_j. If S_ij is a function of
-    <q_i, k_j> with the slope f_ij s, the last term is f_ij s k_j. For the position vectors of k,
-    the caller swaps q and k in all arguments.
+    In S_ij = F(s <q_i, k_j>) + <q_i, r_ij>, the vector r_ij is a constant, and F is the identity
+    or a soft cap, with the slope f_ij. The gradient of S_ij with respect to q_i is
+    f_ij s k_j + r_ij, so r_ij = dS_ij / dq_i - f_ij s k_j. For the position vectors of k, the
+    caller swaps q and k in all arguments.
 
     Args:
         logits: S with its graph, (windows, heads, queries, keys).
@@ -523,7 +523,7 @@ def _read_vectors(
     # gradients dS_ij / dq_i, and of r.
     largest_spread = largest_gradient = largest_r = product_gradients.new_zeros(is_live.shape[1])
     for c, gradient in enumerate(_differentiate_channels(source, part)):
-        product_gradient = product_gradients[..., None, :, c]  # f_ij s k_j, channel c
+        product_gradient = product_gradients[..., None, :, c]  # s k_j, channel c
         if slope is not None:
             product_gradient = slope * product_gradient
         # r_ij = dS_ij / dq_i - f_ij s k_j in each window, and its mean over the windows in which
@@ -622,8 +622,8 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
     The test reads which entries of gradients are exactly 0.
 
     Args:
-        source: the logits as a function of the outputs y of the linear map behind q: of the
-            columns that q reads, in the order of heads.
+        source: the logits as a function of y, the output of the linear map that q is computed
+            from: (rows, heads width), the columns that q reads, in the order of heads.
         rows: the row of y of each token, (windows, tokens).
         width: number of columns of each head.
     """
@@ -637,7 +637,8 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
     own_head = head.repeat_interleave(width)
     token_of_logit = token.view(windows, 1, tokens, 1)
     head_of_logit = head.view(1, heads, 1, 1)
-    # A row may affect no logits but its token's, and a column none but its head's.
+    # A row may affect no logits but its token's, and a column none but its head's. `affected` has
+    # the label (token or head) of the logits that each row or column affects.
     for own, label, is_row in (
         (own_token, token_of_logit, True),
         (own_head, head_of_logit, False),

@@ -237,7 +237,8 @@ class Tracer(AttentionMode):
         Args:
             product: the product of two factors, x W or W x.
             address: its address, if the right factor is the weight. If it is the left one, the
-                address has another `op`.
+                address has another `op`: which operation of its module this is, and which way
+                its factors are read.
         """
         for op, factors in product.read_both_ways():
             address = address._replace(op=op)

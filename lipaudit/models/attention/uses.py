@@ -191,7 +191,9 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._count_use()
         if name == "add":  # a residual stream, to which the pair is added: x + f(P)
             return _SAMPLE
-        return marks  # a function of the pair, such as P times a gate
+        # A function of the pair, such as P times a gate. A difference counts as one, too: at worst
+        # a use is counted that is none.
+        return marks
 
     def _mark_product(self, left: Any, right: Any, out: Any) -> int:
         """Return the marks of a matrix product, and count it if it is a use of attention, P v.

@@ -328,9 +328,9 @@ def pad_inputs(
             "no token id is free for padding: every id ends some text of the batch",
             "Use a smaller --batch-size.",
         )
-    # A classifier reads its output at the last token that is not `pad_token_id`. If the
-    # configuration names no such id, `pad_token_id` is set to `fill` inside the block. (If it
-    # names the id `end`, the model looks for `end` itself, and needs no `pad_token_id`.)
+    # A classifier reads its output at `end` if it has such an id, and needs no `pad_token_id`.
+    # Others read it at the last token that is not `pad_token_id`. If the configuration names no
+    # such id, `pad_token_id` is set to `fill` inside the block.
     needs_name = pad is None and is_classifier(module)
     with patch.object(config, "pad_token_id", fill) if needs_name else nullcontext():
         if mask is not None:

@@ -261,7 +261,9 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
         high = torch.where(inside, highest, x)
         certificate = _prove_box(net, sample, label, low, high, proof)
         certificates.append(certificate)
-        if certificate.why in ("broken", "seconds"):  # later choices cannot change the verdict
+        # A counterexample, or the end of the time. After other failures the loop goes on, to count
+        # the proven places.
+        if certificate.why in ("broken", "seconds"):
             break
     # If the loop ended early, the last failure is the reason.
     failures = [certificate.why for certificate in certificates if certificate.why]

@@ -103,16 +103,17 @@ def _softmax_rows(rows: Form) -> Form:
 def log_softmax(
     input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
 ) -> Form:
-    """Return the form of the logarithm of the softmax over an axis."""
+    """Return the form of the logarithm of the softmax over an axis; `dtype` changes nothing."""
 
     def apply_to_rows(rows: Form) -> Form:
         """Return log softmax over the last axis."""
         log_p, is_masked = _log_softmax(rows)
         if not is_masked.any():
             return log_p
-        # For keys with a weight below e^-1000, `_log_softmax` returns 0 as a placeholder, which is
-        # replaced here. The true logarithm is the score minus log-sum-exp: finite unless the score
-        # is -inf. `log_p` gives log-sum-exp: score - log p of any key that is not masked.
+        # For keys with a weight below e^-1000, `_log_softmax` returns 0 as a placeholder: a
+        # softmax needs no logarithm of them. It is replaced here. The true logarithm is the score
+        # minus log-sum-exp: finite unless the score is -inf. `log_p` gives log-sum-exp:
+        # score - log p of any key that is not masked.
         log_of_masked = affine.sub(rows, _log_sum(rows, log_p))
         return affine.where(is_masked, log_of_masked, log_p)
 
@@ -288,7 +289,8 @@ def _bound_log_mean(deviation: Deviation) -> Form:
     if symbols.order == 1:
         return rho
     # At order 2 (forms with products of symbols) rho = q / 2 +- error may be tighter. With
-    # t = mean_error, y is in q / 2 +- (t + third), and rho = log(1 + y) in [y - y^2 / 2 - t, y].
+    # t = mean_error, y is in q / 2 +- (t + third), and rho = log(1 + y) in [y - y^2 / 2 - t, y]:
+    # y >= -t, as e^d >= 1 + d, and for y < 0 log(1 + y) is below y - y^2 / 2 by far less than t.
     # So rho - q / 2 is at least -(t + third) - top^2 / 2 - t, and at most t + third.
     error = third + 2 * mean_error + top.square() / 2
     quadratic = _bound_log_mean_order2(deviation, error)

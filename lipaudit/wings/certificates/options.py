@@ -252,7 +252,8 @@ class CertifyOptions(MeasureOptions):
         self._require_provable(norm)
         attack = self.attack or self.counted or "pgd"
         chosen = {"norm": norm, "eps": eps, "nodes": self.most_nodes, "attack": attack}
-        if norm == "words":  # the products of order 2 have no rule on sets of texts
+        # Sets of changed texts have bounds of order 1 only: linear in the change of an embedding.
+        if norm == "words":
             chosen["order"] = "1"
         options = self.model_copy(update=chosen)
         # Before a radius search there are no radii: any radius shows whether the attacks suit.

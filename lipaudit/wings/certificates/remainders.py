@@ -196,8 +196,9 @@ def _scale_coefficients(dense: Tensor, scale: Tensor, rows: int) -> Tensor:
 def _bound_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
     """Return upper bounds of |(u_i - v_d) . e| over all symbols e, (b, i, d).
 
-    u is (b, i, symbols) and v (b, d, symbols): coefficients, scaled so that the size of a row is
-    about 1. The first symbols are the input, in a ball; the others are in [-1, 1].
+    u is (b, i, symbols) and v (b, d, symbols): coefficients, scaled so that |u_i . e| and
+    |v_d . e| are at most about 1. The first symbols are the input, in a ball; the others are in
+    [-1, 1].
     """
     n = symbols.inputs
     dtype = u.dtype

@@ -311,8 +311,8 @@ class Symbols:
         largest = (norms - m).clamp_min(0)
         # The rounding of Q / (w_i w_j) and of the shift is a share of the Frobenius norm of Q. m
         # is _SHIFT times this norm, also rounded, so the norm counts twice. Any weights w_i > 0
-        # are valid, also clamped ones. But where they are small, products with
-        # 1 / w_i <= tiny^(-1/4) may underflow: by less than sqrt(tiny) in each entry.
+        # are valid; they are at least tiny^(1/4). So an entry of Q that underflows, by less than
+        # tiny, is multiplied by at most 1 / (w_i w_j) <= tiny^(-1/2).
         norm = 2 * m / _SHIFT
         rounding = bound_rounding(8 + self.inputs, dtype) * norm + self.inputs * tiny(dtype) ** 0.5
         return round_up((largest + rounding) * sum_of_weights)

@@ -197,9 +197,10 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
     if spec in (None, "random"):
         raise UsageError("training needs labelled samples", f"Add {option} DATA.")
     most = run.samples if option == "--data" else None
-    samples = load_data(spec, net, data_options(run, most or sys.maxsize))
-    # By default all samples are used: `data_options` then asks for sys.maxsize of them. The note
-    # that there are fewer is left out.
+    if most is not None:
+        return load_data(spec, net, data_options(run, most))
+    # All samples: sys.maxsize are requested, and the note that there are fewer is left out.
+    samples = load_data(spec, net, data_options(run, sys.maxsize))
     notes = tuple(note for note in samples.notes if note.code != "fewer-samples")
     return replace(samples, notes=notes)
 

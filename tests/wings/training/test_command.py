@@ -109,3 +109,11 @@ def test_the_command_that_is_printed_measures_on_the_data():
     report = json.loads(Path("r/report.json").read_text())
     assert report["run"]["data"]["spec"] == "my data.npz"
     assert report["sections"][-1]["measure"] == "attack"
+
+
+@pytest.mark.parametrize(("limit", "is_noted"), [((), False), (("-n", "8"), True)])
+def test_fewer_samples_than_requested_are_noted(limit, is_noted):
+    """Without --samples all are requested, and none are missing."""
+    np.savez("few.npz", x=np.zeros((4, 1, 8, 8), dtype=np.float32), y=np.arange(4))
+    done = invoke("train", "demo", "--data", "few.npz", *limit, "--epochs", "1")
+    assert ("few.npz has 4 samples, fewer than the 8 requested" in done.stderr) == is_noted

@@ -300,7 +300,7 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
 def require_constant(*weights: Any) -> None:
     """Raise `NoRuleError` if a weight of an affine map is a form: if it depends on the input."""
     if any(isinstance(weight, Form) for weight in weights):
-        raise NoRuleError("an affine map with weights that depend on the input")
+        raise NoRuleError("an affine map with weights or a bias that depend on the input")
 
 
 def has_constant_rows(x: Form) -> bool:

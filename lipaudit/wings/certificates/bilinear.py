@@ -571,11 +571,14 @@ def einsum(equation: str, *operands: Any) -> Any:
     x_sizes = dict(zip(x_axes, x.shape, strict=True))
     y_sizes = dict(zip(y_axes, y.shape, strict=True))
     sizes = x_sizes | y_sizes
-    if sizes != y_sizes | x_sizes:  # torch broadcasts an axis of size 1, and matmul does not
-        raise NoRuleError(f"einsum of {equation} that broadcasts an axis")
+    # An axis of size 1 is broadcast to the size of the other operand.
+    for axis, size in x_sizes.items():
+        sizes[axis] = max(size, sizes[axis])
     shared = [axis for axis in x_axes if axis in y_axes]
     batch = [axis for axis in shared if axis in result_axes]
     contracted = [axis for axis in shared if axis not in result_axes]
+    if any(x_sizes[axis] != y_sizes[axis] for axis in contracted):  # matmul broadcasts no sums
+        raise NoRuleError(f"einsum of {equation} that broadcasts an axis of its sums")
     rows = [axis for axis in x_axes if axis not in y_axes]
     columns = [axis for axis in y_axes if axis not in x_axes]
     left = _fold_axes(x, x_axes, batch, rows, contracted)

@@ -234,6 +234,10 @@ OPERATIONS = {
     ),
     "alpha-sub": lambda x: torch.sub(torch.ones(WIDTH), x, alpha=0.1),
     "quotients-first": lambda x: 2 / (x * x + 1) + torch.ones(WIDTH) / (1 + x * x),
+    "einsum-broadcast": lambda x: (
+        torch.einsum("bhtd,bhde->bhte", x[:, None], weights(1, 3, WIDTH, 2))
+        + torch.einsum("bhde,bhtd->bhte", weights(1, 3, WIDTH, 2), x[:, None])
+    ),
     "constant-left": lambda x: torch.ones(2, TOKENS).to(x.dtype) @ x,
     "transposed": lambda x: torch.stack([each.T for each in x]),
     "in-place-chain": lambda x: x.clone().add_(1).mul_(x).neg_(),

@@ -246,6 +246,20 @@ def test_texts_move_in_their_embeddings():
     assert long.bound == pytest.approx(short.bound, rel=1e-4)
 
 
+class Alone(Small):
+    def forward(self, x):
+        assert len(x) == 1, "one sample at a time"
+        return super().forward(x)
+
+
+def test_a_model_for_one_sample_at_a_time_is_certified(small):
+    model, (x, y), _ = small
+    alone = Alone()
+    alone.load_state_dict(model.state_dict())
+    row = measured(alone, (x, y), eps="0.001", batch_size=1).section("certify").rows[0]
+    assert row.certified == row.clean > 0
+
+
 class Ordered(Small):
     """It uses an operation that nothing is known of."""
 

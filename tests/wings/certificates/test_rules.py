@@ -133,7 +133,7 @@ def test_an_operation_without_a_rule_is_named_with_its_module():
         lambda x: torch.einsum("bii->bi", x[:, :, :4]),
         lambda x: torch.einsum("...ik,...jk->...ij", x, x),
         lambda x: torch.einsum("bik,bjk,bjl->bil", x, x, x),
-        lambda x: torch.einsum("bij,bjk->bik", x[..., :1], x),  # j is broadcast
+        lambda x: torch.einsum("bij,bjk->bik", x[..., :1], x),  # j, which is summed, is broadcast
         lambda x: F.linear(x, x[0]),  # weights that depend on the input
         lambda x: F.conv1d(weights(1, TOKENS, 8), x),
         lambda x: x.clone().copy_(2 * x),

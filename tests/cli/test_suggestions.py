@@ -50,7 +50,7 @@ def save_texts(path: str) -> None:
     [
         ("jacobian demo --data digits.npz", ["jacobian", "attack", "inspect", "gate"]),
         ("attack demo -n 2 --eps 0.1 --attack fgsm", ["attack", "inspect", "gate"]),
-        ("bounds demo -n 1 --layers 0", ["inspect", "gate"]),
+        ("bounds demo -n 1 --layers 0", ["gate"]),
         (
             "jacobian ./bert --data t.jsonl --text-column title --max-tokens 9",
             ["jacobian", "attack", "inspect"],

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, is_machine_error
 from lipaudit.wings.certificates import (
     affine,
     bilinear,
@@ -383,10 +383,10 @@ def name_paths(root: Any) -> Iterator[None]:
     except (NoRuleError, RuntimeError) as error:
         if isinstance(error, NoRuleError):
             operation = error.operation
-        elif "TorchScript interpreter" in str(error):  # its operations bypass the rules
-            operation = "torch.jit.script"
-        else:
+        elif "TorchScript interpreter" not in str(error) or is_machine_error(error):
             raise
+        else:  # operations of TorchScript bypass the rules
+            operation = "torch.jit.script"
         innermost = ""
         if running:
             innermost = running[-1]

@@ -233,7 +233,8 @@ def _read_numbers(name: str, values: ArrayLike, least: int, most: int) -> Tensor
     if numbers.dtype == torch.bool:  # a mask of other libraries: True would add 1 to a logit
         raise UsageError(
             f"{name}: truth values are not numbers",
-            "A mask is added to the logits: 0 where a query sees a key, -inf where it does not.",
+            "Give real numbers. (A mask is added to the logits: 0 where a query sees a key, -inf "
+            "where it does not.)",
         )
     expected = f"of real numbers (at least one) with {least} to {most} axes"
     is_real = not numbers.is_complex()

@@ -396,7 +396,7 @@ class SampleColumn:
             return text, _describe_flags(kind, numbers)
         if self.name in CLASSES:  # the number of a class, such as 3: `3 (cat)`
             name = self.section.classes.get(value, text)
-            if name != text:
+            if name not in ("", text):
                 text += f" ({name})"
             return text, ""
         if column.format in UNMEASURED:  # a count or a name

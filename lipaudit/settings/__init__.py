@@ -226,5 +226,15 @@ def _spell_value(value: Any) -> Any:
     if isinstance(value, dict):
         return write_keywords(value)
     if isinstance(value, tuple):
-        return ",".join(map(str, value))  # all digits: the gate measures with these values again
+        return ",".join(map(_spell_number, value))
     return value
+
+
+def _spell_number(value: Any) -> str:
+    """Return a number in few digits, such as 0.5 or 1, but with all that it needs.
+
+    The gate measures with these values again, and compares them with those of older baselines.
+    """
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lipaudit
-from lipaudit.errors import LipauditError, UsageError
+from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.tables.trials import parse_radius
 from lipaudit.tables.weakest import find_worst
 from tests.commands import read_sections
@@ -317,3 +317,11 @@ def test_several_models_get_a_report_each_and_are_ranked(module):
         lipaudit.audit(["demo", module], "jacobian", data=x)
     with pytest.raises(UsageError, match="no model was given"):
         lipaudit.audit([])
+
+
+def test_a_module_made_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        module = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+        data = torch.rand(2, 3, 2, 2)
+    with pytest.raises(InputError, match="made in torch.inference_mode"):
+        lipaudit.measure(module, "jacobian", data=data, input_shape=(3, 2, 2))

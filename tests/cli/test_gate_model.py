@@ -61,6 +61,13 @@ def test_a_baseline_keeps_all_digits_of_how_pixels_are_normalised(measured):
     assert "unchanged" in invoke("gate", "demo", "-b", "clip.json", "-q").stdout
 
 
+def test_a_baseline_spells_short_numbers_as_older_baselines_do(measured):
+    line = ("bounds", "demo", "--data", "val.npz", "-n", "2", "--layers", "0", "-q")
+    invoke(*line, "--mean", "0", "--std", "0.50", "-o", "short.json")
+    options = schema.load("short.json").run.options
+    assert (options["mean"], options["std"]) == ("0", "0.5")
+
+
 def test_the_report_of_what_was_measured_is_kept_and_the_machine_is_chosen_anew(measured):
     gate = ("gate", "demo", "-b", "base.json")
     where = ("--device", "cpu", "--batch-size", "1", "--offline", "--resume")

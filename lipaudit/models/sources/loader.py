@@ -516,6 +516,11 @@ def borrow(
     else:
         spec = _describe_by_shape(model, input_shape)
     name = type(spec.module).__name__
+    if any(p.is_inference() for p in spec.module.parameters()):
+        raise InputError(
+            f"the weights of {name} were made in torch.inference_mode(), without gradients",
+            "Make the module outside of it.",
+        )
     if options.device == "auto":
         first = next(spec.module.parameters(), torch.empty(0))
         options = replace(options, device=str(first.device))

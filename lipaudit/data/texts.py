@@ -56,11 +56,11 @@ def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
 def cut_windows(
     text: str, net: Net, options: DataOptions, *, origin: str, after: str = ""
 ) -> tuple[list[Tensor], list[SampleOrigin], Notes]:
-    """Return as many windows of a text as samples are requested, evenly spread, as token ids.
+    """Return up to as many windows of a text as samples are requested, evenly spread, as ids.
 
     The text is cut into equal parts. A window begins with the first word that begins in a part,
-    and has up to `max_tokens` tokens, special ones included. A text with fewer words than samples
-    gives a window for each word.
+    and has up to `max_tokens` tokens, special ones included. Parts whose first word is the
+    same give one window.
 
     Args:
         text: the text.

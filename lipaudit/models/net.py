@@ -261,6 +261,8 @@ class LoadOptions:
 OWN = "module"
 # Code of the note on a model without a class decision, such as a multi-label model.
 NO_DECISION = "no-decision"
+# Code of the note on names of classes in a configuration that do not fit its outputs.
+UNUSED_NAMES = "class-names-unused"
 # Why attacks cannot change the texts of a model (see `Net.changes`).
 NEEDED = "this needs an embedding table, and a fast tokenizer beside config.json"
 

@@ -24,7 +24,7 @@ from lipaudit.errors import (
     neighbours,
     similar,
 )
-from lipaudit.models.net import OWN, Call, Net, PerChannel, Read
+from lipaudit.models.net import OWN, UNUSED_NAMES, Call, Net, PerChannel, Read
 from lipaudit.models.net import LoadOptions as LoadOptions
 from lipaudit.models.net import ModelSpec as ModelSpec
 from lipaudit.models.outputs import (
@@ -227,7 +227,9 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     if spec.classifier and probe.output.ndim == 2:
         classes = probe.output.shape[1]
     if options.labels:
-        spec = replace(spec, labels=options.labels, aliases={})
+        # The names given replace those of the configuration: no warning about these.
+        notes = tuple(note for note in spec.notes if note.code != UNUSED_NAMES)
+        spec = replace(spec, labels=options.labels, aliases={}, notes=notes)
     _require_labels_fit(spec, options, classes)
     if classes == 1:  # a regression
         classes = None

@@ -38,6 +38,11 @@ from lipaudit.tables import Note, Notes
 
 # Settings of sentence-transformers.
 SENTENCES = "config_sentence_transformers.json"
+# Settings in this file that change features and are not read, with advice.
+UNREAD = {
+    "default_prompt_name": "write the prompt in front of every text yourself",
+    "truncate_dim": "features keep their whole width",
+}
 # Number of texts whose token ids are cached.
 READINGS = 2**14
 # Usual prefix of WordPiece tokens that continue a word.
@@ -401,14 +406,16 @@ def _note_sentence_settings(path: Path | None) -> Notes:
     """Warn of settings of sentence-transformers that change features and are not read."""
     if path is None or not (path / SENTENCES).is_file():
         return ()
-    settings = read_json(path / SENTENCES)
-    unread = [key for key in ("default_prompt_name", "truncate_dim") if settings.get(key)]
+    settings = None
+    with suppress(InputError):  # the file is optional, so a damaged one stops nothing
+        settings = read_json(path / SENTENCES)
+    if not isinstance(settings, dict):
+        return ()
+    unread = [key for key in UNREAD if settings.get(key)]
     if not unread:
         return ()
-    text = (
-        f"{SENTENCES} sets {join_few(unread)}, which is not read: write the prompt in front of "
-        "every text yourself; features keep their whole width"
-    )
+    advice = "; ".join(UNREAD[key] for key in unread)
+    text = f"{SENTENCES} sets {join_few(unread)}, not read by lipaudit: {advice}"
     return (Note.warn("sentence-settings", text),)
 
 

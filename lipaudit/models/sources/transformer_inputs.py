@@ -179,7 +179,7 @@ def _find_sound_shape(config: Any, input_name: str) -> tuple[int, ...]:
 FLIPS = "do_flip_channel_order"
 # A colour with three different channels, of 255.
 COLOUR = (51, 102, 204)
-# Largest difference of this colour after two ways to normalise it, in units of std.
+# Largest difference of this colour after two ways to normalise it, for pixels in [0, 1].
 DIFFERS = 0.02
 RAW_PIXELS = Note.warn(
     "raw-pixels",
@@ -211,8 +211,9 @@ def describe_images(
         steps[type(processor).__name__] = lambda image: _process(processor, image).clamp(0, 1)
     run = select_tower(module, tower)
     normalisation = _read_normalisation(processor)
-    if processor is not None:
-        _require_known_colours(processor, normalisation)
+    # With all three options, neither size nor colours of the processor are used.
+    if processor is not None and not (options.input_size and options.mean and options.std):
+        _require_known_colours(processor, normalisation, only_middle=bool(options.input_size))
     facts = describe_classes(module)
     if options.class_names:
         facts |= {"classifier": True, "labels": options.class_names}
@@ -331,35 +332,51 @@ def _process(processor: Any, image: Any) -> Tensor:
     return pixels[0]
 
 
-def _require_known_colours(processor: Any, normalisation: dict[str, Any]) -> None:
+def _require_known_colours(
+    processor: Any, normalisation: dict[str, Any], *, only_middle: bool
+) -> None:
     """Refuse a processor whose result is not (x - mean) / std of the colours x of an image.
 
     EfficientNet's divides by std twice, for example, and that of SAM adds a border after this
     step. An image of one colour is enough to tell. It is no square: some processors pad it to one.
+    Processors of other than RGB images, and those that need more than an image, are not checked.
 
     Args:
         processor: the image processor.
         normalisation: its mean and std, from `_read_normalisation`.
+        only_middle: compare only the pixel in the middle, because the processor's size and border
+            are not used (--input-size).
 
     Raises:
         InputError: the processor changes the colours in another way.
     """
     from PIL import Image
 
+    mean, std = (torch.tensor(normalisation[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    if not {len(mean), len(std)} <= {1, len(COLOUR)}:  # such as four channels
+        return
     image = Image.new("RGB", (256, 192), COLOUR)
-    result = processor(image, return_tensors="pt")["pixel_values"][0]
-    pixels = _process(processor, image)
-    if len(pixels) != len(COLOUR):  # not three channels
+    try:
+        result = processor(image, return_tensors="pt")["pixel_values"][0]
+        pixels = _process(processor, image)
+    except Exception:  # it needs boxes or trimaps, for example, or returns no `pixel_values`
+        return
+    if pixels.shape[:-2] != (len(COLOUR),):  # not three channels
         return
     # The pixel in the middle, (channels,): at the border there may be padding.
-    middle = pixels[:, pixels.shape[1] // 2, pixels.shape[2] // 2]
+    row = pixels.shape[1] // 2
+    column = pixels.shape[2] // 2
+    middle = pixels[:, row, column]
     if getattr(processor, FLIPS, False):
         result = result.flip(0)
-    mean, std = (torch.tensor(normalisation[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    if only_middle:
+        result = result[:, row, column, None, None]
+        pixels = middle[:, None, None]
     is_kept = torch.allclose(middle, torch.tensor(COLOUR) / 255, rtol=0, atol=DIFFERS)
     if not is_kept or not torch.allclose(result * std, pixels - mean, rtol=0, atol=DIFFERS):
         raise InputError(
             f"{type(processor).__name__} changes colours in another way than (x - mean) / std, "
             "or pads images after this step",
-            "Write a py: factory that returns a ModelSpec with its own `call`.",
+            "Write a py: factory that returns a ModelSpec with its own `call`, or give "
+            "--input-size, --mean and --std.",
         )

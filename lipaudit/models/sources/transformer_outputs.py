@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.errors import InputError, explain_failure, join_few
-from lipaudit.models.net import NO_DECISION, Read
+from lipaudit.models.net import NO_DECISION, UNUSED_NAMES, Read
 from lipaudit.models.sources.weight_files import read_json
 from lipaudit.tables import Note
 
@@ -87,12 +87,13 @@ def describe_classes(module: Any) -> dict[str, Any]:
     if not has_classes or not count:
         return facts
     if set(labels) != {*range(count)}:
+        numbers = sorted(labels, key=str)  # a module's own configuration may mix types
         text = (
-            f"id2label in config.json names the classes {join_few(sorted(labels))}, but the "
+            f"id2label in config.json names the classes {join_few(numbers)}, but the "
             f"classes are 0 to {count - 1}: these names are not used. Correct them, or give "
             "--class-names"
         )
-        return facts | {"notes": (Note.warn("class-names-unused", text),)}
+        return facts | {"notes": (Note.warn(UNUSED_NAMES, text),)}
     names = tuple(str(labels[i]) for i in range(count))
     if names != tuple(f"LABEL_{i}" for i in range(count)):
         facts["labels"] = names

@@ -92,6 +92,16 @@ def test_one_weight_with_two_values_in_a_file_is_refused(tmp_path):
     torch.save(state | {"2.weight": state["2.weight"] + 1}, path)
     with pytest.raises(InputError, match="1.weight and 2.weight are one weight of the module"):
         load_net(str(path), options)
+    # In float32, the two would be equal.
+    precise = state["1.weight"].double()
+    torch.save(state | {"1.weight": precise, "2.weight": precise * (1 + 1e-12)}, path)
+    with pytest.raises(InputError, match="1.weight and 2.weight are one weight of the module"):
+        load_net(str(path), options)
+    # Equal weights that are not finite are refused for that, not as different.
+    broken = torch.full_like(state["1.weight"], torch.nan)
+    torch.save(state | {"1.weight": broken, "2.weight": broken.clone()}, path)
+    with pytest.raises(InputError, match="finite|NaN"):
+        load_net(str(path), options)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model.pt", "model.pth.tar"])

@@ -14,7 +14,7 @@ from timm.data import ImageNetInfo
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
 from lipaudit.models.sources.loader import LoadOptions, load_net
-from lipaudit.models.sources.transformer_outputs import choose_output
+from lipaudit.models.sources.transformer_outputs import choose_output, describe_classes
 from tests.models.sources.cases import (
     BART,
     BATCH,
@@ -147,8 +147,38 @@ def test_a_processor_that_adds_a_border_behind_the_normalisation_is_refused(tmp_
     """SAM's: the border is 0 after the normalisation, which is no black."""
     size = {"size": {"longest_edge": 8}, "pad_size": {"height": 8, "width": 8}}
     transformers.SamImageProcessor(**size).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="or pads images after this step"):
-        load_net(save(vit(), tmp_path, tokenizer=False))
+    directory = save(vit(), tmp_path, tokenizer=False)
+    with pytest.raises(InputError, match="or pads images after this step") as refused:
+        load_net(directory)
+    assert "--input-size, --mean and --std" in refused.value.advice
+    # The border is not used with --input-size.
+    assert load_net(directory, LoadOptions(input_size=(8, 8))).input_shape == (3, 8, 8)
+
+
+def test_a_processor_that_plays_no_part_is_not_checked(tmp_path):
+    transformers.EfficientNetImageProcessor().save_pretrained(tmp_path)
+    directory = save(vit(), tmp_path, tokenizer=False)
+    with pytest.raises(InputError, match="changes colours in another way"):
+        load_net(directory, LoadOptions(input_size=(8, 8)))
+    net = load_net(directory, LoadOptions(input_size=(8, 8), mean=(0.5,), std=(0.25,)))
+    x = torch.rand(2, 3, 8, 8)
+    expected = run(net.module, pixel_values=(x - 0.5) / 0.25).logits
+    torch.testing.assert_close(net.output(numbered(x)), expected)
+
+
+@pytest.mark.parametrize("kind", ["VitMatteImageProcessor", "Phi4MultimodalImageProcessor"])
+def test_a_processor_that_needs_more_than_an_image_is_not_checked(tmp_path, kind):
+    getattr(transformers, kind)().save_pretrained(tmp_path)
+    net = load_net(save(vit(), tmp_path, tokenizer=False))
+    assert net.preprocess["mean"] == [0.5] * 3
+
+
+def test_a_processor_of_four_channels_is_not_checked(tmp_path):
+    """The colour that is tried has three."""
+    settings = {"do_resize": False, "image_mean": [0.5] * 4, "image_std": [0.25] * 4}
+    transformers.ViTImageProcessor(**settings).save_pretrained(tmp_path)
+    net = load_net(save(vit(num_channels=4), tmp_path, tokenizer=False))
+    assert (net.input_shape, net.preprocess["std"]) == ((4, 8, 8), [0.25] * 4)
 
 
 def test_a_processor_may_have_one_mean_for_all_channels(tmp_path):
@@ -173,10 +203,21 @@ def test_a_processor_may_have_one_mean_for_all_channels(tmp_path):
     ],
 )
 def test_names_belong_to_the_outputs_that_id2label_numbers(tmp_path, names, labels):
-    net = load_net(save(bert(id2label=names), tmp_path))
+    directory = save(bert(), tmp_path)
+    configure(tmp_path, id2label=names)
+    net = load_net(directory)
     assert net.labels == labels
     said = [(note.level, note.code) for note in net.notes]
     assert said == ([] if labels else [("warning", "class-names-unused")])
+    named = load_net(directory, LoadOptions(labels=("a", "b", "c")))
+    assert (named.labels, named.notes) == (("a", "b", "c"), ())
+
+
+def test_numbers_of_classes_may_be_of_several_types():
+    module = bert()
+    module.config.id2label = {0: "bad", "1": "fair", 2: "good"}
+    (note,) = describe_classes(module)["notes"]
+    assert note.code == "class-names-unused"
 
 
 def test_an_image_model_without_processor_warns(tmp_path):
@@ -310,4 +351,14 @@ def test_settings_of_sentences_that_are_not_read_warn(tmp_path, setting):
     file.write_text(json.dumps({"default_prompt_name": None, "prompts": {}, setting: "query"}))
     said = {note.code: note.text for note in load_net(directory).notes}
     assert ("sentence-settings" in said) == (setting != "prompts")
-    assert setting in said.get("sentence-settings", setting)
+    said_of_setting = said.get("sentence-settings", setting)
+    assert setting in said_of_setting
+    assert ("write the prompt" in said_of_setting) == (setting == "default_prompt_name")
+    assert ("whole width" in said_of_setting) == (setting == "truncate_dim")
+
+
+@pytest.mark.parametrize("content", ["[]", "{"])
+def test_damaged_settings_of_sentences_stop_no_load(tmp_path, content):
+    directory = save(build("BertModel", **SMALL), tmp_path)
+    (tmp_path / "config_sentence_transformers.json").write_text(content)
+    assert "sentence-settings" not in {note.code for note in load_net(directory).notes}

@@ -257,8 +257,22 @@ def make_identity(size: int, like: Tensor) -> Tensor:
 
 
 def count_writes(t: Tensor) -> int:
-    """Return how often the memory of a tensor was written to; 0 if torch does not count."""
+    """Return how often the memory of a tensor was written to; 0 if torch does not count.
+
+    Views share their memory, and its count: a write to another part of the memory counts, too.
+    """
     return 0 if t.is_inference() else t._version
+
+
+def summarise_rows(t: Tensor) -> Tensor:
+    """Return a number for each row of t, (..., columns), that changes if the row changes.
+
+    It is a sum of the row with a generic weight for each column. Equal rows have equal numbers.
+    Changes as small as the rounding error of this sum may not show.
+    """
+    # In float32 at least: in half precision, the sum would hide larger changes.
+    columns = torch.arange(t.shape[-1], dtype=torch.float32, device=t.device)
+    return (t * columns.cos()).sum(-1)
 
 
 def mark_row(t: Tensor) -> Tensor:

@@ -82,20 +82,27 @@ class _Process:
         lock: held while the settings change.
         blocks: number of blocks that need the changed settings now.
         changes: restores the settings when it is closed.
+        forces_eager: whether compiled code runs as plain Python now.
     """
 
     lock: Lock = field(default_factory=Lock)
     blocks: int = 0
     changes: ExitStack = field(default_factory=ExitStack)
+    forces_eager: bool = False
 
     @contextmanager
     def change_settings(self) -> Iterator[None]:
         """Change the settings for a block, for which `exact_arithmetic` says why."""
-        with self.lock:
+        with self.lock, ExitStack() as stack:
             if self.blocks == 0:
-                with ExitStack() as stack:
-                    _change_settings(stack)
-                    self.changes = stack.pop_all()
+                _change_settings(stack)
+            # `torch._dynamo` is torch's compiler. If nothing has imported it, no code is compiled,
+            # and importing it here would take a second. It may be imported while another block
+            # runs, so that each block looks for it.
+            if not self.forces_eager and "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                self.forces_eager = True
+            self.changes.enter_context(stack.pop_all())
             self.blocks += 1
         try:
             yield
@@ -103,6 +110,7 @@ class _Process:
             with self.lock:
                 self.blocks -= 1
                 if self.blocks == 0:
+                    self.forces_eager = False
                     self.changes.close()
 
 
@@ -110,11 +118,10 @@ _PROCESS = _Process()
 
 
 def _change_settings(stack: ExitStack) -> None:
-    """Change the settings of the process for `exact_arithmetic`, until the stack ends."""
-    # `torch._dynamo` is torch's compiler. If nothing has imported it, no code is compiled, and
-    # importing it here would take a second.
-    if "torch._dynamo" in sys.modules:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    """Change the settings that every run has, until the stack ends.
+
+    `_Process.change_settings` sets the one of torch's compiler, if the process has loaded it.
+    """
     mha = torch.backends.mha
     stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
     mha.set_fastpath_enabled(False)

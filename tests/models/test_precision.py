@@ -1,8 +1,10 @@
 """Whatever the caller has switched on, figures are of float32, and it is left as it was."""
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import Event, Thread
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -118,6 +120,28 @@ def test_a_thread_that_ends_first_changes_no_setting_of_another():
             other.join()
             assert is_float32(settings())
         assert read() == before
+
+
+def test_compiled_code_is_plain_python_if_the_compiler_is_loaded_in_between():
+    compiled = []
+
+    def backend(graph, _inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    double = torch.compile(lambda x: 2 * x, backend=backend)  # loads the compiler
+    x = torch.ones(2)
+    with ExitStack() as block:
+        with patch.dict(sys.modules):
+            del sys.modules["torch._dynamo"]
+            block.enter_context(exact_arithmetic(CPU))
+        with exact_arithmetic(CPU):
+            double(x)
+    with exact_arithmetic(CPU):
+        double(x)
+    assert not compiled
+    double(x)
+    assert compiled
 
 
 @pytest.mark.parametrize("measure", ["bounds", "attention", "jacobian", "attack", "scaling"])

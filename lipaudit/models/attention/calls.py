@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.errors import InputError
-from lipaudit.models.graph import count_writes, leaves
+from lipaudit.models.graph import count_writes, leaves, summarise_rows
 from lipaudit.models.precision import WeightReference, read_weight
 from lipaudit.theory.pullback import pull_back
 
@@ -124,7 +124,8 @@ class Origin:
             reads, the tensor that the previous map reads, and so on.
         reads_token_parts: whether a row of the map's input is only a part of a token's channels,
             as in `Linear(d, d)` on (batch, tokens, heads, d).
-        writes: how often the map's input had been written to when the map ran.
+        writes: how often the memory of the map's input had been written to when the map ran.
+        summary: a number for each row of the map's input when the map ran (`summarise_rows`).
     """
 
     address: Address
@@ -132,6 +133,7 @@ class Origin:
     ancestors: Ancestors = ()
     reads_token_parts: bool = False
     writes: int = 0
+    summary: Tensor | None = None
 
     @property
     def root(self) -> object:
@@ -145,8 +147,14 @@ class Origin:
 
     @property
     def is_overwritten(self) -> bool:
-        """Say whether the model has written to the linear map's input since the map ran."""
-        return self.linear is not None and count_writes(self.linear.x) != self.writes
+        """Say whether the values of the linear map's input have changed since the map ran."""
+        if self.linear is None or self.summary is None:
+            return False
+        if count_writes(self.linear.x) == self.writes:  # nothing was written
+            return False
+        # The count is of the memory that all views of a tensor share. The write may have been to
+        # another part of it, or may have changed no value.
+        return not torch.equal(summarise_rows(self.linear.x), self.summary)
 
     def reads_same(self, other: Origin) -> bool:
         """Say whether two linear maps of one pass read the same tokens of the same tensor.

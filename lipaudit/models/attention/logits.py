@@ -155,7 +155,7 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     largest = [node for node in path if op(node) in _LARGEST]
     slope = _read_slopes(form, product, keys, largest)
     if form.weights.isnan().any():
-        raise NotClosedForm("P is NaN in rows whose keys are all masked")
+        raise NotClosedForm("P is NaN in some rows (all keys masked, or an overflow)")
     if not _is_unchanged(form, keys):
         raise NotClosedForm("P is changed between the softmax and the values")
     sink = _find_sink(form, keys)

@@ -225,8 +225,8 @@ def _share_maps(a: Surveyed, b: Surveyed) -> bool:
 def _share_input(a: Surveyed, b: Surveyed) -> bool:
     """Say whether one line of code makes two attention calls whose queries read the same tensor.
 
-    If the queries are constant, such as learned ones, the tensor that the keys read counts. False
-    for calls of several heads.
+    If the queries are constant, such as learned ones, the tensor that the keys read counts, and
+    the module that makes the calls. False for calls of several heads.
     """
     tensors = _list_tensors(a)
     return a.site.line == b.site.line and bool(tensors) and tensors == _list_tensors(b)
@@ -235,11 +235,14 @@ def _share_input(a: Surveyed, b: Surveyed) -> bool:
 def _list_tensors(layer: Surveyed) -> set[object]:
     """Return the tensors that the linear maps of the queries read; of the keys if there are none.
 
-    Empty for a call of several heads.
+    Those of the keys come with the module that calls the attention. Empty for a call of several
+    heads.
     """
     queries, keys, _ = layer.origins
     if not queries and layer.parts[0].shape[1] == 1:  # constant queries, of one head
-        return {origin.root for origin in keys}
+        # Two modules with learned queries of their own may well read one tensor.
+        module = layer.site.address.module
+        return {(origin.root, module) for origin in keys}
     # To save memory, the survey keeps no linear maps of calls of several heads.
     return {origin.root for origin in queries if origin.linear}
 

@@ -193,9 +193,10 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
 
 
 def _require_intact(leaves: Sequence[Leaf]) -> None:
-    """Raise NotClosedForm if the model has written to X, the input of the linear maps.
+    """Raise NotClosedForm if the model has changed X, the input of the linear maps, in place.
 
-    The values of X that the maps have read are then lost.
+    The values of X that the maps have read are then lost. A write that leaves them as they were,
+    such as one to another part of a buffer that holds X, does no harm.
 
     Args:
         leaves: the outputs of the maps.

@@ -28,7 +28,7 @@ from lipaudit.models.attention.calls import (
 )
 from lipaudit.models.attention.contractions import READERS, Contraction
 from lipaudit.models.attention.events import AttentionMode
-from lipaudit.models.graph import count_writes, divides_channels, is_affine, root
+from lipaudit.models.graph import count_writes, divides_channels, is_affine, root, summarise_rows
 from lipaudit.models.net import Net, watch_modules
 from lipaudit.models.precision import refer_to_weight, widen_casts
 
@@ -257,10 +257,11 @@ class Tracer(AttentionMode):
         # after the op, and not kept in memory as long as the graph.
         constant = Linear(linear.x.detach(), refer_to_weight(linear.weight), bias, linear.arrange)
         writes = count_writes(linear.x)
+        summary = summarise_rows(constant.x)
         if self.cut_at is not None:  # no survey: later passes read only the map itself
-            return Origin(address, constant, writes=writes)
+            return Origin(address, constant, writes=writes, summary=summary)
         ancestors = self._find_ancestors(linear.x, address)
-        return Origin(address, constant, ancestors, divides_channels(linear.x), writes)
+        return Origin(address, constant, ancestors, divides_channels(linear.x), writes, summary)
 
     def _find_ancestors(self, x: Tensor, address: Address) -> Ancestors:
         """Return the tensors that a linear map reads, directly or through earlier linear maps.

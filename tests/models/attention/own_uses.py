@@ -658,6 +658,15 @@ def tokens_in_place(a, x):
     return a.o(join(F.scaled_dot_product_attention(q, k, v)))
 
 
+@own("tokens in a buffer, of which another part is written to behind their maps")
+def buffer_in_place(a, x):
+    buffer = torch.cat([x, torch.zeros_like(x[:, :1])], 1)
+    x = buffer[:, :-1]
+    q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
+    buffer[:, -1] = 1.0
+    return a.o(join(F.scaled_dot_product_attention(q, k, v)))
+
+
 @own("q scaled in place")
 def queries_in_place(a, x):
     q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))

@@ -428,6 +428,25 @@ def test_a_row_of_nan_that_the_model_drops_is_named():
     (site,) = survey(net, own_batch(draw(1, 2, 5, WIDTH, dtype=torch.float64))).sites
     assert not site.closed_form
     assert site.reason == (
-        "P is NaN in rows whose keys are all masked; "
+        "P is NaN in some rows (all keys masked, or an overflow); "
         "its norms cannot be computed numerically either: its output is not finite"
     )
+
+
+class Pool(nn.Module):
+    """Attention of one head with learned queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 3, WIDTH))
+        self.to_k, self.to_v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        qkv = (self.queries.expand(len(x), -1, -1), self.to_k(x), self.to_v(x))
+        return F.scaled_dot_product_attention(*(t[:, None] for t in qkv))[:, 0]
+
+
+def test_two_modules_of_learned_queries_are_no_parts_of_one_attention():
+    pools = nn.ModuleList([Pool(), Pool()])
+    sites = sites_of(Calls(lambda parts, x: parts[0](x) * parts[1](x), pools))
+    assert [site.partners for site in sites] == [(), ()]

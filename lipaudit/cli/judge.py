@@ -246,7 +246,7 @@ def gate(
     settings = configure(app.read_config(config).get("gate", {}), fail_on or (), before.sections)
     settings["strict"] = settings["strict"] or strict
     if not is_report(current):  # a wrong rule fails here, not after hours of measuring
-        require_judgeable(settings["rules"], before)
+        require_judgeable(settings["rules"], before, settings["alpha"])
     report, path = read_or_measure(current, before, baseline, remeasure, terminal)
     judgement = judge(report, before, **settings)
     judgement = judgement.model_copy(update={"baseline_file": str(baseline)})

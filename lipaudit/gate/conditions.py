@@ -30,6 +30,8 @@ BINDING = frozenset({"dtype", "preprocess", "score"})
 """Conditions of a run that change its values: the gate wants them equal."""
 SPOILING = frozenset({"dtype", "preprocess", "starts"})
 """Conditions that a comparison shows as a warning."""
+TYPED = frozenset({"class_names", "mean", "std", "input_size", "preprocess"})
+"""Options of the model that may be typed in several ways: what comes of them is compared."""
 FALLBACKS = frozenset({"attack-skipped", "attack-replaced", "fewer-targets"})
 """Codes of notes on attacks that did less than requested."""
 ABSENT = "not given"
@@ -219,8 +221,14 @@ def has_same_weights(current: Report, baseline: Report) -> bool:
     if not digest or digest != baseline.run.model.weights_sha256:
         return False
     of_model = {name for name, each in RunOptions.options().items() if each.panel == MODEL}
-    kinds = {kind for kind, _ in _compare_conditions(current, baseline)}
-    return kinds.isdisjoint(of_model | {"preprocess", "score"})
+    # What the run did to its inputs has names such as `preprocess mean`, of the kind `preprocess`.
+    # The option `preprocess` is a path, which may be typed in several ways.
+    kinds = {
+        kind
+        for kind, text in _compare_conditions(current, baseline)
+        if not text.startswith("preprocess:")
+    }
+    return kinds.isdisjoint((of_model - TYPED) | {"preprocess", "score"})
 
 
 def has_other_starts(current: Report, baseline: Report) -> bool:

@@ -139,10 +139,12 @@ def _contrast_reports(
     shared = _find_shared(rule, new, old, lenient=lenient)
     if rule.group:
         members = groups.find_members(rule, current, baseline, (new, old), lenient=lenient)
-        contrasts = _contrast_groups(rule, shared, members, _read_tolerance(new))
+        contrasts = _contrast_groups(rule, shared, members, _read_tolerance(new), lenient=lenient)
     else:
         new_values, old_values, ids = _read_shared(rule, shared)
-        contrasts = _contrast_rows(rule, new_values, old_values, ids, _read_tolerance(new))
+        contrasts = _contrast_rows(
+            rule, new_values, old_values, ids, _read_tolerance(new), lenient=lenient
+        )
     if not lenient:
         _require_test(rule, new, contrasts)
     same = _decide_same(rule, current, baseline)
@@ -239,7 +241,12 @@ def _require_test(rule: Rule, new: Section, contrasts: Sequence[Contrast]) -> No
 
 
 def _contrast_groups(
-    rule: Rule, shared: Shared, members: Mapping[str, Collection[str]], tol: float
+    rule: Rule,
+    shared: Shared,
+    members: Mapping[str, Collection[str]],
+    tol: float,
+    *,
+    lenient: bool,
 ) -> list[Contrast]:
     """Return the contrasts of a rule over the samples of each group, the worst change first.
 
@@ -248,6 +255,7 @@ def _contrast_groups(
         shared: the samples that both sections have.
         members: the ids of the samples of each group.
         tol: relative accuracy of norms; smaller changes count as no change.
+        lenient: True for a comparison, False for a gate.
     """
     # For a rule on rows, only the ids are used: the rows are statistics of all shared samples.
     new_values, old_values, ids = _read_shared(rule, shared)
@@ -264,14 +272,20 @@ def _contrast_groups(
             old_of_group = readings.select(rule, old_values.sample_values, index)
         else:  # compute the rows again from the group's samples
             new_of_group, old_of_group, _ = _read_shared(rule, shared.select(index))
-        rows = _contrast_rows(rule, new_of_group, old_of_group, group_ids, tol)
+        rows = _contrast_rows(rule, new_of_group, old_of_group, group_ids, tol, lenient=lenient)
         # The accuracy without attack is the same in the rows of all attacks: one of them is kept.
         contrasts += (replace(contrast, group=group) for contrast in _drop_copies(rule, rows))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
 
 
 def _contrast_rows(
-    rule: Rule, new: RuleValues, old: RuleValues, ids: tuple[str, ...], tol: float
+    rule: Rule,
+    new: RuleValues,
+    old: RuleValues,
+    ids: tuple[str, ...],
+    tol: float,
+    *,
+    lenient: bool,
 ) -> list[Contrast]:
     """Return the contrast (old and new value with their test) of each row or per-sample column.
 
@@ -281,6 +295,7 @@ def _contrast_rows(
         old: the values of the baseline on the same samples.
         ids: the ids of the samples; empty if the values do not belong to samples.
         tol: relative accuracy of norms; smaller changes count as no change.
+        lenient: True for a comparison, False for a gate.
 
     Raises:
         BaselineError: only one of the reports has a row.
@@ -293,7 +308,7 @@ def _contrast_rows(
     if unmatched:
         names = "; ".join(list_first(unmatched, LISTED))
         raise BaselineError(f"{rule.metric}: only one of the reports has {names}")
-    return [_contrast_row(rule, name, old, new, ids, tol) for name in old.points]
+    return [_contrast_row(rule, name, old, new, ids, tol, lenient=lenient) for name in old.points]
 
 
 def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[Contrast]:
@@ -465,7 +480,14 @@ def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tu
 
 
 def _contrast_row(
-    rule: Rule, name: Key, old: RuleValues, new: RuleValues, ids: tuple[str, ...], tol: float
+    rule: Rule,
+    name: Key,
+    old: RuleValues,
+    new: RuleValues,
+    ids: tuple[str, ...],
+    tol: float,
+    *,
+    lenient: bool,
 ) -> Contrast:
     """Return the old and new value of one row or per-sample column, with a test if possible.
 
@@ -485,6 +507,7 @@ def _contrast_row(
         new: the values of the current report on the same samples.
         ids: the ids of the samples; empty if the values do not belong to samples.
         tol: relative accuracy of norms; smaller changes count as no change.
+        lenient: True for a comparison, False for a gate.
     """
     # Both reports have the value of every sample of this row or column.
     paired = name in old.sample_values and name in new.sample_values
@@ -501,7 +524,7 @@ def _contrast_row(
     else:
         # The statistic over all rows of each sample; None if the rule judges each row by itself,
         # or no row has values per sample.
-        reduced = _reduce_rows(rule, old, new)
+        reduced = _reduce_rows(rule, old, new, lenient=lenient)
         if reduced is None:
             return untested
         before, now = reduced
@@ -546,7 +569,9 @@ def _are_same(rule: Rule, before: Values, now: Values, tol: float) -> bool:
     return bool(np.isclose(now, before, rtol=tol, atol=slack).all())
 
 
-def _reduce_rows(rule: Rule, old: RuleValues, new: RuleValues) -> tuple[Values, Values] | None:
+def _reduce_rows(
+    rule: Rule, old: RuleValues, new: RuleValues, *, lenient: bool
+) -> tuple[Values, Values] | None:
     """Return the statistic over rows (such as the median norm of heads) for each sample.
 
     Rows count if their values are finite for every sample in the baseline.
@@ -555,14 +580,16 @@ def _reduce_rows(rule: Rule, old: RuleValues, new: RuleValues) -> tuple[Values, 
         rule: the rule, which has the statistic.
         old: the values of the baseline; `sample_values` has those of every sample, by row.
         new: the values of the current report.
+        lenient: True for a comparison, which leaves out rows that are not finite now. A gate
+            refuses them.
 
     Returns:
         The old and the new statistic, (samples,) each. None if no row counts, or if the rule
         judges each row by itself.
 
     Raises:
-        EvaluationError: values of such a row are not finite now. Without the row, a head that
-            diverged would not count.
+        EvaluationError: in a gate, values of such a row are not finite now. Without the row, a
+            head that diverged would not count.
     """
     before = []  # (rows, samples)
     now = []
@@ -571,6 +598,8 @@ def _reduce_rows(rule: Rule, old: RuleValues, new: RuleValues) -> tuple[Values, 
         if new_values is None or not np.isfinite(old_values).all():
             continue
         if not np.isfinite(new_values).all():
+            if lenient:
+                continue
             raise EvaluationError(f"{rule.metric}: values of {row} are not finite now")
         before.append(old_values)
         now.append(new_values)

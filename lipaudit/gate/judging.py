@@ -78,13 +78,16 @@ def judge(
         strict: whether `inconclusive` and `pass` fail if the limit is not proven to hold.
 
     Raises:
-        UsageError: a rule matches nothing, or does not suit its metric.
+        UsageError: a rule matches nothing, or does not suit its metric; or alpha is too small for
+            the test of a rule.
     """
     if not 0 < alpha < 1:
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
     chosen = tuple(rules) or choose_rules(current, baseline)
     # typed: a rule that the user wrote must match something, else it is an error.
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
+    for examined in examinations:
+        _require_level(examined, alpha)
     verdicts = list(_judge_rules(chosen, examinations, alpha, strict=strict))
     return Judgement(
         current=current.run.label,
@@ -148,7 +151,22 @@ def _add_remarks(
         yield verdict
 
 
-def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
+def _require_level(examined: list[Contrast] | Verdict, alpha: float) -> None:
+    """Refuse a rule whose test needs more random draws than there are, whatever it would find.
+
+    Args:
+        examined: the rows of the rule, or the verdict that it cannot be judged.
+        alpha: error probability of the gate.
+
+    Raises:
+        UsageError: alpha is too small for the test.
+    """
+    contrasts = examined if isinstance(examined, list) else []
+    if any(each.evidence is not None and each.evidence.by_draws for each in contrasts):
+        statistics.require_level(alpha)
+
+
+def require_judgeable(rules: Sequence[Rule], baseline: Report, alpha: float = ALPHA) -> None:
     """Refuse rules that cannot judge any report, before a model is measured for hours.
 
     Each rule compares the baseline with itself. If this comparison has no test, no comparison of
@@ -157,9 +175,11 @@ def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
     Args:
         rules: the user's rules; empty: the default ones.
         baseline: the baseline.
+        alpha: error probability of the gate.
 
     Raises:
-        UsageError: a rule matches nothing, or does not suit its metric; or no default rule exists.
+        UsageError: a rule matches nothing, or does not suit its metric; or no default rule exists;
+            or alpha is too small for the test of a rule.
         BaselineError: a rule reads groups of samples that the baseline does not have.
     """
     for rule in rules or choose_rules(baseline):
@@ -171,7 +191,7 @@ def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
         # like the baseline.
         lacks_alike = rule.column.startswith("ece") and "transfer" not in rule.text
         if lacks_alike or rule.limit.kind != "absolute":
-            examine(rule, baseline, baseline, typed=bool(rules))
+            _require_level(examine(rule, baseline, baseline, typed=bool(rules)), alpha)
 
 
 # Verdicts
@@ -219,9 +239,11 @@ def _judge_rules(
     # For each rule, the p-values of "no worse" by row, corrected for the rows of the rule. Empty
     # if no row has a test.
     p_of_rows = []
-    for rule, examined in zip(rules, examinations, strict=True):
-        contrasts = examined if isinstance(examined, list) else []
-        p_of_rows.append(_adjust_rows(rule, contrasts, level=alpha / len(rules)))
+    contrasts_of = [each if isinstance(each, list) else [] for each in examinations]
+    # Holm's procedure corrects for the rules that have a test, and for no others.
+    testable = sum(any(map(_is_tested, contrasts)) for contrasts in contrasts_of)
+    for rule, contrasts in zip(rules, contrasts_of, strict=True):
+        p_of_rows.append(_adjust_rows(rule, contrasts, level=alpha / max(1, testable)))
     smallest = {i: min(p_values.values()) for i, p_values in enumerate(p_of_rows) if p_values}
     corrected = statistics.correct_by_holm(smallest)
     judged = zip(rules, examinations, p_of_rows, strict=True)
@@ -259,6 +281,11 @@ def _doubt_untested(verdict: Verdict, rule: Rule) -> Verdict:
     return verdict.model_copy(update={"status": weaker[verdict.status]})
 
 
+def _is_tested(contrast: Contrast) -> bool:
+    """Return whether a row has a test that counts: a row that surely did not change has none."""
+    return contrast.evidence is not None and not contrast.same
+
+
 def _adjust_rows(
     rule: Rule, contrasts: Sequence[Contrast], level: float
 ) -> dict[ContrastKey, float]:
@@ -277,7 +304,7 @@ def _adjust_rows(
     Returns:
         The p-value of each contrast, by its key.
     """
-    tested = [contrast for contrast in contrasts if contrast.evidence and not contrast.same]
+    tested = [contrast for contrast in contrasts if _is_tested(contrast)]
     # The test of each row: its number of samples, and the p-value of each null hypothesis.
     tests = {contrast.key: contrast.evidence for contrast in tested if contrast.evidence}
     # The change under the null hypothesis: 0, or less if the rule demands an improvement.
@@ -517,7 +544,10 @@ def _estimate_needed(evidence: Evidence, p: float, level: float, way: float = 1.
     all_worse = 0.5**evidence.samples
     least = max(evidence.least, math.ceil(-math.log2(level)))
     estimate = way * evidence.estimate
-    low = min(way * end for end in evidence.limits(level))
+    low = -math.inf
+    # Limits by random draws at a very small level take long: the p-value estimates as well.
+    if not (evidence.by_draws and statistics.needs_more_draws(level)):
+        low = min(way * end for end in evidence.limits(level))
     # `ratio` is sqrt(m / n), if m samples prove the change.
     if math.isfinite(low) and 0 < estimate < math.inf:
         # The distance of the lower limit from the estimate shrinks like 1 / sqrt(n). The limit

@@ -77,6 +77,8 @@ class Evidence:
         limits: level -> lower and upper one-sided limit.
         least: number of samples that the test needs at a usual level.
         of_signs: whether the p-value depends on the signs of the changes alone.
+        by_draws: whether p-value and limits are those of random draws, which small levels need
+            many of.
         mcnemar: exact two-sided p-value of "no change" for shares.
     """
 
@@ -86,6 +88,7 @@ class Evidence:
     limits: Callable[[float], Limits]
     least: int = FEWEST
     of_signs: bool = False
+    by_draws: bool = False
     mcnemar: float | None = None
 
     @property
@@ -246,10 +249,16 @@ def judge_by_bootstrap(
             p=lambda margin, level=LEVEL: float(margin >= 0),
             limits=lambda _: (0.0, 0.0),
             least=least,
+            by_draws=True,
         )
     # Nothing is proven: the p-value is 1, and there are no finite limits.
     unproven = Evidence(
-        estimate, n, p=lambda margin, level=LEVEL: 1.0, limits=lambda _: _UNKNOWN, least=least
+        estimate,
+        n,
+        p=lambda margin, level=LEVEL: 1.0,
+        limits=lambda _: _UNKNOWN,
+        least=least,
+        by_draws=True,
     )
     if n < least:
         return unproven
@@ -292,27 +301,39 @@ def judge_by_bootstrap(
         low, high = _find_percentiles(draws, level)
         return exact.include_zero(low, high, level)
 
-    return Evidence(estimate, n, p=compute_p, limits=compute_limits, least=least)
+    return Evidence(estimate, n, p=compute_p, limits=compute_limits, least=least, by_draws=True)
 
 
 def _count_draws(level: float) -> int:
     """Return how many random draws can prove a change at a level.
 
     A p-value of R draws is at least 1 / (R + 1). If this is below the level, R is the usual number
-    RESAMPLES. Else R + 1 is at least 2 / level, so that one draw may be against the change.
+    RESAMPLES. Else R + 1 is at least 2 / level, so that one draw may be against the change. There
+    are no more draws than the level FINEST needs: smaller levels, of many rows, prove nothing.
+    """
+    if needs_more_draws(level):
+        return math.ceil(2 / max(level, FINEST))
+    return RESAMPLES
+
+
+def needs_more_draws(level: float) -> bool:
+    """Return whether the usual number of draws, RESAMPLES, can prove nothing at a level."""
+    return level * (RESAMPLES + 1) <= 1 + 1e-9  # a rounding error above 1 counts as 1
+
+
+def require_level(alpha: float) -> None:
+    """Refuse an alpha at which not even a single figure can be tested by random draws.
 
     Raises:
-        UsageError: the level is too small.
+        UsageError: alpha / 2, the level of a single figure, is too small.
     """
+    level = alpha / 2
     if level < FINEST:
         raise UsageError(
-            f"a mean or 95th percentile cannot be tested at a level of {level:.2g}: random draws "
-            f"reach {FINEST:g}",
-            "Raise alpha, name fewer rules or rows, or judge the median.",
+            f"a mean or 95th percentile cannot be tested at a level of {level:.2g}, half of "
+            f"alpha: random draws reach {FINEST:g}",
+            "Raise alpha, or judge the median.",
         )
-    if level * (RESAMPLES + 1) > 1 + 1e-9:  # not equal but for a rounding error
-        return RESAMPLES
-    return math.ceil(2 / level)
 
 
 def _find_percentiles(draws: Values, level: float) -> Limits:
@@ -321,11 +342,14 @@ def _find_percentiles(draws: Values, level: float) -> Limits:
     They are the k-th smallest and the k-th largest change: k = 50 of 1999 draws at 0.025.
 
     Args:
-        draws: the changes, sorted, (draws,): enough for the level, so that k is not 0.
+        draws: the changes, sorted, (draws,). If they are too few for the level, k is 0: then no
+            limits are known.
         level: one-sided error probability of each limit.
     """
     # 1e-9 makes up for a rounding error just below a whole number.
     k = int(level * (draws.size + 1) + 1e-9)
+    if not k:
+        return _UNKNOWN
     return float(draws[k - 1]), float(draws[-k])
 
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import BaselineError, UsageError
-from lipaudit.gate import compare, judge
+from lipaudit.gate import compare, judge, statistics
 from lipaudit.gate.conditions import promote
+from lipaudit.gate.contrasts import examine
 from lipaudit.gate.judging import require_judgeable
 from lipaudit.gate.rules import Limit, configure, parse_rule
 from lipaudit.measures import layouts
@@ -426,6 +427,10 @@ def test_a_head_that_overflows_is_not_left_out_of_a_statistic_over_heads(stat):
     judged = judge(new(bounds(diverged)), BASELINE, rules(f"bounds.exact:{stat} <= +5%"))
     assert (only(judged).status, judged.exit_code) == ("error", 3)
     assert "values of layer 0 head 0 are not finite now" in only(judged).reason
+    # A comparison leaves the head out.
+    (rule,) = rules(f"bounds.exact:{stat} <= +5%")
+    (contrast,) = examine(rule, new(bounds(diverged)), BASELINE, lenient=True)
+    assert contrast.evidence.samples == 8
     # The baseline cannot say what such a head became: the others are judged.
     back = judge(new(bounds(EXACT)), report(bounds(diverged)), rules("bounds.exact:median <= +5%"))
     assert only(back).status.startswith("pass")
@@ -526,13 +531,42 @@ def test_a_mean_that_doubles_fails_a_gate_of_many_rules_or_a_small_level(alpha, 
     assert judge(new(jacobian(norms)), old, chosen, alpha=alpha).exit_code == 0
 
 
-def test_a_level_that_draws_cannot_reach_is_refused_and_passes_nothing():
+def test_an_alpha_that_draws_cannot_reach_is_refused_whatever_the_values_are():
     norms = np.random.default_rng(2).lognormal(0, 0.3, 256)
     current, old = new(jacobian(2 * norms)), report(jacobian(norms))
-    with pytest.raises(UsageError, match="cannot be tested at a level of 1e-09") as refused:
+    with pytest.raises(UsageError, match="cannot be tested at a level of 5e-10") as refused:
         judge(current, old, rules("jacobian.norm:mean <= +5%"), alpha=1e-9)
-    assert refused.value.advice == "Raise alpha, name fewer rules or rows, or judge the median."
+    assert refused.value.advice == "Raise alpha, or judge the median."
+    # Before a model is measured; and if nothing changed, too.
+    with pytest.raises(UsageError, match="half of alpha"):
+        require_judgeable(rules("jacobian.norm:mean <= +5%"), old, 1e-9)
+    with pytest.raises(UsageError, match="half of alpha"):
+        judge(new(jacobian(norms)), old, rules("jacobian.norm:mean <= +5%"), alpha=1e-9)
     assert judge(current, old, rules("jacobian.norm:median <= +5%"), alpha=1e-9).exit_code == 1
+
+
+@pytest.mark.parametrize("factor", [1.02, 2])
+def test_a_mean_among_very_many_rules_is_inconclusive_and_no_error(factor, monkeypatch):
+    """At a level that no draws reach; the samples needed take no fine limits."""
+    generator = np.random.default_rng(2)
+    norms = generator.lognormal(0, 0.3, 256)
+    noise = generator.lognormal(0, 0.2, 256)
+    old = report(jacobian(norms), bounds(EXACT))
+    current = new(jacobian(factor * noise * norms), bounds(EXACT))
+    monkeypatch.setattr(statistics, "FINEST", 1e-3)  # 2000 draws at most, not 200,000
+    chosen = rules("jacobian.norm:mean <= +1%", *["bounds.exact:median <= +5%"] * 199)
+    verdict = judge(current, old, chosen, alpha=0.003).verdicts[0]
+    assert verdict.status == "inconclusive"
+    assert verdict.samples_needed > 256
+
+
+def test_rules_without_a_test_do_not_lower_the_level_of_others():
+    """Of a mean that doubled, 200,000 draws have no p-value below 5e-6."""
+    norms = np.random.default_rng(2).lognormal(0, 0.3, 256)
+    chosen = rules("jacobian.norm:mean <= +5%", *["jacobian.norm:max <= 1000"] * 119)
+    current, old = new(jacobian(2 * norms)), report(jacobian(norms))
+    verdict = judge(current, old, chosen).verdicts[0]
+    assert (verdict.status, verdict.p_adjusted) == ("regressed", 1 / 2000)
 
 
 def test_heads_fail_at_the_very_level_of_random_flips():
@@ -592,6 +626,11 @@ def test_attacks_that_begin_elsewhere_prove_no_change_of_the_same_weights():
     clean = report(attack(flags(80), correct=flags(100), seed=1))
     assert only(judge(clean, old, rules("attack.correct >= -1pp"))).status == "regressed"
     assert only(judge(report(attack(flags(80))), old, robust)).status != "unchanged"
+    # Another spelling of options is no other model: the preprocessing itself is compared.
+    spelt = {"class_names": "./names.txt", "mean": "0.5", "std": "0.5", "preprocess": "./p.json"}
+    current = report(attack(flags(80), seed=1), options=spelt)
+    compared = {v.metric: v.status for v in compare([old, current]).pairs[0].verdicts}
+    assert compared["attack.robust:mean"] == "unchanged"
     # The same weights in another model: with other arguments of the constructor, or other pixels.
     for how in (
         {"options": {"model_kwargs": "act=relu"}},

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lipaudit.data.hub import hub_access
 from lipaudit.data.image_files import Resizing
@@ -518,7 +519,7 @@ def borrow(
     else:
         spec = _describe_by_shape(model, input_shape)
     name = type(spec.module).__name__
-    if any(p.is_inference() for p in spec.module.parameters()):
+    if any(not is_lazy(p) and p.is_inference() for p in spec.module.parameters()):
         raise InputError(
             f"the weights of {name} were made in torch.inference_mode(), without gradients",
             "Make the module outside of it.",

@@ -252,6 +252,8 @@ def find_device(name: str, advice: str = "Use --device auto or cpu.") -> torch.d
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else CPU
         return torch.device(name)
+    if name == CPU:  # always there
+        return torch.device(CPU)
     try:
         device = torch.device(name)
         torch.empty(1, device=device).item()  # the meta device holds no values

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.image_files import Resizing
-from lipaudit.errors import InputError, UsageError, explain_failure
+from lipaudit.errors import InputError, UsageError, explain_failure, is_machine_error
 from lipaudit.models.net import LoadOptions, ModelSpec
 from lipaudit.models.sources.classifiers import make_zero_shot
 from lipaudit.models.sources.text_models import describe_texts, find_text_config
@@ -359,7 +359,9 @@ def _require_known_colours(
     try:
         result = processor(image, return_tensors="pt")["pixel_values"][0]
         pixels = _process(processor, image)
-    except Exception:  # it needs boxes or trimaps, for example, or returns no `pixel_values`
+    except Exception as error:  # it needs boxes, for example, or returns no `pixel_values`
+        if is_machine_error(error):
+            raise
         return
     if pixels.shape[:-2] != (len(COLOUR),):  # not three channels
         return

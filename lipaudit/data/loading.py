@@ -20,6 +20,7 @@ from lipaudit.data.hub import read_dataset
 from lipaudit.data.image_files import find_common_shape
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.tables import Note, Notes
+from lipaudit.tables.formats import format_count
 
 if TYPE_CHECKING:
     from lipaudit.models.net import Net
@@ -200,7 +201,7 @@ def _complete_samples(samples: Samples, spec: str, net: Net, options: DataOption
     notes = samples.notes + _note_unknown(samples, net) + _note_dark(samples, net)
     count = len(samples.batch)
     if count < options.samples:
-        text = f"{spec} has {count} samples, fewer than the {options.samples} requested"
+        text = f"{spec} has {format_count(count)}, fewer than the {options.samples} requested"
         notes += (Note.info("fewer-samples", text),)
     if samples.commit is not None:
         notes += (samples.commit.note,)

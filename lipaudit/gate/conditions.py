@@ -31,7 +31,8 @@ BINDING = frozenset({"dtype", "preprocess", "score"})
 SPOILING = frozenset({"dtype", "preprocess", "starts"})
 """Conditions that a comparison shows as a warning."""
 TYPED = frozenset({"class_names", "mean", "std", "input_size", "preprocess"})
-"""Options of the model that may be typed in several ways: what comes of them is compared."""
+"""Options of the model that are not compared as typed: their effect is,
+or they change no prediction."""
 FALLBACKS = frozenset({"attack-skipped", "attack-replaced", "fewer-targets"})
 """Codes of notes on attacks that did less than requested."""
 ABSENT = "not given"
@@ -222,7 +223,7 @@ def has_same_weights(current: Report, baseline: Report) -> bool:
         return False
     of_model = {name for name, each in RunOptions.options().items() if each.panel == MODEL}
     # What the run did to its inputs has names such as `preprocess mean`, of the kind `preprocess`.
-    # The option `preprocess` is a path, which may be typed in several ways.
+    # The option `preprocess` has the same kind, and its effect is among them.
     kinds = {
         kind
         for kind, text in _compare_conditions(current, baseline)

@@ -21,6 +21,7 @@ from lipaudit.gate.statistics import DIGITS, FEWEST, Evidence, Values
 from lipaudit.gate.verdicts import Verdict, VerdictStatus
 from lipaudit.tables import Reduction, Report, Section
 from lipaudit.tables.columns import reduce_values
+from lipaudit.tables.formats import format_count
 from lipaudit.tables.trials import FLAGS
 
 TOLERANCE = 1e-4
@@ -447,7 +448,7 @@ def _find_unconverged(rule: Rule, new: Section, old: Section) -> tuple[set[Key],
     # A row that did not converge does not say which samples caused it. So a per-sample rule cannot
     # leave out these samples. A rule on rows can leave out rows, but needs at least one.
     if rows and (rule.per_sample or rows >= readings.index_rows(old).keys()):
-        raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
+        raise BaselineError(f"{rule.measure}: {format_count(len(rows), 'row')} did not converge")
     shared = set(new.ids).intersection(old.ids)
     if shared and shared <= samples:
         raise BaselineError(

@@ -313,10 +313,9 @@ def _adjust_rows(
     finest = level / max(1, len(tests))
     p_values = {key: test.p(null, finest) for key, test in tests.items()}
     # Several rows with sign tests on the same samples (groups have different samples). A p-value
-    # of random flips is at least 1 / draws: at a smaller level it could prove nothing. (Nor at the
-    # same one, by a rounding error.)
+    # of random flips is at least 1 / draws: at a smaller level it could prove nothing.
     of_signs = all(test.of_signs for test in tests.values())
-    enough_draws = level * (statistics.RESAMPLES + 1) > 1 + 1e-9
+    enough_draws = not statistics.needs_more_draws(level)
     if of_signs and enough_draws and len(p_values) > 1 and not rule.group:
         changes = np.stack([contrast.changes for contrast in tested])  # (rows, samples)
         # Rows whose changes are usually below a quarter of the limit (QUIET) are not tested: they

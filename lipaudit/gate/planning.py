@@ -14,7 +14,7 @@ from lipaudit.gate.rules import Rule, choose_rules, find_words
 from lipaudit.gate.statistics import ALPHA, FEWEST, LEVEL
 from lipaudit.tables import Report
 from lipaudit.tables.columns import group_values
-from lipaudit.tables.trials import FLAGS, is_repeat
+from lipaudit.tables.trials import FLAGS, count_distinct
 
 SEEN = 0.9
 """Share of runs in which a change is seen."""
@@ -53,7 +53,7 @@ def describe_power(baseline: Report) -> Iterator[str]:
         section = baseline.section(rule.measure)
         assert section is not None
         words = find_words(rule.metric)
-        n = sum(not is_repeat(name) for name in section.ids)  # distinct samples
+        n = count_distinct(section.ids)
         change = f"no change is proven, {least} are needed"
         if n >= least:
             change = f"{_describe_change(rule, n, len(section.rows), level)} is seen"

@@ -18,6 +18,7 @@ from lipaudit.gate.rules import RADIUS, Rule
 from lipaudit.gate.statistics import Values
 from lipaudit.tables import Reduction, Report, Row, Section, trials
 from lipaudit.tables.columns import list_keys, reduce_values
+from lipaudit.tables.formats import format_count
 from lipaudit.tables.trials import WORST, TrialKey
 
 Key = TrialKey | str
@@ -267,9 +268,9 @@ def find_fault(report: Report, section: Section, *, lenient: bool = False) -> st
         return ""
     rows, samples = find_unconverged([section])
     if samples:
-        return f"{section.measure}: {len(samples)} samples did not converge"
+        return f"{section.measure}: {format_count(len(samples))} did not converge"
     if rows:
-        return f"{section.measure}: {len(rows)} rows did not converge"
+        return f"{section.measure}: {format_count(len(rows), 'row')} did not converge"
     return ""
 
 

@@ -128,9 +128,11 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
     columns = table.sample_columns if per_sample else table.columns
     selector, group = _read_selector(match["selector"] or "", table)
     limit = _read_limit(match["limit"], text)
-    # Yes-or-no values, whose mean is a share, or a column of shares in percent.
+    # Yes-or-no values, whose mean is a share, or a column of shares in percent. (Signed shares of
+    # sensitivity may exceed 1: they have no better direction.)
     is_flag = per_sample and column in FLAGS
-    is_share = columns[column].format.endswith("%") and limit.kind != "relative"
+    about = columns[column]
+    is_share = about.format.endswith("%") and bool(about.better) and limit.kind != "relative"
     if (is_flag or is_share) and abs(limit.value) > 1:
         advice = "Write -2pp for a change by two points, 0.6 for 60%."
         raise UsageError(f"{text!r}: a share is between 0 and 1, not {match['limit']}", advice)
@@ -143,7 +145,7 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         op="<=" if match["op"] == "<=" else ">=",
         limit=limit,
         per_sample=per_sample,
-        about=columns[column],
+        about=about,
         group=group,
     )
 

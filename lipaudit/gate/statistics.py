@@ -34,7 +34,8 @@ LEVEL = ALPHA / 2
 RESAMPLES = 1999
 """Draws of a bootstrap or of signs: (1999 + 1) times a level of 0.025 is a whole rank."""
 FINEST = 1e-5
-"""Smallest level of a test by random draws: it takes 200,000 draws, up to a minute a figure."""
+"""Smallest level of a test by random draws: it takes 200,000 draws, half a minute for a figure
+of 1000 samples."""
 DOUBTFUL = 0.01
 """With a p-value above this, more draws would not prove a change at a level below 1 in 2000."""
 FEWEST = 5

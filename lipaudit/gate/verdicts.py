@@ -204,7 +204,7 @@ class Verdict(Frozen):
         if size < 0.1:
             decimals = 1 - math.floor(math.log10(size))
         factor = 10**decimals
-        return f"proven: at least {math.floor(factor * size + ROUNDING) / factor:g}{unit} {way}"
+        return f"proven: at least {math.floor(factor * size + ROUNDING) / factor:.15g}{unit} {way}"
 
     @property
     def figures(self) -> str:

@@ -20,6 +20,7 @@ from lipaudit.tables.columns import (
 )
 from lipaudit.tables.formats import format_count, format_significant, format_value
 from lipaudit.tables.summary import Headline, count_measured
+from lipaudit.tables.trials import count_distinct
 from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL, load_bounds
 
 
@@ -67,7 +68,7 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
     text += count_measured(section, report)
     norm = f"‖J‖ {format_significant(first.exact)}"
     if section.ids:
-        norm += f", median of {format_count(len(section.ids))}"
+        norm += f", median of {format_count(count_distinct(section.ids))}"
     sentence = f"Steepest attention head: {name}{ties} ({norm})."
     yield headline.row(section, first.exact, text=text, sentence=sentence)
 

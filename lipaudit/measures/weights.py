@@ -492,7 +492,10 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
         blocks.append(all_blocks)
     cells = {**facts, BLOCKS.name: blocks}
     # Only the first section has the settings and the notes.
-    settings_and_notes = {"settings": options.model_dump(), "notes": base.notes(parts)}
+    notes = [*base.notes(parts)]
+    if options.at_samples:  # only these figures depend on the samples
+        notes += base.note_repeats(parts)
+    settings_and_notes = {"settings": options.model_dump(), "notes": notes}
     sections = []
     for table in TABLES:
         rows = tuple(table.row(**row) for row in cells[table.name])

@@ -271,8 +271,9 @@ def summarise_rows(t: Tensor) -> Tensor:
     Changes as small as the rounding error of this sum may not show.
     """
     # In float32 at least: in half precision, the sum would hide larger changes.
+    dtype = torch.promote_types(t.dtype, torch.float32)
     columns = torch.arange(t.shape[-1], dtype=torch.float32, device=t.device)
-    return (t * columns.cos()).sum(-1)
+    return t.to(dtype) @ columns.cos().to(dtype)
 
 
 def mark_row(t: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, islice, takewhile
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -84,7 +84,13 @@ def reduce_values(stat: str, values: Any, axis: int | None = None) -> Any:
     import numpy as np
 
     if stat == "p95":
-        return np.quantile(values, 0.95, axis=axis)
+        quantile = partial(np.quantile, values, 0.95, axis=axis)
+        if np.isfinite(values).all():
+            return quantile()
+        # Between two equal values there is nothing to interpolate: inf - inf would be NaN.
+        low = quantile(method="lower")
+        with np.errstate(invalid="ignore"):
+            return np.where(low == quantile(method="higher"), low, quantile())[()]
     return getattr(np, stat)(values, axis=axis)
 
 

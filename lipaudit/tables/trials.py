@@ -281,6 +281,11 @@ def parse_column(name: str) -> tuple[str, TrialKey | None]:
 FLAGS = frozenset({"certified", "complete", "converged", "correct", "robust"})
 
 
+def count_distinct(ids: Iterable[str]) -> int:
+    """Return how many ids belong to samples that repeat no earlier one."""
+    return sum(not is_repeat(name) for name in ids)
+
+
 def is_repeat(name: str) -> bool:
     """Return whether an id belongs to a repetition of an earlier sample: it ends in -2, -3, ...
 

@@ -48,9 +48,10 @@ def can_rank(report: Report) -> bool:
 
     These are broken samples, norms of the model, or certified radii.
     """
-    sections = [section for section in report.sections if section.ids]
-    has_figures = any({"norm", "radius"} & section.samples.keys() for section in sections)
-    return has_figures or bool(find_broken(report))
+    for name in ("norm", "radius"):
+        if finite(_find_figures(report, name).values()):
+            return True
+    return bool(find_broken(report))
 
 
 def find_worst(report: Report, count: int = SHOWN) -> list[str]:

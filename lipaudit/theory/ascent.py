@@ -79,7 +79,7 @@ def _climb_in_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
     u = u.expand(-1, heads.q.shape[1], -1, -1)
     for step in range(AT_X + UPHILL):
         norm, move_gradient, u = _differentiate_norm(heads, triangle, move, _unit_matrices(u))
-        largest = torch.maximum(largest, norm)
+        largest = torch.fmax(largest, norm)  # in a huge ball, norms may overflow to NaN
         if step >= AT_X:
             # The best move of a given length for the linearised norm, in place of the old move:
             # along the gradient. The length grows to r in the first half of the ascent.

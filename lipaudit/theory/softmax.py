@@ -154,8 +154,8 @@ def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tens
     regime = torch.where(profile.first > 0.5, CATEGORICAL, UNIFORM)
     threshold = (2 / keys).clamp_min(gamma)
     regime[g1 > threshold] = INTERMEDIATE
-    # With at most 8 keys the threshold 2 / n is at least 1/4. A row with g_1 <= 1/4 may have any
-    # p_(1), also 1/2: it is neither near uniform nor near one-hot.
+    # With few keys, 6 or fewer, a row with g_1 <= 2 / n may have p_(1) = 1/2: it is neither near
+    # uniform nor near one-hot. SHORT_ROW, 8, leaves room.
     regime[keys <= SHORT_ROW] = LEFT_OUT
     statistics = {
         "top1": profile.first,

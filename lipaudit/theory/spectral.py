@@ -591,7 +591,8 @@ def _add_guess(g: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
     probability 1 - ETA. If |<g, v>| >= delta holds with this probability, the component of
     (g + h) / |g + h| is at least delta / |g + h| with it. For this component is
     |<g, v> + c| / |g + h| with c = <h, v>, and P(|<g, v> + c| < delta) is largest for c = 0
-    (Anderson): the density of <g, v> is symmetric and, in 3 or more dimensions, falls from 0 on.
+    (Anderson): the density of <g, v> is symmetric and, in 3 or more dimensions, does not rise
+    from 0 on.
 
     Args:
         g: random vectors, uniform on the unit sphere, (problems, size).

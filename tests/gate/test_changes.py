@@ -172,7 +172,7 @@ def test_a_head_that_did_not_converge_is_left_out_and_named(swapped):
     left = np.median(np.median(EXACT[[0, 1, 2, 4, 5]], axis=1))
     assert judged["bounds.exact:median", ""].old == left
     # over all heads of a sample, the stuck one too
-    assert "1 rows did not converge" in judged["bounds.exact_max:median", ""].reason
+    assert "1 row did not converge" in judged["bounds.exact_max:median", ""].reason
 
 
 def test_samples_that_did_not_converge_are_left_out_and_counted():

@@ -73,7 +73,7 @@ with np.errstate(all="ignore"):
             ("8 values are not finite", new(bounds(FOUR * math.inf)), HEADS),
             ("64 samples did not converge", STUCK, STUCK),
             ("cut short", report(jacobian(), status="partial"), STEEP),
-            ("1 samples did not converge", ONE_STUCK, STEEP),
+            ("1 sample did not converge", ONE_STUCK, STEEP),
             ("4 rows did not converge", STUCK_HEADS, HEADS),
             ("not finite", NAN, STEEP, "jacobian.norm:max <= 40"),
             # an error outweighs a regression

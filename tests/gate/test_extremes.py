@@ -109,7 +109,7 @@ def with_radii(radii):
     return with_samples(section, radius_first_order=radii, correct=[True] * len(radii))
 
 
-@pytest.mark.parametrize("stat", ["median", "mean", "max"])
+@pytest.mark.parametrize("stat", ["median", "mean", "p95", "max"])
 @pytest.mark.parametrize(
     ("limit", "status"), [(">= 0.1", "pass"), (">= 1e300", "pass"), ("<= 5", "regressed")]
 )
@@ -150,3 +150,7 @@ def test_radii_of_foreign_reports_are_settings_like_any_other(eps):
     assert judge(new(foreign), report(section)).exit_code == 5
     assert judge(new(section), report(foreign)).exit_code == 5
     assert judge(new(foreign), report(foreign)).exit_code == 0
+
+
+def test_signed_shares_of_sensitivity_may_have_limits_beyond_one():
+    assert parse_rule("jacobian.shares.mlps:max <= 1.5").limit.value == 1.5

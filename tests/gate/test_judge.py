@@ -627,7 +627,7 @@ def test_attacks_that_begin_elsewhere_prove_no_change_of_the_same_weights():
     assert only(judge(clean, old, rules("attack.correct >= -1pp"))).status == "regressed"
     assert only(judge(report(attack(flags(80))), old, robust)).status != "unchanged"
     # Another spelling of options is no other model: the preprocessing itself is compared.
-    spelt = {"class_names": "./names.txt", "mean": "0.5", "std": "0.5", "preprocess": "./p.json"}
+    spelt = {"class_names": "./names.txt", "mean": "0.5", "std": "0.5", "preprocess": "resize"}
     current = report(attack(flags(80), seed=1), options=spelt)
     compared = {v.metric: v.status for v in compare([old, current]).pairs[0].verdicts}
     assert compared["attack.robust:mean"] == "unchanged"
@@ -750,3 +750,10 @@ def test_a_loss_is_no_improvement_though_a_rule_asks_for_it(text, section):
     # The other way round, what is gained breaks the rule.
     (verdict,) = judge(new(section(0)), report(section(40)), rules(text)).verdicts
     assert verdict.status == "regressed"
+
+
+def test_a_proven_change_of_millions_of_percent_is_rounded_down():
+    verdict = only(judge(report(jacobian(NORMS * 1e5)), report(jacobian(NORMS))))
+    proven = float(re.search(r"at least ([\d.]+)%", verdict.proof)[1])
+    assert proven == pytest.approx(100 * (1e5 - 1), rel=1e-3)
+    assert proven <= 100 * verdict.low * (1 + 1e-9)

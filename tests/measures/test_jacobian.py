@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -330,14 +331,19 @@ def test_a_lower_estimate_says_what_is_proven_of_it():
         assert f"at most {100 * row.within:.2g}% too low (99.9% confidence)" in said
 
 
-def test_a_radius_that_was_not_completed_says_so():
+def late_rival():
+    """At 0, classes rank in their order; the first one is left nearest for the last of forty."""
     layer = nn.Linear(48, 40)
     with torch.no_grad():
         layer.weight.copy_(1e-2 * torch.eye(48)[:40])
         layer.weight[-1] = 1e3
         layer.bias.copy_(-torch.linspace(0, 1, 40))
     net, batch = linear_net(layer)
-    batch = Batch(torch.zeros_like(batch.x), None, batch.ids)
+    return layer, net, Batch(torch.zeros_like(batch.x), None, batch.ids)
+
+
+def test_a_radius_that_was_not_completed_says_so():
+    layer, net, batch = late_rival()
     truth = 1 / float(torch.linalg.vector_norm(layer.weight[0] - layer.weight[-1]))
     for rivals, complete in ((5, False), (39, True)):
         (section,) = run_measure("jacobian", net, batch, rivals=rivals)
@@ -352,16 +358,10 @@ def test_a_radius_that_was_not_completed_says_so():
 
 def test_a_misclassified_sample_needs_no_further_rivals():
     """It has no radius, so none that is a lower limit: its class is the last of forty."""
-    layer = nn.Linear(48, 40)
-    with torch.no_grad():
-        layer.weight.copy_(1e-2 * torch.eye(48)[:40])
-        layer.weight[-1] = 1e3
-        layer.bias.copy_(-torch.linspace(0, 1, 40))
-    net, batch = linear_net(layer)
+    _, net, batch = late_rival()
     for label, limited in ((39, 0), (0, 6)):
         y = torch.full((len(batch),), label)
-        wrong = Batch(torch.zeros_like(batch.x), y, batch.ids)
-        (section,) = run_measure("jacobian", net, wrong, rivals=1)
+        (section,) = run_measure("jacobian", net, replace(batch, y=y), rivals=1)
         assert section.samples["complete"] == (False,) * 6
         assert section.samples["radius_first_order"].count(None) == 6 - limited
         notes = [note.text for note in section.notes if note.code == "radius-incomplete"]

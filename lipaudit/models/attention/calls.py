@@ -154,7 +154,8 @@ class Origin:
             return False
         # The count is of the memory that all views of a tensor share. The write may have been to
         # another part of it, or may have changed no value.
-        return not torch.equal(summarise_rows(self.linear.x), self.summary)
+        summary = summarise_rows(self.linear.x)
+        return not torch.allclose(summary, self.summary, rtol=0, atol=0, equal_nan=True)
 
     def reads_same(self, other: Origin) -> bool:
         """Say whether two linear maps of one pass read the same tokens of the same tensor.

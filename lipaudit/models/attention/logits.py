@@ -147,6 +147,8 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
         NotClosedForm: a logit depends on the product of another pair of query and key, or P is
             changed before P is multiplied by v.
     """
+    if form.weights.isnan().any():
+        raise NotClosedForm("P is NaN in some rows (all keys masked, or an overflow)")
     keys = _find_keys(form, product)  # the columns of S that belong to keys, without a sink
     # The ops between q k^T and the logits.
     ends = {edge.node for edge in form.products}
@@ -154,8 +156,6 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     # The ops that take the largest logit of a row. Models subtract this logit from the row.
     largest = [node for node in path if op(node) in _LARGEST]
     slope = _read_slopes(form, product, keys, largest)
-    if form.weights.isnan().any():
-        raise NotClosedForm("P is NaN in some rows (all keys masked, or an overflow)")
     if not _is_unchanged(form, keys):
         raise NotClosedForm("P is changed between the softmax and the values")
     sink = _find_sink(form, keys)
@@ -430,7 +430,7 @@ def _is_unchanged(form: Explicit, keys: slice) -> bool:
     """Say whether the model multiplies the values by P without a change, such as dropout.
 
     In a row whose keys are all masked, P is NaN. The model may set such rows to 0, which is no
-    change. If it leaves NaN, the result is False: the output is NaN then, and has no closed form.
+    change.
 
     Args:
         form: P, and what the model multiplies the values by.

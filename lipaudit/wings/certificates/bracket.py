@@ -232,11 +232,11 @@ def _search_radius(
             the smallest radius at which it is known not to hold.
         first: the first radius to examine.
         largest: the largest radius to examine.
-        tol: relative width at which the search ends; at least 1e-12, which floats can resolve.
+        tol: relative width at which the search ends.
     """
     low, high = read_limits()
     # Until the limits differ by a share `tol`, or even tiny radii were found to fail.
-    while low < largest and high > max(low * (1 + max(tol, 1e-12)), SMALLEST_SHARE * largest):
+    while low < largest and high > max(low * (1 + tol), SMALLEST_SHARE * largest):
         # If the property holds at `low`: double the radius, but go no further than the geometric
         # mean of the limits (a bisection) or the largest radius. If it never held, begin with
         # `first`, and then halve the radius.

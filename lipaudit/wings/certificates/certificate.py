@@ -83,7 +83,8 @@ class Certificate:
             all ReLUs are fixed), "nodes" or "seconds" (the limits), "unbounded" (the bounds
             overflowed: the ball is too large), "broken" (an input of another class was found), or
             "tokens" (near words change the number of tokens, or how others are tokenized).
-        bound: smallest margin of a part, up to a positive factor; proven if certified.
+        bound: smallest margin of a part, up to a positive factor; proven if certified. If the
+            limits end a proof for patches, that of the part that was tried last; -inf for none.
         nodes: number of parts of the ball that were examined.
         places: share of the places of patches that are proven.
         leaves: the proven parts, if the ball was split.

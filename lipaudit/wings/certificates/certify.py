@@ -297,7 +297,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     """
     arrays = base.join_arrays(parts)
     # A repeated sample counts once in every row.
-    unique = {name: values[base.mark_unique(parts)] for name, values in arrays.items()}
+    unique = base.select_unique(parts, arrays)
     rows = _make_rows(unique, options)
     notes = _write_notes(parts, arrays, options)
     columns = _make_columns(arrays, rows)

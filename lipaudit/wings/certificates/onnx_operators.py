@@ -198,9 +198,9 @@ def _multiply(
         product = alpha * product
     if c is None:
         return product
-    if beta != 1:
-        c = beta * c
-    return product + c
+    if beta == 1:
+        return product + c
+    return torch.add(product, c, alpha=beta)  # counts the rounding of beta c, if c is a constant
 
 
 def _power(x: Any, y: Any) -> Any:

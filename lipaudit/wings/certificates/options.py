@@ -101,7 +101,7 @@ class CertifyOptions(MeasureOptions):
         0.1,
         "Relative accuracy of the radius search.",
         need=Need("--radius", lambda options: options.radius),
-        gt=0,
+        ge=1e-12,  # floats resolve little more
         lt=1,
         rare=True,
     )

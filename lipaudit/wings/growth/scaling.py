@@ -253,7 +253,10 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     facts = {**parts[0].facts, "within": max(part.facts.get("within", 0.0) for part in parts)}
     rows: list[Row] = []
     fits: list[Row] = []
+    repeats: Iterable[Note] = ()
     if values:  # on data
+        values = base.select_unique(parts, values)
+        repeats = base.note_repeats(parts)
         values, facts["shorter"] = _keep_longest(values)  # number of samples left out
         for curve in _make_curves(values, facts, options):
             curve_rows, fit_row = _fit_curve(curve)
@@ -265,6 +268,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     fits += worst_fits
     notes = [
         *base.notes(parts),
+        *repeats,
         *_note_data(rows, facts, options),
         *_note_searches(rows, disagreeing),
     ]

@@ -15,7 +15,7 @@ from lipaudit import ModelSpec
 from lipaudit.attacks.balls import Ball
 from lipaudit.attacks.oracle import pgd
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, UsageError
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
 from lipaudit.wings.certificates import bracket
@@ -176,7 +176,12 @@ def test_what_is_settled_is_not_tried_again(small, monkeypatch):
         assert [e for n, e in proven if n == name] == tried
 
 
-def test_a_search_ends_where_the_accuracy_is_beyond_that_of_floats():
+def test_a_search_beyond_the_accuracy_of_floats_is_refused():
+    with pytest.raises(UsageError, match="tol"):
+        lipaudit.measure("demo", "certify", samples=1, radius=True, tol=1e-17)
+
+
+def test_a_search_ends_at_the_smallest_accuracy():
     tried = []
 
     def examine(radius):
@@ -187,7 +192,7 @@ def test_a_search_ends_where_the_accuracy_is_beyond_that_of_floats():
         holds = [radius for radius in tried if radius <= 0.3]
         return max(holds, default=0.0), min((r for r in tried if r > 0.3), default=1.0)
 
-    bracket._search_radius(examine, read_limits, first=0.1, largest=1.0, tol=1e-17)
+    bracket._search_radius(examine, read_limits, first=0.1, largest=1.0, tol=1e-12)
     low, high = read_limits()
     assert low <= 0.3 < high <= low * (1 + 1e-11)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lipaudit.wings.certificates import curves
 from lipaudit.wings.certificates.affine import linear
 from lipaudit.wings.certificates.form import Form
+from lipaudit.wings.certificates.onnx_operators import OPERATORS
 from lipaudit.wings.certificates.prove import ball, run
 from lipaudit.wings.certificates.rounding import (
     LIBRARY_ULPS,
@@ -83,6 +84,7 @@ ROUNDS = torch.tensor([[1.0, 2.0**-24, 2.0**-24]])
     ("function", "truth"),
     [
         (lambda x: torch.addmm(ROUNDS[:, :1], x, x, beta=0.1), 1 + Fraction(0.1)),
+        (lambda x: OPERATORS["Gemm"](x, x, ROUNDS[:, :1], beta=0.1), 1 + Fraction(0.1)),
         (lambda x: torch.einsum("bi,ij->b", x, ROUNDS), 1 + Fraction(2.0**-23)),
         (lambda x: torch.einsum("ij,bi->bi", ROUNDS, x), 1 + Fraction(2.0**-23)),
     ],

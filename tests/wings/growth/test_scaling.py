@@ -197,6 +197,21 @@ def test_the_interval_of_an_ascent_is_that_of_its_searches():
     assert found == pytest.approx((best, worst, best**2 / worst), rel=2e-3)
 
 
+def test_a_repeated_sample_counts_once_in_norms_on_data():
+    net, batch = reader(), words(2)
+    first, second = "0" * 16, "1" * 16
+    rows = torch.tensor([0, 1, 1])
+    alone = replace(batch, ids=(first, second))
+    twice = replace(batch, x=batch.x[rows], ids=(first, second, f"{second}-2"))
+    figures = []
+    for samples in (alone, twice):
+        section, *_ = measured(net, samples, modes=("real",), lengths=(3, 6))
+        figures.append([row.norm for row in section.rows])
+        is_noted = "repeated-samples" in {note.code for note in section.notes}
+        assert is_noted == (samples is twice)
+    assert figures[0] == pytest.approx(figures[1], rel=1e-6)
+
+
 @pytest.mark.parametrize(("ends", "low", "high"), [((0, 2), 0, math.inf), ((0, 0), 0, 0)])
 def test_a_search_that_ends_at_zero_leaves_the_range_open(monkeypatch, ends, low, high):
     norms = SimpleNamespace(norm=torch.tensor(ends, dtype=torch.float64))
